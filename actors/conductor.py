@@ -1,4 +1,5 @@
-"""The conductor: the run, step by step, and its end. It leases, trains, delivers and records, and never touches a payload."""
+"""The conductor actor, which drives a run step by step to its end: it leases groups, has the learner train, delivers
+versions of the weights and records each step. It never touches a payload."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ STOP_SECONDS_WHILE_LOADING = 5.0
 
 
 class Conductor:
-    """Serves generators (`lease_groups`) and the driver (`run`, `get_status`, `request_stop`). One event loop; no blocking
-    work."""
+    """The actor that controls a run. It serves generators (`lease_groups`) and the driver (`run`, `get_status`,
+    `request_stop`) on one event loop, and does no blocking work."""
 
     def __init__(
         self,
@@ -62,7 +63,12 @@ class Conductor:
         resume_state: RunState | None = None,
         lineage: Lineage = FIRST_LINEAGE,
     ):
-        """`resume_state`: of the checkpoint that the run resumes from. `lineage`: of this start."""
+        """Set up the run's state; nothing is loaded before `run`.
+
+        Args:
+            resume_state: State of the checkpoint that the run resumes from.
+            lineage: Lineage of this start of the run.
+        """
         self.world, self._lock = world, prepare_process(world, Path(run_dir), "conductor")
         self.config: Config = config_from_dict(config)
         self.run_id, self.run_dir, self.lineage, self.learner = run_id, Path(run_dir), lineage, learner
@@ -74,7 +80,7 @@ class Conductor:
         schedule, clock = self.config.schedule, world.clock.monotonic
         self.admission = AdmissionController(
             schedule,
-            # Steps that take as many groups as have enough tokens need nobody knows how many.
+            # If steps take groups until they have enough tokens, the total number of groups is not known beforehand.
             total_groups=None if schedule.takes_extra_groups else self.config.steps * schedule.groups_per_step,
             choose_task=self.task_source.choose_task,
             on_change=lambda: self.dispatcher.serve_soon(),
@@ -83,7 +89,7 @@ class Conductor:
         self.pacing = PaceMonitor(schedule, self.events.warning, clock)
         self._processes = {"conductor": (world.processes.pid, world.processes.host)}
         self.delivery_due = asyncio.Event()
-        """There may be something to deliver."""
+        """Event that is set when there may be weights to deliver."""
         self.fleet = Fleet(self.config, self.events, generators, clock, self._wake_waiters)
         resting = lambda: self.stop_requested  # noqa: E731
         self.dispatcher = LeaseDispatcher(self.admission, self.fleet, resting)
@@ -97,14 +103,14 @@ class Conductor:
         )
         self._stop_requested = asyncio.Event()
         self._actor_stop_seconds = STOP_SECONDS_WHILE_LOADING
-        """How long the actors may take to end: while they load, nothing has to be finished."""
+        """Seconds that the actors may take to end. While they load, there is no work that they have to finish."""
         self._phase = "starting"
         self._write_sizes = UNKNOWN_SIZES
         self._resume_state = resume_state
         self.step = resume_state.steps if resume_state else 0
-        """Steps, in all starts of the run."""
+        """Number of steps made, over all starts of the run."""
         self.version = resume_state.version if resume_state else 0
-        """That the last step made, or had a part in."""
+        """Version of the weights that the last step made, or had a part in."""
         self._update_monitor = UpdateMonitor(
             self.config.supervise.max_skipped_steps, self.events.warning, self.events.info
         )
@@ -117,13 +123,17 @@ class Conductor:
     # -- called by generators ------------------------------------------------------------------------------------
 
     async def lease_groups(self, message: bytes) -> bytes:
-        """See `LeaseDispatcher.answer_call`. A `LeaseCall` in MessagePack, and a `LeaseAnswer`: one value each way costs
-        Ray the least."""
+        """Answer a generator's call for leases; see `LeaseDispatcher.answer_call`.
+
+        `message` is a `LeaseCall` in MessagePack, and the result a `LeaseAnswer` in MessagePack: one value each way
+        costs Ray the least.
+        """
         with stage("lease"):
             call = decode_msgpack(message, LeaseCall)
             generator, stats = self.fleet.generators.get(call.generator_id), call.stats
             if generator is None or not generator.is_current_process(*call.process):
-                # It has left; or what it would be leased, the process in its place would have to play, and knows nothing of.
+                # It has left, or another process has taken its place, which would have to play these leases without
+                # knowing of them.
                 return msgspec.msgpack.encode(LeaseAnswer([], more=False))
             self.fleet.note_answer(generator)
             for line in call.told:
@@ -136,19 +146,22 @@ class Conductor:
     # -- called by the driver ------------------------------------------------------------------------------------
 
     async def add_generator(self, generator_id: str, handle: ActorRef) -> str:
-        """See `FleetMembership.add_generator`."""
+        """Add a generator to the running fleet; see `FleetMembership.add_generator`."""
         return await self.membership.add_generator(generator_id, handle)
 
     async def remove_generator(self, generator_id: str) -> None:
-        """See `FleetMembership.remove_generator`."""
+        """Remove a generator from the running fleet; see `FleetMembership.remove_generator`."""
         await self.membership.remove_generator(generator_id)
 
     def list_excluded(self) -> list[str]:
-        """See `FleetMembership.excluded_ids`."""
+        """Return `FleetMembership.excluded_ids`."""
         return self.membership.excluded_ids
 
     def get_status(self, since: int) -> dict[str, Any]:
-        """For the live line; cheap. `step_rows`: of the steps after step `since`; `evaluations`: the last rows of this start."""
+        """Return the run's status for the live line. The call is cheap.
+
+        Its rows are those of the steps after step `since`; `evaluations` are the last evaluation rows of this start.
+        """
         return {
             "phase": self._phase,
             "steps": self.config.steps,
@@ -175,7 +188,7 @@ class Conductor:
         return self._stop_requested.is_set()
 
     async def request_stop(self) -> None:
-        """Finish the running step, write a checkpoint, end the run. Returns at once."""
+        """Request that the run finish the running step, write a checkpoint and end. Returns at once."""
         if not self.stop_requested:
             self._stop_requested.set()
             self.dispatcher.serve_soon()
@@ -183,33 +196,50 @@ class Conductor:
             await self.learner.call("interrupt_wait")
 
     async def run(self) -> dict[str, Any]:
-        """The whole run. Returns what the event `run_finished` says; raises `RunFailed` with the reason.
+        """Make the whole run: load, train, save, evaluate, and end the actors.
 
-        `updates`: that made the weights, of all steps and resumes; without any there is no `model`. `without_update`: what
-        the steps of this process lacked that made none. A run that was stopped while it loaded has neither."""
+        Returns the fields of the event `run_finished`. `updates` is the number of optimizer updates that made the
+        weights, over all steps and resumes; without any there is no `model`. `without_update` says what the steps of
+        this process that made no update lacked. A run that was stopped while it loaded has neither. Raises `RunFailed`
+        with the reason.
+        """
         self.events.info("conductor_started", pid=self.world.processes.pid, step=self.step, lineage=self.lineage.number)
+        # Every row has this event loop's lag, measured from the start.
         self.lag_meter.start()
+        # The time that this task takes is booked to the stage "steps".
         return await in_stage("steps", self._run_phases())
 
     async def _run_phases(self) -> dict[str, Any]:
         background: list[asyncio.Task[None]] = []
         try:
+            # Load learner and engines, and install the first weights: nothing can be played or trained before.
             installer = await self._load_unless_stopped()
             if installer is None:
+                # The stop came during loading: no step was made in this start, so there is nothing to save.
                 self.events.info("run_finished", steps=self.step, stopped=True, model=None)
                 return {"steps": self.step, "model": "", "stopped": True}
             self._phase = "training"
+            # The time spent loading must not lower the rates of the first row.
             self.step_rows.restart_clock()
+            # Deliver versions in a task of its own: training never waits for an installation.
             delivering = create_stage_task("deliver", self._deliver_versions(installer))
+            # Detect a run in which no process fails but nothing progresses.
             watching = create_stage_task("watch", self._build_stall_monitor(installer).run())
+            # End the run as soon as too many tasks have failed.
             background += [delivering, watching, create_stage_task("watch", self.task_source.raise_when_failed())]
+            # Start the generators and restart those that are lost, from now on and beside the steps.
             background.append(create_stage_task("deliver", self.membership.run()))
+            # Begin the evaluation that was due at this step, if it is not there; it is played beside training.
             self.evaluator.resume_evaluations(self.step, self.version)
+            # Make all steps; a failure of a background task ends them.
             await self._train_steps(installer, list(background))
             self._phase = "writing a checkpoint"
+            # Checkpoint the last step first, so that whatever fails from here on can be resumed.
             await await_guarded(self._begin_last_checkpoint(), [delivering])
-            watching.cancel()  # what follows has limits of its own
+            watching.cancel()  # the phases that follow have limits of their own
+            # Every step gets its row, which is written when its weights are delivered.
             await self._finish_delivery(delivering)
+            # Save the model and wait until the checkpoint is written, before the learner ends.
             given = (
                 self.config,
                 self.learner,
@@ -219,10 +249,14 @@ class Conductor:
             )
             updates = await save_final_model(*given) if self.step else 0
             self._phase = "evaluating"
+            # Evaluate the last weights while the engines that have them still live.
             undone = await self.evaluator.finish_evaluations(self.step, self.version, lambda: self.stop_requested)
-            stopped = self.stop_requested and (undone or self.step < self.config.steps)  # and not when all was done
+            # A stop request that came when everything was done has stopped nothing.
+            stopped = self.stop_requested and (undone or self.step < self.config.steps)
+            # A run without an update in which most episodes failed has failed, and was not merely idle.
             if not updates and not stopped and (failure := self._update_monitor.describe_failure()):
                 raise RunFailed(f"{failure}. The last one: {self.task_source.last_failure}")
+            # The event and the result have the same fields.
             ended = {
                 "steps": self.step,
                 "stopped": stopped,
@@ -233,30 +267,38 @@ class Conductor:
             self.events.info("run_finished", **ended)
             return ended
         except Exception as error:
+            # Name the innermost cause, in the record and to the driver.
             cause = describe_root_cause(error, self.run_dir)
             self.events.error("run_failed", error=cause)
+            # After the loss of a process the driver may restart the run from its newest checkpoint.
             raise (ProcessLost if isinstance(error, ActorLostError) else RunFailed)(cause) from error
         finally:
+            # From here on nothing is leased, and a loss of a generator restarts nothing.
             self._stop_requested.set()
             self._phase = "ending the actors"
             self.lag_meter.stop()
+            # Cancel evaluation and background tasks before the actors that they call end.
             await self.evaluator.cancel()
             for left in background:
                 left.cancel()
             await asyncio.gather(*background, return_exceptions=True)
+            # End the actors in order, within a limit: the driver kills those that do not end.
             await stop_actors([*(g.handle for g in self.fleet), self.learner], self._actor_stop_seconds, self.events)
+            # The records are complete only when what is kept in memory is in the files.
             await self.world.record_flusher.finish_writes(self.config.supervise.stop_grace_seconds)
             self._phase = "ended"
 
     # -- start ---------------------------------------------------------------------------------------------------
 
     def _wake_waiters(self) -> None:
-        """Of a generator: it may need weights, or be leased something."""
+        """Wake the delivery and the calls that wait for leases: a generator may need weights, or there may be work for
+        it."""
         self.delivery_due.set()
         self.dispatcher.serve_soon()
 
     async def _load_unless_stopped(self) -> VersionInstaller | None:
-        """Everything before the first step. None, without waiting for it any longer, if a stop is requested meanwhile."""
+        """Load and start everything that the first step needs. Returns None, and waits no longer, if a stop is
+        requested meanwhile."""
         installer = await await_or_stopped(self._stop_requested, self._start_actors())
         if installer is not None:
             self._actor_stop_seconds = self.config.supervise.stop_grace_seconds
@@ -288,15 +330,15 @@ class Conductor:
         return installer
 
     def _handle_fleet_resize(self) -> None:
-        """The fleet is another one."""
+        """Count the devices anew and wake waiting calls after a generator has joined or left."""
         self.step_rows.devices = DeviceCounts.from_config(self.config, len(self.fleet.generators))
         self._wake_waiters()
 
     async def _resume_run(self, newest_group: int) -> None:
-        """Where the checkpoint left off, or without one at the beginning: what the learner has of groups that were not trained is
-        not played again."""
+        """Continue where the checkpoint left off, or without one at the beginning. Episodes of untrained groups that
+        the learner still has are not played again."""
         if (state := self._resume_state) is not None:
-            restore_admission(self.admission, state)  # of what follows, every engine has its weights first of all
+            restore_admission(self.admission, state)  # every engine installs these weights before anything is leased
         groups = range(self.admission.oldest_group, max(self.admission.groups_leased, newest_group + 1))
         missing = await self.learner.call("missing_episodes", list(groups))
         self.task_source.load_state_dict(state, await self.learner.call("list_buffered_tasks"))
@@ -319,47 +361,66 @@ class Conductor:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     async def _train_steps(self, installer: VersionInstaller, background: list[asyncio.Task[None]]) -> None:
-        """Until all steps are made or a stop is requested. Raises what a background task fails with.
+        """Make steps until all are made or a stop is requested. Raises what a background task fails with.
 
         A version is written, and then delivered, beside the steps that follow it.
         """
+        # `version` is the one that the next step makes, or has a part in.
         publishing, version = None, self.version + 1
         while self.step < self.config.steps and not self.stop_requested:
+            # The last step publishes its weights even if their version has fewer steps than usual.
             last = self.step + 1 == self.config.steps
+            # If a generator is due to be probed with this version, the learner scores the probe's text with it, too.
             scored = installer.needs_probe_scores(version)
+            # Train one step; meanwhile a failure of a background task ends the run.
             result = await await_guarded(
                 self.learner.call("train_step", is_last=last, with_probe_scores=scored), background
             )
+            # The learner was interrupted while it waited for groups: a stop was requested.
             if result is None:
                 break
+            # Free slots, record the step and begin a due evaluation, before the next step is asked for.
             self._finish_step(result)
+            # Without new weights, the next step is part of the same version.
             version = self.version + result["new_weights"]
             if result["new_weights"]:
-                if publishing is not None:  # the learner has written it before it copied the next
+                # At most one copy waits: the learner has written it before it copied the next, so this wait is short.
+                if publishing is not None:
                     await await_guarded(publishing, background)
+                # Write and deliver the new version beside the next step.
                 publishing = asyncio.create_task(self._publish_version(installer, self.version))
+                # If it cannot be written, the run ends at once, and not only at the next version.
                 background.append(publishing)
+                # Checkpoint between two steps, and only where a version is complete.
                 if self._checkpoint_due(self.step):
                     await await_guarded(self._begin_checkpoint(), background)
+        # The last version must be published before its delivery can be finished.
         if publishing is not None:
             await publishing
 
     def _finish_step(self, result: dict[str, Any]) -> None:
         metrics, groups = result["metrics"], result["groups"]
         self.step, self.version = self.step + 1, result["version"]
+        # The leases of these groups are over; their slots stay taken until the version is published.
         self.admission.step_trained(self.version, groups)
+        # Rewards of a task decide how often it is posed again (`schedule.difficulty`).
         self.task_source.record_scores(groups, result["scores"])
+        # Free the slots before the weights arrive: new leases begin at once and wait for them at their engine.
         if result["new_weights"]:
             self.admission.version_published(self.version)
+        # Say who waited for whom in this step.
         metrics |= self.pacing.record_step(self.step, len(groups), metrics)
+        # Keep the row until its version is delivered: it has the delivery's figures, too.
         self.step_rows.add(self.step, self.version, metrics, result["previews"])
+        # Too many skipped steps in a row end the run.
         if reason := self._update_monitor.record_step(self.step, metrics):
             raise RunFailed(reason)
+        # An evaluation runs beside training, so it only begins here.
         self.evaluator.evaluate_if_due(self.step, self.version)
 
     async def _begin_checkpoint(self) -> None:
-        """Begin a checkpoint of the run as it is between two steps. One that cannot be begun, as for want of descriptors, is due
-        again after the next step."""
+        """Begin a checkpoint of the run as it is between two steps. A checkpoint that cannot be begun, for example
+        because file descriptors are lacking, is due again after the next step."""
         state = ConductorState(
             admission=self.admission.state_dict(),
             tasks=self.task_source.state_dict(),
@@ -382,7 +443,8 @@ class Conductor:
         self.events.info("checkpoint_begun", step=self.step, training_waited_seconds=round(seconds, 4))
 
     async def _begin_last_checkpoint(self) -> None:
-        """Begin the one of the last step, which is tried again for as long as a checkpoint may take. Raises `RunFailed`."""
+        """Begin the checkpoint of the last step, and try again for as long as a checkpoint may take. Raises `RunFailed`
+        after that."""
         clock = self.world.clock.monotonic
         limit = self.config.checkpoint.resolve_write_timeout(self._write_sizes.checkpoint_bytes)
         deadline = clock() + limit
@@ -397,10 +459,10 @@ class Conductor:
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def _publish_version(self, installer: VersionInstaller, version: int) -> None:
-        """Have the copied weights written, and make them those that engines are to install.
+        """Have the learner write the copied weights, and make them the version that engines install.
 
-        The learner may be several versions ahead of an engine: what is read now must stay, however many follow. What is read
-        from here on is the newest version, which outlives the next one in any case.
+        The learner may be several versions ahead of an engine: versions that are being read now must stay, however many
+        follow. What engines begin to read from here on is the newest version, which outlives the next one in any case.
         """
         published = await self.learner.call("write_version", installer.versions_in_use)
         self.step_rows.update_pending(version, {"weights/write_seconds": published.seconds})
@@ -408,21 +470,28 @@ class Conductor:
         self.delivery_due.set()
 
     async def _deliver_versions(self, installer: VersionInstaller) -> None:
-        """Install the newest weights in every generator that answers; write the rows of what was trained."""
+        """Install the newest weights in every generator that answers, and write the rows of the steps that made them.
+        Runs until cancelled."""
         while True:
+            # A new version, or a generator that may lack one, wakes this loop.
             await self.delivery_due.wait()
+            # Clear before looking, so that what changes meanwhile leads to another look.
             self.delivery_due.clear()
             version = installer.newest_published.version
+            # It may have been woken for nothing.
             if not installer.needs_delivery and not self.step_rows.has_pending(version):
                 continue
             with self.timeline.measure_span("deliver", version=version):
                 figures = await installer.deliver_newest()
             if figures is None:
-                continue  # nobody answers: one that is restarted, or recovers, installs the newest version and wakes this
+                # Nobody has it: a generator that is restarted, or recovers, installs it and wakes this loop.
+                continue
+            # The rows waited for the figures of this delivery.
             self._write_delivered_rows(version, figures)
 
     async def _finish_delivery(self, delivering: asyncio.Task[None]) -> None:
-        """Let the last weights be delivered, so that every step has its row. Raises what the delivery failed with."""
+        """Wait until the last weights are delivered, for `RPC_SECONDS` at most, and write the rows that are left, so
+        that every step has its row. Raises what the delivery failed with."""
         deadline = self.world.clock.monotonic() + RPC_SECONDS
         while not self.step_rows.is_empty and self.world.clock.monotonic() < deadline:
             self.delivery_due.set()
@@ -430,7 +499,7 @@ class Conductor:
         self._write_delivered_rows(self.version, zero_delivery_metrics())
 
     def _write_delivered_rows(self, version: int, metrics: dict[str, float]) -> None:
-        """`version` is installed: the rows of what made it, and of what was before, are written."""
+        """Write the rows of all steps up to `version`, which is installed now, with the delivery's `metrics`."""
         metrics = metrics | {
             "generator/restarts": self.fleet.restarts,
             "slots/taken": self.admission.slots_taken,
@@ -458,21 +527,22 @@ class Conductor:
         )
 
     async def _requeue_leases(self, generator: FleetGenerator) -> list[int]:
-        """Its leases return. Returns the groups that are leased again."""
+        """Take back the leases of a generator, less the episodes that the learner has. Returns the groups that are
+        leased again."""
         self.dispatcher.forget_generator(generator.generator_id)
         missing = await self.learner.call("missing_episodes", self.admission.list_leased_groups(generator.generator_id))
         return self.admission.requeue_leases(generator.generator_id, lambda g: missing.get(g, []))
 
 
-# Generators that join and leave while the run goes on, as the conductor sees it. Who asks for them: `driver.py`.
+# Generators that join and leave during the run, as the conductor sees them. `driver.py` asks for it.
 
 
 LEAVE_STOP_SECONDS = 10.0
-"""In which a generator that leaves ends in order."""
+"""Seconds that a generator which leaves may take to end in order."""
 
 
 class _StartContext(NamedTuple):
-    """See `FleetMembership.begin_membership`."""
+    """The arguments of `FleetMembership.begin_membership`."""
 
     installer: VersionInstaller
     conductor: ActorRef
@@ -481,8 +551,15 @@ class _StartContext(NamedTuple):
 
 
 class FleetMembership:
-    """Lives on the conductor's event loop. `requeue_leases(generator)`: returns its leases, and says which groups are leased
-    again. `on_resize()` is called when the fleet is another one. `events`: a structlog logger. `clock`: in seconds."""
+    """The generators that play, join and leave during the run. Lives on the conductor's event loop.
+
+    Args:
+        events: A structlog logger.
+        requeue_leases: `requeue_leases(generator)` takes back its leases and returns the groups that are leased again.
+        on_resize: Called when a generator has joined or left.
+        is_stopping: `is_stopping()` is True when the run is ending.
+        clock: Clock in seconds.
+    """
 
     def __init__(
         self,
@@ -502,16 +579,21 @@ class FleetMembership:
         self._start_context: _StartContext | None = None
         self._playing_begun = asyncio.Event()
         self.excluded_ids: list[str] = []
-        """Those without which the run goes on, for they were lost too often."""
+        """Ids of generators that were lost too often, and without which the run goes on."""
         self._play_tasks: dict[str, asyncio.Task[None]] = {}
         self._task_ended = asyncio.Event()
-        """One of these may have."""
+        """Event that is set when one of `_play_tasks` may have ended."""
 
     def begin_membership(
         self, installer: VersionInstaller, conductor: ActorRef, reference_report: Mapping[str, Any], hosts: set[str]
     ) -> None:
-        """The generators of the start have weights. `conductor`: the conductor. `reference_report`: what one of them reported
-        of itself. `hosts`: of the learner and the fleet."""
+        """Note that the generators of the start have weights, and what a generator that joins later is checked against.
+
+        Args:
+            conductor: The conductor's own actor handle.
+            reference_report: What one generator of the start reported about itself.
+            hosts: Hosts of the learner and the fleet.
+        """
         self._start_context = _StartContext(installer, conductor, reference_report, hosts)
 
     @property
@@ -521,24 +603,29 @@ class FleetMembership:
         return self._start_context
 
     async def run(self) -> None:
-        """Keep all playing, until cancelled. Raises what one of them fails with, if that ends the run."""
+        """Keep all generators playing, until cancelled. Raises what one of them fails with, if that ends the run."""
+        # Start the generators that have their first weights; one that was lost meanwhile is restarted first.
         for generator in self._fleet:
             self._start_playing(generator)
-        self._playing_begun.set()  # the fleet is another one from now on
+        self._playing_begun.set()  # from now on generators may join and leave
         try:
             while True:
+                # Clear before looking, so that a task that ends meanwhile leads to another look.
                 self._task_ended.clear()
                 for name, task in list(self._play_tasks.items()):
+                    # A cancelled task is a generator that leaves, which `remove_generator` handles.
                     if task.done() and not task.cancelled():
                         self._handle_ended(name, task)
                 await self._task_ended.wait()
         finally:
+            # Without this loop nobody would handle their losses.
             for task in self._play_tasks.values():
                 task.cancel()
             await asyncio.gather(*self._play_tasks.values(), return_exceptions=True)
 
     def _handle_ended(self, name: str, ended: asyncio.Task[None]) -> None:
-        """Go on without one that was lost too often, if another one plays. Raises what it failed with, if that ends the run."""
+        """Exclude a generator that was lost too often, if another one still plays. Raises what it failed with, if that
+        ends the run."""
         try:
             ended.result()
         except GeneratorRestartsExhausted as error:
@@ -559,7 +646,8 @@ class FleetMembership:
         task.add_done_callback(lambda _: self._task_ended.set())
 
     def revive_generator(self, generator: FleetGenerator) -> None:
-        """It was lost, and somebody needs it: if it had nothing more to play, nobody else restarts it."""
+        """Restart a lost generator that is needed again, if it had nothing more to play: then nobody else restarts
+        it."""
         playing = self._play_tasks.get(generator.generator_id)
         if playing is not None and playing.done():
             self._fleet.mark_lost(generator)
@@ -567,8 +655,10 @@ class FleetMembership:
             self._start_playing(generator)
 
     async def add_generator(self, generator_id: str, handle: ActorRef) -> str:
-        """A process that was just begun: have it load, take the current weights and be probed, then lease. Returns why it cannot,
-        and then it is no member; "" if it is one. Waits until the run plays."""
+        """Admit a process that was just started: have it load, install the current weights and be probed, then lease.
+
+        Returns "" if it is a member now. Otherwise returns the reason, and it is no member. Waits until the run plays.
+        """
         await self._playing_begun.wait()
         before, start = self._clock(), self._context
         generator = self._fleet.add(generator_id, handle)
@@ -598,7 +688,8 @@ class FleetMembership:
         return ""
 
     def _check_compatible(self, report: Mapping[str, Any]) -> None:
-        """Raises `RunFailed` if it is not as the others are."""
+        """Check that a generator that joins has the tasks and routing of the others, and that weights reach it. Raises
+        `RunFailed` if it is not like the others."""
         start = self._context
         for what in ("tasks", "routing"):
             if report[what] != start.reference_report[what]:
@@ -608,8 +699,8 @@ class FleetMembership:
         check_can_join(self._config, start.installer.learner_address.weight_backend, start.hosts, report["host"])
 
     async def remove_generator(self, generator_id: str) -> None:
-        """Lease it nothing more, let it finish what it plays, for `supervise.leave_seconds` at most, and end its engine. What it
-        has not delivered then is leased again. Waits until the run plays."""
+        """Remove a generator: lease it nothing more, let it finish what it plays, for `supervise.leave_seconds` at
+        most, and end its engine. What it has not delivered by then is leased again. Waits until the run plays."""
         await self._playing_begun.wait()
         generator = self._fleet.generators.get(generator_id)
         if generator is None:
@@ -621,10 +712,10 @@ class FleetMembership:
             playing.cancel()
             await asyncio.gather(playing, return_exceptions=True)
         finished = generator.is_finished
-        self._fleet.mark_lost(generator)  # it is given no more weights, which a stopped engine would not install
+        self._fleet.mark_lost(generator)  # it gets no more weights, which a stopped engine would not install
         with contextlib.suppress(Exception):
             await generator.handle.call("stop", timeout=LEAVE_STOP_SECONDS)
-        self._kill(generator.handle)  # before others play what it had
+        self._kill(generator.handle)  # before others play what it was leased
         again = await self._requeue_leases(generator)
         self._drop_generator(generator)
         seconds_taken = round(self._clock() - before, 2)
@@ -640,13 +731,16 @@ class FleetMembership:
         self._on_resize()
 
 
-# The end of a run, as the conductor has it: the model is saved, and the actors end in order.
+# The end of a run: the conductor has the model saved, and ends the actors in order.
 
 
 async def save_final_model(
     config: Config, learner: ActorRef, run_dir: Path, checkpoint_bytes: int, set_phase: Callable[[str], object]
 ) -> int:
-    """Have it save the model, and wait for the last checkpoint. Returns how many updates made the weights. `set_phase(phase)`."""
+    """Have the learner save the model and finish the last checkpoint. Returns how many updates made the weights.
+
+    `set_phase(phase)` is called with the phase that begins, as text for the live line.
+    """
     set_phase("saving the model")
     model, failure = str(run_dir / "model"), "the model was not saved"
     updates = await call_with_limit(config, "learner.start_timeout", learner, "save_model", model, failure=failure)
@@ -658,7 +752,8 @@ async def save_final_model(
 
 
 async def stop_actors(actors: Sequence[ActorRef], seconds: float, events: Any) -> None:
-    """Ask them to end in order. `events`: a structlog logger, which is told if that takes longer than `seconds`."""
+    """Ask the actors to end in order, and wait `seconds` at most. If they take longer, `events` (a structlog logger)
+    gets a warning."""
     ended = asyncio.gather(*(actor.call("stop") for actor in actors), return_exceptions=True)
     try:
         await asyncio.wait_for(ended, seconds)

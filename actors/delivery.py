@@ -1,4 +1,5 @@
-"""Weights in transfer: copied and written by the learner, handed to the conductor, and how they travel."""
+"""Weights in transfer: how the learner copies and writes them, how it offers them to the conductor, and by which
+transport they travel."""
 
 from __future__ import annotations
 
@@ -43,9 +44,14 @@ WRITE_DISK_HINT = "the run waits, and nothing is lost: free bytes there, or file
 
 
 class Published(msgspec.Struct, frozen=True):
-    """A version that engines may install. `scores` float32 `[2, 2, T - 1]`: the learner's of each of `make_probe_pair`, with
-    these very weights, at temperature 1 and at the run's (None if nobody asked for them). `seconds`: how long it took to
-    write."""
+    """A version of the weights that engines may install.
+
+    Attributes:
+        publication: The offer of the version, with which engines fetch it.
+        scores: float32 `[2, 2, T - 1]`: the learner's scores of both texts of `make_probe_pair` with exactly these
+            weights, at temperature 1 and at the run's temperature. None if they were not requested.
+        seconds: Seconds that it took to write the version.
+    """
 
     publication: TransferOffer
     scores: np.ndarray | None = None
@@ -58,12 +64,20 @@ class Published(msgspec.Struct, frozen=True):
 
 @dataclass
 class VersionWriter:
-    """Versions at the learner: copied between two steps, written beside those that follow. One copy waits at most.
+    """The learner's writer of versions. It copies the weights between two steps and writes the copy beside the steps
+    that follow. At most one copy waits.
 
-    `torch_lane` makes the calls of `ranks`, and `writer_lane` writes. A disk that does not take a version is tried again
-    until it does, and `report_event` is told when that begins and ends. `probe_tokens` int32 `[T]`: the tokens of the probe's
-    text (`r3async.actors.installer.probe_generator`); None: there is no probe. `write_seconds`: that one version may take to be
-    written. `server` gives what is written to other hosts, if any."""
+    A disk that does not take a version is tried again until it does.
+
+    Attributes:
+        torch_lane: Thread that makes the calls of `ranks`.
+        writer_lane: Thread that writes.
+        probe_tokens: int32 `[T]`: tokens of the probe's text (`r3async.actors.installer.probe_generator`). None: no
+            probe.
+        write_seconds: Seconds that writing one version may take.
+        server: Serves what is written to other hosts, if there are any.
+        report_event: Called when the wait for a disk begins and ends.
+    """
 
     world: World
     config: Config
@@ -87,29 +101,30 @@ class VersionWriter:
             directory=str(get_weights_directory(self.config)),
         )
         self._copied_version = -1
-        """Version of the copy."""
+        """Version of the copy; -1 before the first."""
         self._copied_scores: np.ndarray | None = None
-        """Its, if it has any."""
+        """Scores of the probe's text with the copy; None if they were not requested."""
         self._write_done = asyncio.Event()
         self._write_done.set()
 
     def collect_metrics(self) -> dict[str, float]:
-        """Metrics."""
+        """Return the number of peers that the server has refused, as a metric."""
         return {"weights/strangers": 0 if self.server is None else self.server.refused_peers.total()}
 
     @property
     def is_writing(self) -> bool:
-        """A version that engines are to have is not written yet."""
+        """True while a version for the engines is not written yet."""
         return not self._write_done.is_set()
 
     async def copy_weights(self, version: int, *, with_probe_scores: bool) -> None:
-        """Copy the current weights as `version`, for `write_version`, as soon as the version before them is written. With
-        `with_probe_scores`, they score the probe's text."""
+        """Copy the current weights as `version`, for `write_version`, as soon as the version before is written. With
+        `with_probe_scores`, they also score the probe's text. Raises `TimeoutError` if the version before was not
+        written within `write_seconds`, unless a disk does not take it."""
         while self.is_writing:
             try:
                 await asyncio.wait_for(self._write_done.wait(), self.write_seconds)
             except TimeoutError as error:
-                if self.disk_wait.current_wait is None:  # else the disk is waited for, however long it takes
+                if self.disk_wait.current_wait is None:  # otherwise wait for the disk, however long it takes
                     raise TimeoutError(
                         f"version {version} has to wait for version {version - 1}, which was not written within "
                         f"{self.write_seconds:g} s (weights.write_timeout)"
@@ -120,7 +135,8 @@ class VersionWriter:
         self._copied_scores = await self.score_probe() if with_probe_scores else None
 
     async def score_probe(self) -> np.ndarray | None:
-        """See `Published.scores`, of the weights as they are now."""
+        """Score the probe's texts with the current weights, as `Published.scores` has them. Returns None if there is no
+        probe."""
         if self.probe_tokens is None:
             return None
         temperature = self.config.episode.temperature
@@ -133,7 +149,7 @@ class VersionWriter:
         return np.asarray(scores)
 
     async def write_version(self, versions_in_use: Sequence[int] = ()) -> Published:
-        """Write the copy where engines find it. Versions that engines are `versions_in_use` stay."""
+        """Write the copy to where engines find it. Versions in `versions_in_use`, which engines are reading, stay."""
         began, scores = self._clock(), self._copied_scores
         try:
             publication = await self.disk_wait.run_with_retries(
@@ -144,7 +160,7 @@ class VersionWriter:
                 WRITE_DISK_HINT, self._offer_to_hosts, named, publication.transport_data
             )
         finally:
-            self._write_done.set()  # whether or not it succeeded, no step waits for it any more
+            self._write_done.set()  # no step waits for it any more, whether or not it succeeded
         return Published(TransferOffer(named, parts), scores, self._clock() - began)
 
     async def _write_with_timeout(self, versions_in_use: Sequence[int]) -> TransferOffer:
@@ -156,8 +172,8 @@ class VersionWriter:
         return parts if self.server is None else [self.server.offer_version(manifest, *parts)]
 
     async def save_model_directory(self, manifest: WeightManifest, model: Path, directory: Path) -> None:
-        """Write a version whose file is here as a model directory, with configuration and tokenizer of the start `model`. Raises
-        `OSError` or `TimeoutError`."""
+        """Write a version whose file is on this host as a model directory, with the configuration and tokenizer of the
+        start `model`. Raises `OSError` or `TimeoutError`."""
         from r3async.learner.state import save_version_as_model  # loads torch, which this process has by now
 
         writing = self.writer_lane.run(
@@ -166,13 +182,13 @@ class VersionWriter:
         await asyncio.wait_for(writing, self.write_seconds)
 
     async def close(self) -> None:
-        """Nothing is served any more. Idempotent."""
+        """Stop serving versions. Idempotent."""
         if self.server is not None:
             await self.server.close()
 
 
 class UnsetSender:
-    """The `WeightSender` before `set_weight_transport`."""
+    """The `WeightSender` before `set_weight_transport`. Publishing raises `LearnerError`."""
 
     def publish_tensors(
         self, version: int, tensors: Mapping[str, Any], dtype: Any, versions_in_use: Collection[int] = ()
@@ -187,7 +203,7 @@ class UnsetSender:
 
 
 def build_weight_sender(config: Config, backend: str, world: World = REAL_WORLD) -> WeightSender:
-    """The learner's end of `backend`."""
+    """Return the learner's end of the transport `backend`."""
     if backend == "nccl":
         weights = config.weights
         limit = partial(weights.resolve_install_timeout, first=True)
@@ -198,7 +214,7 @@ def build_weight_sender(config: Config, backend: str, world: World = REAL_WORLD)
 
 
 def build_weight_server(config: Config, backend: str, keys: ServerKeys, world: World = REAL_WORLD) -> TcpServer | None:
-    """What gives versions to other hosts, if `backend` has any such thing."""
+    """Return the server from which other hosts fetch versions; None if `backend` has none."""
     if backend != "tcp":
         return None
     return TcpServer(
@@ -207,7 +223,8 @@ def build_weight_server(config: Config, backend: str, keys: ServerKeys, world: W
 
 
 def resolve_endpoint(config: Config, world: World, endpoint: str) -> str:
-    """Where others reach what is bound at `endpoint` of `transport.host`: a wildcard is this host's address."""
+    """Return the address at which other hosts reach a socket that is bound at `endpoint` of `transport.host`. A
+    wildcard is replaced by this host's address."""
     if config.transport.host not in _WILDCARD_HOSTS:
         return endpoint
     return f"tcp://{bracket_ipv6(world.actors.host_address(config.cluster.interface))}:{endpoint.rpartition(':')[2]}"
@@ -216,7 +233,8 @@ def resolve_endpoint(config: Config, world: World, endpoint: str) -> str:
 def build_weight_receiver(
     config: Config, backend: str, generator_id: str, share: str, keys: ClientKeys, world: World = REAL_WORLD
 ) -> WeightReceiver:
-    """A generator's end of `backend`. `share`: what all generators of a start of the run call it."""
+    """Return a generator's end of the transport `backend`. `share` names what all generators of one start of the run
+    share on a host."""
     if backend == "nccl":
         return NcclReceiver(generator_id)
     if backend == "tcp":
@@ -231,15 +249,22 @@ def build_weight_receiver(
 
 
 def get_weights_directory(config: Config) -> Path:
-    """Where files of weights live on this host."""
+    """Return the directory of files of weights on this host."""
     return Path(config.weights.directory or default_weights_directory())
 
 
 def choose_weight_backend(
     config: Config, hosts: Collection[str], learner_gpus: Sequence[str] = (), engine_gpus: Sequence[Sequence[str]] = ()
 ) -> str:
-    """`weights.backend` for a learner and generators on these `hosts`, with these GPUs: that of the rank that sends, and those
-    of each engine, none on CPU. Raises `ValueError` if it cannot reach them all."""
+    """Return the transport of weights for a learner and generators: `weights.backend`, with "auto" resolved.
+
+    Args:
+        hosts: Hosts of the learner and the generators.
+        learner_gpus: GPU of the rank that sends; empty on CPU.
+        engine_gpus: GPUs of each engine; empty on CPU.
+
+    Raises `ValueError` if the transport cannot reach them all.
+    """
     backend = config.weights.backend
     if backend == "nccl":
         _check_nccl(config, hosts, learner_gpus, engine_gpus)
@@ -249,13 +274,13 @@ def choose_weight_backend(
             'weights.backend="tcp"'
         )
     if backend == "auto":
-        # Where others reach the learner, generators of other hosts may join later.
+        # If other hosts can reach the learner, their generators may join later.
         return "tcp" if len(hosts) > 1 or not is_loopback_host(config.transport.host) else "shared_memory"
     return backend
 
 
 def check_learner_reachable(config: Config, learner: str, engines: Collection[str]) -> None:
-    """Raises `ConfigError` if engines are on other hosts than the `learner`, where they cannot reach it."""
+    """Raise `ConfigError` if engines are on other hosts than the `learner` and cannot reach it from there."""
     if set(engines) - {learner} and is_loopback_host(config.transport.host):
         raise ConfigError(
             f"engines are on other hosts than the learner, who is reached at `transport.host` = {config.transport.host!r} on "
@@ -264,7 +289,7 @@ def check_learner_reachable(config: Config, learner: str, engines: Collection[st
 
 
 def check_can_join(config: Config, backend: str, hosts: Collection[str], host: str) -> None:
-    """Raises `ValueError` if weights do not reach a generator that joins a run, on `host`, by its `backend`."""
+    """Raise `ValueError` if a generator that joins a run on `host` cannot receive weights by the run's `backend`."""
     if backend == "nccl":
         raise ValueError('with weights.backend="nccl" the fleet is what it was at the start: set weights.backend="tcp"')
     if host in hosts:
@@ -307,6 +332,6 @@ def _check_nccl(
 
 
 def zero_delivery_metrics() -> dict[str, float]:
-    """The figures of a step whose weights were never delivered."""
+    """Return the metrics of a delivery for a step whose weights were never delivered: all are 0."""
     names = ("update_seconds", "transfer_seconds", "load_seconds", "pause_seconds", "paused_share", "bytes")
     return {f"weights/{name}": 0.0 for name in names}

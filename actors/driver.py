@@ -1,4 +1,4 @@
-"""The driver of a run: opens its directory, loads what it needs, starts the actors, follows, restarts and stops them."""
+"""The driver of a run: it opens the run's directory, starts the actors, follows them, and restarts and stops them."""
 
 from __future__ import annotations
 
@@ -58,28 +58,29 @@ from .placement import (
 from .process import NotTrained, PolledCall, ProcessLost, RunFailed, StoppedBeforeStep
 from .ranks import LocalRank, RemoteRanks, load_learner
 
-# The driver of a run: starts its actors, follows them, and starts them again from the newest checkpoint if one is lost.
+# The driver of a run starts the actors, follows them, and starts them again from the newest checkpoint if one is lost.
 
 
 STATUS_TIMEOUT_SECONDS = 2.0
-"""So long the conductor is waited for each time that it is asked."""
+"""Seconds to wait for the conductor's status, each time that the driver polls it."""
 STACK_DUMP_SECONDS = 2.0
-"""So long a process that does not answer has to write its stacks before it is ended."""
+"""Seconds that a process which does not answer gets to write its stacks before it is ended."""
 PAUSED_AFTER_SECONDS = 30.0
-"""Between two questions: who asked so late was paused, and judges nobody by that."""
+"""Seconds between two polls after which the driver takes itself for paused, and does not blame the conductor for the
+gap."""
 CONDUCTOR_ANSWERING = "answering/conductor"
 FIRST_ANSWER = f"{CONDUCTOR_ANSWERING} at first"
 RUN_POLL_SECONDS = 1.0
 LAST_STATUS_SECONDS = 10.0
-"""So long the conductor is waited for when the run has ended, and it is asked for the last time."""
+"""Seconds to wait for the conductor's status when the run has ended and the driver polls it for the last time."""
 EXIT_SECONDS = 2.0
-"""What actors may take to end before they are killed."""
+"""Seconds that actors may take to end before they are killed."""
 EXIT_POLL_SECONDS = 0.02
 
 
 def connect_cluster(world: World, config: Config) -> None:
-    """To the cluster, or to one that is started here. Blocking. Nothing if it is done already. Raises `ConfigError` for a cluster
-    that cannot be reached, and `RunFailed` where none can be started."""
+    """Join the configured Ray cluster, or start one on this host. Blocking; does nothing if the process has joined
+    already. Raises `ConfigError` for a cluster that cannot be reached, and `RunFailed` if none can be started."""
     count, ranks = config.generator.count, config.learner.parallel.world_size
     try:
         world.actors.join_cluster(config.cluster.address or None, count + 2 + (ranks if ranks > 1 else 0))
@@ -88,32 +89,33 @@ def connect_cluster(world: World, config: Config) -> None:
 
 
 class RunLauncher:
-    """One start of a run."""
+    """The launcher of one start of a run. Subclasses may start other classes of actors."""
 
     learner_class: type[LearnerActor] = LearnerActor
     generator_class: type[GeneratorActor] = GeneratorActor
     conductor_class: type[Conductor] = Conductor
     make_environment: Callable[[EnvConfig], EnvironmentFactory] | None = None
-    """Makes those of the generators, where they are not the configuration's alone (`envs/factory.py`)."""
+    """Function that makes the generators' environments, if they are not made from the configuration alone
+    (`envs/factory.py`)."""
 
     def __init__(self, world: World, config: Config, model_path: Path, run_dir: Path, resume: Checkpoint | None = None):
-        """`resume`: the checkpoint that the run resumes from."""
+        """Prepare a start in `run_dir`; `start` starts it. `resume` is the checkpoint that the run resumes from."""
         self.world, self.config, self.model_path, self.run_dir, self.resume = world, config, model_path, run_dir, resume
         self._offered_model: RemoteModelFiles | None = None
         self.run_id = f"{run_dir.name}-{world.unique_id()[:8]}"
         self.events = open_event_log(run_dir, "driver", world=world)
 
     def start(self) -> RunHandle:
-        """Take a lineage, connect to a cluster, or start one here, and create the actors. They do the rest by themselves.
-        Blocking; of the running event loop."""
+        """Take a lineage, join a cluster or start one here, and create the actors, which then make the run. Blocking;
+        call it on the running event loop."""
         actors, config, lineage = self.world.actors, self.config, self._begin_lineage()
         count = config.generator.count
         connect_cluster(self.world, config)
         places = self._reserve_placements()
         plain, resume = config_to_dict(config), self.resume
-        with_secrets = config_to_dict(config, reveal=True)  # only who serves and plays needs them
+        with_secrets = config_to_dict(config, reveal=True)  # only generators, which serve and play, need them
         directory, model = str(self.run_dir.absolute()), str(self.model_path)
-        # With several ranks the learner actor only receives and packs; its ranks compute, in processes of their own.
+        # With several ranks, the learner actor only receives and packs; its ranks compute in processes of their own.
         learner = actors.spawn_actor(
             self.learner_class,
             self.run_id,
@@ -136,13 +138,13 @@ class RunLauncher:
         home = places.layout.rank_hosts()
         crew = FleetScaler(self.world, config, self.run_dir, self.events, spawn, places.engines, home)
         leads = (self.run_id, plain, directory, learner, crew.generators, resume.state if resume else None, lineage)
-        # It writes the run's records, and so does the driver.
+        # On the driver's node, because both write the run's records.
         placement = ActorOptions(0, max_concurrency=max(1000, 4 * count), same_node=True)
         conductor = actors.spawn_actor(self.conductor_class, *leads, name="conductor", actor_options=placement)
         return RunHandle(self, conductor, learner, crew, places.reservation)
 
     def _offer_model(self) -> RemoteModelFiles:
-        """The model, for hosts that may not have it."""
+        """Return the files of the model, for hosts that may not have it. They are published once."""
         if self._offered_model is None:
             self._offered_model = publish_model_files(self.world, self.model_path)
         return self._offered_model
@@ -155,7 +157,8 @@ class RunLauncher:
         return places
 
     def _begin_lineage(self) -> Lineage:
-        """On the disk before any actor is there: whoever starts after a crash of this start has another one."""
+        """Begin this start's lineage. It is on the disk before any actor exists, so that a start after a crash of this
+        one has another lineage."""
         resume, run_dir, files = self.resume, self.run_dir, self.world.files
         origin = (
             describe_origin(resume, CheckpointDirectory.from_config(self.config, run_dir, files=files).directory)
@@ -169,8 +172,8 @@ class RunLauncher:
 
 
 class RunHandle:
-    """The actors of a start, whose conductor runs. The driver polls `poll_status`, `check_conductor` and `wait_finished`,
-    asks for an orderly end with `request_stop`, and always calls `end_actors`."""
+    """A handle on the actors of a start whose conductor runs. The driver polls `poll_status`, `check_conductor` and
+    `wait_finished`, requests an orderly end with `request_stop`, and always calls `end_actors`."""
 
     def __init__(
         self,
@@ -190,16 +193,19 @@ class RunHandle:
         self._open_calls: list[asyncio.Future[Any]] = [self._run_call]
         self._last_look_at = 0.0
         self._processes: dict[str, tuple[int, str]] = {}
-        """By role: process id and host."""
+        """Process id and host by role."""
         supervise = self.config.supervise
-        # It is created, and imports what it needs, before it answers for the first time.
+        # The conductor is created, and imports what it needs, before it answers for the first time.
         first = max(supervise.stall_seconds, self.config.learner.start_timeout)
         clock = self._world.clock.monotonic
         self._watchdog = Watchdog(clock, supervise.stall_seconds, {FIRST_ANSWER: first})
 
     async def poll_status(self, since: int = 0, timeout: float = STATUS_TIMEOUT_SECONDS) -> dict[str, Any] | None:
-        """The conductor's status, with the rows of steps after `since`, or after that of a question which it had not answered
-        before; None if it did not answer within `timeout` seconds."""
+        """Return the conductor's status with the rows of steps after `since`; None if it did not answer within
+        `timeout` seconds.
+
+        If an earlier poll was not answered yet, its answer is returned, with the rows after that poll's `since`.
+        """
         status = await self._status_call.poll_answer(timeout, since)
         self._observe_conductor()
         if status is not None:
@@ -217,8 +223,11 @@ class RunHandle:
         self._watchdog.observe_stage(stage, answers, 1)
 
     async def check_conductor(self, print_line: Callable[[str], object]) -> None:
-        """To be called after each `poll_status`. If the conductor has not answered for `supervise.stall_seconds` it is named, its
-        stacks are written, and `supervise.on_stall` is done: its process is ended, and `ProcessLost` raised, or `RunFailed`."""
+        """Check that the conductor answers. Call this after each `poll_status`.
+
+        If it has not answered for `supervise.stall_seconds`, it is named, its stacks are written, and the action of
+        `supervise.on_stall` follows: its process is ended, and `ProcessLost` or `RunFailed` is raised.
+        """
         for stall in self._watchdog.take_new_stalls():
             action = self.config.supervise.on_stall
             limit = f"limit {stall.limit:g} s, supervise.stall_seconds"
@@ -240,13 +249,13 @@ class RunHandle:
             raise (RunFailed if action == "abort" else ProcessLost)(f"{failure}; its process is ended")
 
     async def wait_finished(self, timeout: float) -> bool:
-        """Whether the run has ended, waiting at most `timeout` seconds."""
+        """Wait at most `timeout` seconds for the end of the run. Returns True if it has ended."""
         await asyncio.wait([self._run_call], timeout=timeout)
         return self._run_call.done()
 
     def get_result(self) -> dict[str, Any]:
-        """What the conductor returned, when the run has ended. Raises `RunFailed` with the reason, and `ProcessLost` if the run
-        may resume from its newest checkpoint."""
+        """Return the result of `Conductor.run` once the run has ended. Raises `RunFailed` with the reason, and
+        `ProcessLost` if the run may resume from its newest checkpoint."""
         try:
             return self._run_call.result()
         except RunFailed as error:
@@ -255,11 +264,11 @@ class RunHandle:
             raise ProcessLost(f"the conductor process was lost: {error}") from None
 
     def request_stop(self) -> None:
-        """Ask for an orderly end: the running step is finished, a checkpoint written and the model saved."""
+        """Request an orderly end: the running step is finished, a checkpoint is written and the model is saved."""
         self._open_calls.append(asyncio.ensure_future(self._conductor.call("request_stop")))
 
     async def end_actors(self) -> None:
-        """End the actors' processes."""
+        """End the actors' processes and release their places."""
         self._scaling_task.cancel()
         for actor in (*self._actors, *self._scaler.generators.values()):
             self._world.actors.kill_actor(actor)
@@ -273,8 +282,8 @@ class RunHandle:
         await asyncio.gather(*self._open_calls, self._scaling_task, self._status_call.cancel(), return_exceptions=True)
 
     async def _wait_for_exit(self) -> None:
-        """Wait, at most `EXIT_SECONDS`, until the processes here have ended. Of one that is killed before Ray has ended it, Ray
-        says on the console that it died."""
+        """Wait until the processes on this host have ended, `EXIT_SECONDS` at most. If a process is killed before Ray
+        has ended it, Ray reports on the console that it died."""
         for _ in range(int(EXIT_SECONDS / EXIT_POLL_SECONDS)):
             if not any(self._world.processes.is_alive(*process) for process in self._processes.values()):
                 return
@@ -282,43 +291,43 @@ class RunHandle:
 
 
 class DriverUI(Protocol):
-    """Whoever started the run, as its driver knows them."""
+    """The interface between the driver and the user who started the run."""
 
     @property
     def stop_requested(self) -> bool:
-        """The run is to end in order."""
+        """True if the user wants the run to end in order."""
         ...
 
     @property
     def shown_step(self) -> int:
-        """Of the newest row that was shown."""
+        """The step of the newest row that was shown."""
         ...
 
     def print_line(self, line: str) -> None: ...
 
     def show_phase(self, text: str) -> None:
-        """What is done now."""
+        """Show what the driver does now."""
         ...
 
     @property
     def report_event(self) -> EventReporter:
-        """For what is found among the checkpoints."""
+        """The function that reports what is found among the checkpoints."""
         ...
 
     def begin_loading(self) -> None:
-        """From now on `stop_requested` is not looked at."""
+        """Note that the driver does not look at `stop_requested` from now on."""
         ...
 
     def confirm_started(self) -> None:
-        """The actors exist: from now on `stop_requested` is looked at often. May raise."""
+        """Note that the actors exist: the driver looks at `stop_requested` often from now on. May raise."""
         ...
 
     def show_status(self, status: dict[str, Any]) -> None:
-        """See `Conductor.get_status`."""
+        """Show the conductor's status; see `Conductor.get_status`."""
         ...
 
     def rewind_to_step(self, step: int) -> None:
-        """The run restarts after that step."""
+        """Go back to `step`, after which the run restarts."""
         ...
 
 
@@ -330,15 +339,14 @@ async def supervise_run(
     ui: DriverUI,
     launcher_class: type[RunLauncher] = RunLauncher,
 ) -> None:
-    """The run, and again from its newest checkpoint if a process that it cannot do without is lost. `launcher_class`: with
-    other actors than usual.
+    """Make the run, and restart it from its newest checkpoint if a process that it cannot do without is lost.
 
-    Raises `RunFailed` with what to do about it, which `NotTrained` (no step made an update) and `StoppedBeforeStep` are; and
-    what `restart_run` raises.
+    `launcher_class` may start other classes of actors than usual. Raises `RunFailed` with what to do about it, or one
+    of its subclasses `NotTrained` (no step made an update) and `StoppedBeforeStep`; and what `restart_run` raises.
     """
     allowed = config.supervise.max_run_restarts
     restarts = 0
-    world.files.remove(run.path / SCALE_REQUEST_FILE)  # a command that is given again says itself how many
+    world.files.remove(run.path / SCALE_REQUEST_FILE)  # a new command sets the number of generators itself
     while True:
         wanted = with_requested_scale(config, run.path, files=world.files)
         try:
@@ -394,7 +402,7 @@ async def _show_status(running: RunHandle, ui: DriverUI, timeout: float) -> None
 
 
 def _report_result(result: Mapping[str, Any], running: RunHandle, ui: DriverUI) -> None:
-    """How the run ended. Raises `NotTrained` and `StoppedBeforeStep`."""
+    """Print how the run ended. Raises `NotTrained` and `StoppedBeforeStep`."""
     steps, name = result["steps"], running.run_dir.name
     if result["model"]:
         ui.print_line(f"trained model: {running.run_dir / 'model'}")
@@ -410,28 +418,35 @@ def _report_result(result: Mapping[str, Any], running: RunHandle, ui: DriverUI) 
         )
 
 
-# A run's directory: made, or found with checkpoints in it to resume from. For one driver at a time.
+# A run's directory, which is new or has checkpoints to resume from. One driver uses it at a time.
 
 
 LOCK_WAIT_SECONDS = 60.0
-"""How long processes of the run's past may take to end."""
+"""Seconds that processes of an earlier start of the run may take to end."""
 _COPY_BLOCK_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """`path`: the directory, with the resolved configuration in it. `resume_from`: what the run resumes from, if it does."""
+    """The opened directory of a run.
+
+    Attributes:
+        path: The directory, with the resolved configuration in it.
+        resume_from: Checkpoint that the run resumes from, if it does.
+        lock: Lock on the directory, which this process holds.
+    """
 
     path: Path
     resume_from: Checkpoint | None
     lock: RunLock
     began_without_checkpoint: bool = False
-    """It began before, and made no checkpoint: the start model that it made is there."""
+    """True if the run began before and made no checkpoint: then the start model that it made is in the directory."""
 
     def find_start_model(self, config: Config, *, files: Files = REAL_WORLD.files) -> Path | None:
-        """The start model, as far as there is one: configured, or the one that the run began with.
+        """Return the path of the start model: the configured one, or the one that the run began with; None if there is
+        none.
 
-        Raises `CheckpointError` if that is not the model it was then.
+        Raises `CheckpointError` if it is not the model that it was then.
         """
         if config.model.path:
             path = Path(config.model.path).absolute()
@@ -455,12 +470,13 @@ async def open_run_directory(
     *,
     world: World = REAL_WORLD,
 ) -> RunDirectory:
-    """`directory`, new, or as its newest intact checkpoint left it. `report`: what is found among the checkpoints.
+    """Open `directory`, which is new, or as its newest intact checkpoint left it. `report` gets what is found among the
+    checkpoints.
 
-    `resume = auto` resumes in a directory with checkpoints, and starts again in that of a run which made none yet. `none` moves
-    one that exists aside. The path of a checkpoint, or of another run, begins a new run there with the records of the old one.
-    Raises `ConfigError` and `CheckpointError`, whose messages name what to do; then nothing has changed, except that
-    checkpoints which cannot be read are named so.
+    `resume = auto` resumes in a directory with checkpoints, and starts again in the directory of a run that made none
+    yet. `none` moves an existing directory aside. The path of a checkpoint, or of another run, begins a new run there
+    with the records of the old one. Raises `ConfigError` and `CheckpointError`, whose messages name what to do; then
+    nothing has changed, except that checkpoints which cannot be read are renamed to say so.
     """
     files = world.files
     if _has_content(directory, files):
@@ -481,7 +497,7 @@ async def open_run_directory(
     try:
         mark_run_directory(
             directory, files=files
-        )  # first of all: whatever ends this process now, the directory is that of a run
+        )  # first of all: whatever ends this process from now on, the directory is known as that of a run
         make_directory(directory / "logs", files=files)
         resume = _open_resume_checkpoint(config, directory, print_line, report, files)
         began = resume is None and _restart_without_checkpoint(config, directory, print_line, world)
@@ -494,13 +510,14 @@ async def open_run_directory(
 
 
 def _has_content(directory: Path, files: Files) -> bool:
-    """Something is in it. A lock, and a file that was being written when its process was killed, are nothing."""
+    """Return True if the directory has content. A lock, and a file that was being written when its process was killed,
+    do not count."""
     return any(not name.startswith(".") for name in files.list_names(directory))
 
 
 def _restart_without_checkpoint(config: Config, directory: Path, say: Callable[[str], object], world: World) -> bool:
-    """Whether a run began here and made no checkpoint; its records are cut back to nothing then. Raises `CheckpointError` if it
-    had other settings than it needs now."""
+    """Return True if a run began here and made no checkpoint; then its records are cut back to nothing. Raises
+    `CheckpointError` if it had other settings than it needs now."""
     before = directory / "config.toml"
     if world.files.stat(before) is None:
         return False
@@ -515,7 +532,8 @@ def _restart_without_checkpoint(config: Config, directory: Path, say: Callable[[
 
 
 def _check_origin(opened: Checkpoint | None, checkpoints: CheckpointDirectory, directory: Path, files: Files) -> None:
-    """A run without checkpoints of its own resumes only from where it began: numbers of lineages are of one line."""
+    """Raise `ConfigError` if a run without checkpoints of its own would resume from elsewhere than where it began: the
+    numbers of lineages belong to one line of descent."""
     starts = read_run_starts(directory, files=files) or []
     origin = describe_origin(opened, checkpoints.directory) if opened else ""
     if checkpoints.is_empty and starts and starts[-1].origin != origin:
@@ -556,7 +574,8 @@ async def restart_run(
     *,
     world: World = REAL_WORLD,
 ) -> RunDirectory:
-    """The same run, after one of its processes was lost: from the newest checkpoint, or from the beginning if there is none."""
+    """Prepare the restart of a run after one of its processes was lost: from the newest checkpoint, or from the
+    beginning if there is none."""
     waiting = lambda: print_line("waiting for the other processes to end")  # noqa: E731
     if not await run.lock.acquire_exclusive(LOCK_WAIT_SECONDS, waiting, clock=world.clock.monotonic):
         raise ConfigError(f"processes that write to {run.path} did not end within {LOCK_WAIT_SECONDS:.0f} s")
@@ -572,7 +591,8 @@ async def restart_run(
 def _open_resume_checkpoint(
     config: Config, directory: Path, say: Callable[[str], object], report: EventReporter, files: Files
 ) -> Checkpoint | None:
-    """The checkpoint that `resume` means, None to begin. The records are as they were then, and what came later is set aside."""
+    """Return the checkpoint that `resume` means; None to begin. The records are rewound to it, and what came later is
+    set aside."""
     checkpoints = CheckpointDirectory.from_config(config, directory, report=report, files=files)
     if config.resume == "none":
         checkpoints.remove_leftovers()
@@ -604,7 +624,8 @@ def _open_resume_checkpoint(
 def _open_named_checkpoint(
     config: Config, checkpoints: CheckpointDirectory, directory: Path, files: Files
 ) -> Checkpoint:
-    """That of the path `resume`, or the newest one of the run there. Raises if this run cannot resume from it."""
+    """Return the checkpoint at the path `resume`, or the newest one of the run there. Raises if this run cannot resume
+    from it."""
     found = find_checkpoint(Path(config.resume), files=files)
     _check_resumable(found, config, directory)
     if not checkpoints.is_empty and found.path.parent.absolute() != checkpoints.directory.absolute():
@@ -624,14 +645,16 @@ def _copy_file(path: Path, to: Path, files: Files) -> None:
 
 
 def _rewind_records(directory: Path, resume: Checkpoint | None, files: Files) -> None:
-    """The run's records as they were at its checkpoint, empty if there is none; and no version that a probe failed with."""
+    """Rewind the run's records to its checkpoint, or empty them if there is none, and remove the version with which a
+    probe failed."""
     files.remove_tree(directory / FAILED_MODEL_DIRECTORY)
     lengths, kept = (resume.state.record_bytes, resume.state.record_kept) if resume else ({}, {})
     rewind_records(directory, dict.fromkeys(RECORD_FILES, 0) | lengths, kept, files=files)
 
 
 def _ended_early(opened: Checkpoint, config: Config, directory: Path) -> bool:
-    """Whether the run in `directory`, to which the checkpoint belongs, was stopped or lost, or failed, behind its last step."""
+    """Return True if the checkpoint belongs to the run in `directory`, and that run was stopped or lost, or failed,
+    after its last step."""
     ours = CheckpointDirectory.from_config(config, directory).directory
     if opened.path.parent.absolute() != ours.absolute():
         return False
@@ -641,8 +664,8 @@ def _ended_early(opened: Checkpoint, config: Config, directory: Path) -> bool:
 
 
 def _check_resumable(opened: Checkpoint, config: Config, directory: Path) -> dict[str, tuple[Any, Any]]:
-    """The settings that differ. Raises if the run cannot resume with them, or is over. One that made its steps, and was stopped
-    or lost while it evaluated or saved, is not."""
+    """Return the settings that differ, with old and new values. Raises if the run cannot resume with them, or is over.
+    A run that made all its steps, and was stopped or lost while it evaluated or saved, is not over."""
     changed = check_resume_settings(opened.state.config, config)
     if opened.state.steps > config.steps or (
         opened.state.steps == config.steps and not _ended_early(opened, config, directory)
@@ -657,7 +680,7 @@ async def _move_aside(directory: Path, say: Callable[[str], object], world: Worl
     number = 1
     while world.files.stat(aside := directory.with_name(f"{directory.name}.superseded-{number}")) is not None:
         number += 1
-    lock = await _acquire_lock(directory, say, world)  # a run that still writes there is not moved
+    lock = await _acquire_lock(directory, say, world)  # do not move a run that still writes there
     try:
         world.files.rename(directory, aside)
         world.files.fsync_directory(directory.parent)
@@ -666,22 +689,23 @@ async def _move_aside(directory: Path, say: Callable[[str], object], world: Worl
     return aside
 
 
-# How many generators a run is to have, as its driver keeps it: which a file of the run's directory tells it (`r3async scale`).
+# The number of generators, which the driver keeps as a file of the run's directory says (`r3async scale`).
 #
-# The driver starts generators and ends them, for what it started ends with it. Places for more are reserved one by one, as hosts
-# have them free; those that were added last leave first.
+# The driver starts and ends generators, because what it started ends with it. Places for more generators are reserved
+# one by one, as hosts have them free. Generators that were added last leave first.
 
 
 SCALE_REQUEST_FILE = "scale.json"
-"""In the run's directory: what was asked for last, for as long as its command runs."""
+"""Name of the file in the run's directory with the last scale request. It counts for as long as the run's command
+runs."""
 SCALE_POLL_SECONDS = 1.0
-"""Between two looks at it, and at what is free."""
+"""Seconds between two looks at the scale request and at the free places."""
 PLACEMENT_WAIT_SECONDS = 0.01
-"""What is not free at once is asked for again with the next look."""
+"""Seconds to wait for a place. A place that is not free at once is requested again with the next look."""
 
 
 class ScaleRequest(msgspec.Struct, frozen=True):
-    """`asked` tells one wish from another."""
+    """A request for a number of generators. `asked` tells one request from another."""
 
     generators: int
     asked: str
@@ -692,7 +716,7 @@ class ScaleRequest(msgspec.Struct, frozen=True):
 
 
 def read_scale_request(run_dir: Path, *, files: Files = REAL_WORLD.files) -> ScaleRequest | None:
-    """None if there is none, or none that can be read."""
+    """Read the scale request of a run. Returns None if there is none, or it cannot be read."""
     try:
         return decode_json(read_file(run_dir / SCALE_REQUEST_FILE, files=files), ScaleRequest)
     except (OSError, MalformedError):
@@ -700,12 +724,12 @@ def read_scale_request(run_dir: Path, *, files: Files = REAL_WORLD.files) -> Sca
 
 
 def write_scale_request(run_dir: Path, request: ScaleRequest, *, files: Files = REAL_WORLD.files) -> None:
-    """Raises `OSError`."""
+    """Write the scale request of a run. Raises `OSError`."""
     replace_file(run_dir / SCALE_REQUEST_FILE, msgspec.json.encode(request), files=files)
 
 
 def with_requested_scale(config: Config, run_dir: Path, *, files: Files = REAL_WORLD.files) -> Config:
-    """With as many generators as were asked for while the run's command runs."""
+    """Return the configuration with as many generators as were requested while the run's command runs."""
     wish = read_scale_request(run_dir, files=files)
     if wish is None:
         return config
@@ -713,9 +737,14 @@ def with_requested_scale(config: Config, run_dir: Path, *, files: Files = REAL_W
 
 
 class FleetScaler:
-    """The generators of a start of the run. `spawn(name, placement)` begins one. `placements`: of the first ones, in
-    `reservation`. `home_hosts`: hosts of the learner, by `Node.key`, which further engines prefer. `events`: a structlog
-    logger."""
+    """The generators of a start of the run, as the driver starts and ends them.
+
+    Args:
+        events: A structlog logger.
+        spawn: `spawn(name, placement)` starts one generator.
+        placements: Placements of the first generators, in `reservation`.
+        home_hosts: Hosts of the learner, by `Node.key`, which further engines prefer.
+    """
 
     def __init__(
         self,
@@ -733,15 +762,15 @@ class FleetScaler:
         self._placements: dict[str, ActorOptions] = {}
         self._next_number = 0
         self._handled_request = read_scale_request(run_dir, files=world.files)
-        """The wish that was fulfilled last, or refused: these places are as many as it says."""
+        """Scale request that was fulfilled or refused last: there are as many places as it says."""
         self._wait_reason = ""
-        """Why it is not, as it was last said."""
+        """Reason why the newest request waits, as last reported; empty if none waits."""
         for place in placements:
             self._spawn_generator(place)
 
     def _spawn_generator(self, place: ActorOptions) -> str:
         name = f"generator-{self._next_number}"
-        self._next_number += 1  # a name is never used again: leases and records have it
+        self._next_number += 1  # a name is never used again: leases and records contain it
         self.generators[name], self._placements[name] = self._spawn(name, place), place
         return name
 
@@ -751,20 +780,20 @@ class FleetScaler:
             self._world.actors.release_bundles(*within)
 
     def release_placements(self) -> None:
-        """The places of all, when their processes were ended."""
+        """Release the places of all generators. Call this when their processes have ended."""
         for place in self._placements.values():
             if place.reserved_bundle is not None:
                 self._world.actors.release_bundles(*place.reserved_bundle)
 
     async def run(self, conductor: ActorRef) -> None:
-        """Do what is asked for, until cancelled, or until the conductor is lost."""
+        """Fulfil scale requests until cancelled, or until the conductor is lost."""
         while True:
             wish = read_scale_request(self._run_dir, files=self._world.files)
             if wish is not None and wish != self._handled_request:
                 try:
                     await self._apply_request(conductor, wish)
                 except ActorLostError:
-                    return  # its run ends, or restarts, with as many as were asked for
+                    return  # its run ends, or restarts with as many generators as were requested
             await asyncio.sleep(SCALE_POLL_SECONDS)
 
     async def _apply_request(self, conductor: ActorRef, wish: ScaleRequest) -> None:
@@ -795,7 +824,8 @@ class FleetScaler:
             self._events.info("scaled", **facts)
 
     async def _spawn_more(self, count: int) -> tuple[list[str], str]:
-        """As many as there are places for: their names, and why they are not more."""
+        """Start up to `count` generators, as many as there are places for. Returns their names, and why there are not
+        more."""
         names = list[str]()
         for _ in range(count):
             try:
@@ -806,7 +836,7 @@ class FleetScaler:
         return names, ""
 
     def _reserve_placement(self) -> ActorOptions:
-        """Blocking. Raises `InsufficientResourcesError`."""
+        """Reserve a place for one more generator. Blocking. Raises `InsufficientResourcesError`."""
         demand, made = ResourceDemand.from_config(self._config), []
 
         def plan(nodes: Any) -> Any:
@@ -829,11 +859,12 @@ class FleetScaler:
         self._end_generator(name)
 
 
-# A learner without a run around it.
+# A learner outside of a run.
 
 
 def load_standalone_learner(config: Config, model_path: Path, run_dir: Path, world: World) -> LocalRank | RemoteRanks:
-    """For who trains without engines: with several ranks, on a Ray cluster that is joined, or started."""
+    """Load a learner for training without engines. If it has several ranks, they run on a Ray cluster that is joined or
+    started."""
     if config.learner.parallel.world_size == 1:
         return load_learner(config, model_path, run_dir, world=world)
     connect_cluster(world, config)

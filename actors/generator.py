@@ -1,4 +1,5 @@
-"""The generator actor: an engine, many episodes at once, a sender, and weights that are installed meanwhile."""
+"""The generator actor: it plays many episodes at once on one engine, sends their trajectories to the learner, and
+installs new weights meanwhile."""
 
 from __future__ import annotations
 
@@ -52,16 +53,21 @@ from .process import (
 
 GENERATOR_CLOSE_SECONDS = 5.0
 PLAY_END_SECONDS = 0.1
-"""In which the tasks that play see that they are to end."""
+"""Seconds that the playing tasks get to notice that they have to end."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class GeneratorFactories:
-    """What a generator plays with, and how it is made from the configuration: `make_engine(config, model_path, seed, world)`, not
-    started; `make_renderer(model_path, template_args)`, in a thread; `make_environment(env)`; `make_sender`: see
-    `TrajectorySender`, not started."""
+    """Functions that make the parts of a generator from the configuration.
+
+    Attributes:
+        make_engine: `make_engine(config, model_path, seed, world)` returns an engine that is not started.
+        make_renderer: `make_renderer(model_path, template_args)` returns a chat renderer. It is called in a thread.
+        make_environment: `make_environment(env)` returns an environment factory.
+        make_sender: Takes the arguments of `TrajectorySender` and returns a sender that is not started.
+    """
 
     make_engine: Callable[[Config, str, int, World], Engine] = build_engine
     make_renderer: Callable[[str, Mapping[str, Any]], ChatRenderer] = ChatRenderer.from_model
@@ -70,24 +76,25 @@ class GeneratorFactories:
 
 
 class EngineAndRenderer(NamedTuple):
-    """What `start` loads."""
+    """The parts that `GeneratorActor.start` loads."""
 
     engine: Engine
     renderer: ChatRenderer
 
 
 class LearnerConnection(NamedTuple):
-    """Where `connect_to_learner` connects to: the learner, and the transport of its weights."""
+    """The connections that `connect_to_learner` opens: to the learner, and to the transport of its weights."""
 
     sender: TrajectorySender
     weight_receiver: WeightReceiver
 
 
 class GeneratorActor:
-    """Serves the conductor, which alone calls it. One process, one event loop.
+    """The actor that plays episodes on one engine. Only the conductor calls it. It has one process and one event loop.
 
-    After a restart the process is new: `start`, `connect_to_learner`, `install_version` and `run` are called again, in that
-    order. So they are where a connection broke and the process lives: what it has loaded stays, and a `run` that goes on ends.
+    After a restart the process is new: `start`, `connect_to_learner`, `install_version` and `run` are called again, in
+    that order. The same calls are made if only the connection broke and the process lives: then what it has loaded
+    stays, and a `run` that is still going on ends.
     """
 
     def __init__(
@@ -101,7 +108,8 @@ class GeneratorActor:
         lineage: int = 1,
         parts: GeneratorFactories = GeneratorFactories(),
     ):
-        """`lineage`: of this start of the run, in which the versions of weights are counted."""
+        """Prepare the process; `start` loads the engine. `lineage` is the number of this start's lineage, within which
+        the versions of weights are counted."""
         self.world, self._lock = world, prepare_process(world, Path(run_dir), generator_id)
         self.generator_id, self.run_id = generator_id, run_id
         self.config, self.model_path, self.run_dir = config_from_dict(config), model_path, Path(run_dir)
@@ -115,22 +123,23 @@ class GeneratorActor:
         self._loaded: EngineAndRenderer | None = None
         self._connection: LearnerConnection | None = None
         self._installed_manifest: WeightManifest | None = None
-        """The weights that were installed last, as they are on this host."""
+        """Manifest of the weights that were installed last, as they are on this host."""
         self._env_factories: dict[bytes, EnvironmentFactory] = {}
         self._evaluation_tasks: list[asyncio.Task[Evaluation]] = []
         self._ended_episodes: list[EpisodeEnd] = []
-        """Episodes that are over, and not reported to the conductor."""
+        """Ends of episodes that are not reported to the conductor yet."""
         self._failure_reason = ""
-        """Why the run cannot continue."""
+        """Reason why the run cannot continue; empty while it can."""
         self._stopping = False
         self._wake_leasing: Callable[[], object] = lambda: None
-        """Of the leasing that runs."""
+        """Function that wakes the running lease client (`LeaseClient.wake_loop`)."""
         self._open_episodes: Counter[int] = Counter()
-        """By group: episodes that were leased here and have not ended."""
+        """Number of episodes by group that were leased to this generator and have not ended."""
         self._send_tasks: dict[asyncio.Task[None], None] = {}
 
     def _require_ready(self, part: T | None) -> T:
-        """A restarted process is not announced: what was asked of the one before it must not be answered."""
+        """Return `part`, or raise `ActorNotLoaded` if it is None. A restarted process is not announced, and must not
+        answer calls that were meant for the process before it."""
         if part is None:
             raise ActorNotLoaded(
                 f"{self.generator_id} was lost, and process {self.world.processes.pid} in its place is not set up yet"
@@ -156,10 +165,11 @@ class GeneratorActor:
 
     @run_once
     async def start(self) -> dict[str, Any]:
-        """Load engine and tokenizer at once. Returns what the conductor has to know; `tasks`: of the environment, if known."""
+        """Load the engine and the tokenizer at the same time. Returns what the conductor has to know; `tasks` are the
+        numbers of tasks of the environment, if known."""
         config, threads = self.config, self.world.threads
         self._lag_meter.start()
-        seed = random.Random(f"{config.seed}/{self.generator_id}").getrandbits(31)  # of this generator and run alone
+        seed = random.Random(f"{config.seed}/{self.generator_id}").getrandbits(31)  # unique to this generator and run
         path = await threads.run(fetch_model_files, self.world, self.model_path, self.run_dir)
         engine = self._parts.make_engine(config, path, seed, self.world)
         self.world.processes.add_metrics_source(
@@ -177,8 +187,13 @@ class GeneratorActor:
 
     @run_once
     async def connect_to_learner(self, endpoint: str, backend: str, keys: ClientKeys | None) -> None:
-        """Connect to the learner, and to the transport of its weights (`delivery.build_weight_receiver`). `keys`: see
-        `resolve_generator_keys`."""
+        """Connect to the learner, and to the transport of its weights.
+
+        Args:
+            endpoint: Address at which the learner receives trajectories.
+            backend: Transport of the weights; see `delivery.build_weight_receiver`.
+            keys: See `resolve_generator_keys`.
+        """
         self._require_ready(self._loaded)
         world, transport = self.world, self.config.transport
         known = resolve_generator_keys(transport, keys, world.files)
@@ -192,7 +207,7 @@ class GeneratorActor:
         await sender.start()
 
     async def stop(self) -> None:
-        """Cancel what is playing, close the sender, shut the engine down."""
+        """Cancel the episodes that are being played, close the sender and shut the engine down."""
         self._lag_meter.stop()
         for evaluation in self._evaluation_tasks:
             evaluation.cancel()
@@ -207,14 +222,14 @@ class GeneratorActor:
         await self.world.record_flusher.finish_writes(GENERATOR_CLOSE_SECONDS)
 
     async def dump_stacks(self, reason: str) -> str:
-        """What this process is doing, to `stacks/GENERATOR.txt`."""
+        """Write the stacks of this process to `stacks/GENERATOR.txt` and return the path."""
         return str(self.world.processes.dump_stacks(self.run_dir / "stacks" / f"{self.generator_id}.txt", reason))
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
     async def install_version(self, publication: TransferOffer) -> InstallReport:
-        """Fetch and install published weights while episodes continue. A file that is not what was published is fetched again,
-        once."""
+        """Fetch and install published weights while episodes continue. A file that differs from what was published is
+        fetched again, once."""
         weights, clock = self._require_ready(self._connection).weight_receiver, self.world.clock
         if (of := publication.manifest.lineage) != self.lineage:
             raise WeightError(
@@ -242,21 +257,22 @@ class GeneratorActor:
         return msgspec.structs.replace(report, fetch_seconds=fetched)
 
     async def find_weight_differences(self) -> list[TensorMismatch]:
-        """Which tensors of the version that was installed last the engine does not hold; see `Engine.find_weight_differences`."""
+        """Return the tensors of the version installed last that the engine does not hold; see
+        `Engine.find_weight_differences`."""
         manifest = self._require_ready(self._installed_manifest)
         return await self._engine.find_weight_differences(
             manifest, self.config.weights.resolve_install_timeout(manifest.nbytes, first=True)
         )
 
     async def count_stale_cached_tokens(self, token_ids: list[int]) -> int:
-        """See `Engine.count_stale_cached_tokens`."""
+        """Call `Engine.count_stale_cached_tokens`."""
         return await self._engine.count_stale_cached_tokens(np.asarray(token_ids, np.int32))
 
     async def score_tokens(self, token_ids: list[int]) -> np.ndarray:
         return await self._engine.score_tokens(np.asarray(token_ids, np.int32))
 
     async def sample_probe(self, token_ids: list[int]) -> SampledProbe:
-        """See `sample_probe`, at the run's temperature."""
+        """Sample the probe at the run's temperature; see `sample_probe`."""
         return await sample_probe(self._engine, np.asarray(token_ids, np.int32), self.config.episode.temperature)
 
     def encode_probe(self, text: str) -> list[int]:
@@ -268,13 +284,17 @@ class GeneratorActor:
     async def run(self, conductor: ActorRef) -> None:
         """Lease episodes and play them until the conductor answers that nothing is left to play.
 
-        All turns of an episode, and its retries, are played by one engine, this one. Raises `TransportError` if the learner
-        rejects what stands for a failed episode: its group could never be complete.
+        All turns of an episode, and its retries, are played by this engine. Raises `TransportError` if the learner
+        rejects the trajectory that stands for a failed episode: its group could never be complete.
         """
         config, posed = self.config, resolve_envs(self.config)
-        self._open_episodes.clear()  # of a call before this one
+        # An earlier call may have left counts, and its episodes end with it.
+        self._open_episodes.clear()
+        # Record the routes of traced trajectories as the engine returns them.
         recorded = record_engine_routes(self._engine, self.run_dir, self.generator_id, config, world=self.world)
+        # Let episodes begin at once, and their first answers wait for the weights that their lease names.
         engine = VersionGate(time_engine_calls(recorded, self._timeline))
+        # Keep the endpoint for agents up, where there is one, for as long as episodes are played.
         async with open_agent_player(
             config.env,
             engine,
@@ -286,6 +306,7 @@ class GeneratorActor:
             directory=self.run_dir,
             world=self.world,
         ) as play:
+            # The player makes trajectories out of leases, and retries failed episodes.
             player = GroupPlayer(
                 factory=self._get_env_factory(self.config.env),
                 engine=engine,
@@ -299,6 +320,7 @@ class GeneratorActor:
                 clock=self.world.clock.time,
                 settings_of_task=lambda seed: posed[split_seed(seed, len(posed))[0]].episode,
             )
+            # The client fetches leases from the conductor and starts the player on each; this is the loop.
             leasing = LeaseClient(
                 config,
                 self.world.clock.monotonic,
@@ -313,11 +335,15 @@ class GeneratorActor:
                 collect_load=lambda: self._collect_load(player),
                 raise_failure=self._raise_failure,
             )
+            # Ends of episodes, new weights and failures wake the loop at once.
             self._wake_leasing = leasing.wake_loop
             with stage("lease"):
                 await leasing.run(lambda: self._stopping)
+            # The last trajectories are still on their way: only what is acknowledged is safe at the learner.
             await self._sender.flush(config.transport.ack_timeout)
+            # A rejection may have come while the sender was flushed.
             self._raise_failure()
+            # Report the last ends of episodes and events: nobody calls the conductor after this.
             await leasing.send_last_report()
 
     def _collect_load(self, player: GroupPlayer) -> dict[str, float]:
@@ -338,8 +364,10 @@ class GeneratorActor:
         self._wake_leasing()
 
     def _play_lease(self, player: GroupPlayer, lease: GroupLease) -> Coroutine[Any, Any, None]:
-        """What is still played here, or waits for its acknowledgement, is not played twice: this process was silent, its leases
-        returned, and some came back to it."""
+        """Start the episodes of a lease, except those that are still played here or wait for their acknowledgement.
+
+        Such episodes come back if this process was silent: its leases returned, and some were leased to it again.
+        """
         new = []
         for index in lease.episode_indices:
             name = EpisodeTask(lease.group_index, index, lease.task_seed).trajectory_id
@@ -361,8 +389,8 @@ class GeneratorActor:
     # -- trajectories ----------------------------------------------------------------------------------------------
 
     async def _send_trajectory(self, trajectory: Trajectory) -> None:
-        """Send it, or what stands for it if the learner would not take it."""
-        # The lineage of its versions: the engine has no others.
+        """Send a trajectory, or the one that stands for it if the learner would not take it."""
+        # Its versions are of this lineage: the engine has no others.
         trajectory = msgspec.structs.replace(trajectory, lineage=self.lineage)
         group = trajectory.group_index
         self._open_episodes[group] -= 1
@@ -372,7 +400,8 @@ class GeneratorActor:
         await self._sender.send(trajectory, more_follow=more)
 
     def _find_invalid(self, trajectories: Sequence[Trajectory]) -> dict[int, str]:
-        """What the learner will ask of them, as far as that is known here."""
+        """Return the reasons, by index, why the learner would not take trajectories, as far as its checks can be made
+        here."""
         engine, config = self._engine, self.config
         most, size = config.learner.max_tokens_per_micro_batch, config.schedule.samples_per_group
         known: dict[str, Any] = {"learner_version": engine.version, "max_tokens": most, "samples_per_group": size}
@@ -382,11 +411,12 @@ class GeneratorActor:
         }
 
     def _replace_rejected(self, trajectory: Trajectory, reason: str) -> None:
-        """The learner will never take it. Its group is trained without it, unless that happens too often (`TaskSource`)."""
+        """Send a stand-in for a trajectory that the learner will never take. Its group is trained without it, unless
+        that happens too often (`TaskSource`)."""
         name = trajectory.trajectory_id
         self._events.error("trajectory_rejected", trajectory_id=name, reason=reason)
         failure = f"the learner rejected trajectory {name}: {reason}"
-        if not trajectory.turns:  # what stands for a failed episode
+        if not trajectory.turns:  # it stands for a failed episode already
             self._failure_reason = failure
             self._wake_leasing()
             return
@@ -401,7 +431,8 @@ class GeneratorActor:
     # -- environments ----------------------------------------------------------------------------------------------
 
     def _get_env_factory(self, env: EnvConfig) -> EnvironmentFactory | None:
-        """One for each environment, however often it is played: it may own processes. None for an agent."""
+        """Return the factory of an environment; None for an agent. Each environment has one factory, however often it
+        is played, because it may own processes."""
         if is_agent(env):
             return None
         key = msgspec.json.encode(config_to_dict(env, reveal=True))
@@ -411,9 +442,10 @@ class GeneratorActor:
         return self._env_factories[key]
 
     async def evaluate(self) -> dict[str, Any]:
-        """Play the tasks of `[evaluation]` beside the leases; nothing of it is sent to the learner. Returns an `Evaluation`.
+        """Play the tasks of `[evaluation]` beside the leases; nothing of it is sent to the learner.
 
-        Raises what an episode failed with, after its retries, and `TimeoutError` after `evaluation.timeout`.
+        Returns an `Evaluation`. Raises what an episode failed with after its retries, and `TimeoutError` after
+        `evaluation.timeout`.
         """
         threads, telling = self.world.threads, self._events.warning
         known: dict[str, Any] = {"generator_id": self.generator_id, "report": telling, "world": self.world}

@@ -1,4 +1,5 @@
-"""The conductor's deliveries: weights for its generators, compared with the learner's, and restarts of those that are lost."""
+"""The conductor's deliveries: it installs weights in its generators, compares them with the learner's by a probe, and
+restarts generators that are lost."""
 
 from __future__ import annotations
 
@@ -34,15 +35,16 @@ from .process import RPC_SECONDS, ProcessLost, RunFailed, call_with_limit, end_p
 T = TypeVar("T")
 
 DELIVERY_POLL_SECONDS = 0.5
-"""Between two looks, at most, at who still answers during a delivery."""
+"""Maximum seconds between two looks, during a delivery, at which generators still answer."""
 MAX_REFUSALS = 2
-"""So often each generator has to refuse a version, in a process of its own each time, until nobody can install it."""
+"""Number of refusals of a version by each generator, each time in another process, after which no generator can install
+it."""
 INSTALL_DISK_HINT = "free bytes there, or file descriptors of this process: the others play on, and nothing is lost"
 
 
 class InstallFailed(ActorLostError):
-    """A generator did not install weights, or did not answer the probe, by that `cause`: its process is ended, as if it were
-    lost."""
+    """A generator did not install weights, or did not answer the probe, because of `cause`. Its process is ended, as if
+    it were lost."""
 
     def __init__(self, generator: FleetGenerator, cause: Exception):
         super().__init__(f"{generator.generator_id}: {str(cause) or repr(cause)}")
@@ -50,7 +52,8 @@ class InstallFailed(ActorLostError):
 
     @property
     def is_refusal(self) -> bool:
-        """It answered that it cannot. Else no answer came in time, or a disk did not take them."""
+        """True if the generator answered that it cannot. Otherwise no answer came in time, or a disk did not take the
+        weights."""
         return not isinstance(self.cause, OSError)
 
 
@@ -59,12 +62,19 @@ class GeneratorRestartsExhausted(RunFailed):
 
 
 class VersionInstaller:
-    """Lives on the conductor's event loop, from the first version on. `newest_published`: the `learner`'s newest version, the
-    only one that is still delivered. `probe_tokens`: the probe's text, if there is a probe. `events`: a structlog logger.
-    `on_work()` is called when `deliver_newest` has something to do again.
+    """The conductor's installer of versions in generators. Lives on its event loop, from the first version on.
 
-    An installation that fails is the loss of its generator, which is restarted, and ends the run only where that has no end: no
-    generator can install the version, or none is left. What an engine installed and is not what was published ends it at once."""
+    An installation that fails counts as the loss of its generator, which is restarted. It ends the run only if restarts
+    would have no end: no generator can install the version, or none is left. The run ends at once if an engine has
+    installed something else than what was published.
+
+    Args:
+        events: A structlog logger.
+        learner_address: Address of the learner, to which generators connect.
+        probe_tokens: Tokens of the probe's text, if there is a probe.
+        newest_published: Newest version of the `learner`, the only one that is still delivered.
+        on_work: Called when `deliver_newest` has something to do again.
+    """
 
     def __init__(
         self,
@@ -89,22 +99,24 @@ class VersionInstaller:
         self._world, self._clock, self._on_work = world, world.clock.monotonic, on_work
         self._shared_offer: tuple[Published, Any] | None = None
         self._scored_version = newest_published.version
-        """The last version that the learner was asked to score the probe's text with."""
+        """Last version with which the learner was asked to score the probe's text."""
         self._checked_version = -1
         self._ended_deliveries: dict[str, None] = {}
-        """Of all generators it was last seen which lack version `_checked_version`; since then, these ended a delivery."""
+        """Names of the generators whose delivery has ended since all generators were last checked for version
+        `_checked_version`."""
         self._readers: Counter[int] = Counter()
-        """By version: how many engines read it now."""
+        """Number of engines that read a version now, by version."""
         self._refusals: tuple[int, Counter[str]] = -1, Counter()
-        """The version that was refused last, and how often by each generator."""
+        """Version that was refused last, and the number of refusals by generator."""
 
     @property
     def versions_in_use(self) -> list[int]:
-        """Versions that engines are reading now."""
+        """The versions that engines are reading now."""
         return [version for version, readers in self._readers.items() if readers]
 
     def needs_probe_scores(self, version: int) -> bool:
-        """Whether a generator is due to be probed with `version`, which the learner makes next, and not with one on its way."""
+        """Return True if a generator is due to be probed with `version`, which the learner makes next, and cannot be
+        probed with a version that is on its way."""
         on_its_way = self.newest_published.version < self._scored_version < version
         due = [g for g in self.fleet if not g.is_finished and self._is_probe_due(g, version)]
         if any(g.probed_version < 0 or (g.install_task is None and not on_its_way) for g in due):
@@ -117,8 +129,8 @@ class VersionInstaller:
         return generator.probed_version < 0 or version - generator.probed_version >= self._config.weights.probe_every
 
     async def install_first_version(self) -> None:
-        """Connect all, and deliver the first version the way every later one goes. Raises what an installation raised; those that
-        are lost meanwhile are left to `supervise_generator`."""
+        """Connect all generators, and deliver the first version in the same way as every later one. Raises what an
+        installation raised. Generators that are lost meanwhile are left to `supervise_generator`."""
         await asyncio.gather(*(self._connect_and_install(g) for g in self.fleet))
 
     async def _connect_and_install(self, generator: FleetGenerator) -> None:
@@ -132,12 +144,14 @@ class VersionInstaller:
             self.fleet.report_lost(generator, error, [])
 
     async def connect_generator(self, generator: FleetGenerator) -> None:
-        """To the learner, and to the transport of its weights, for which its host has to make a folder."""
+        """Connect a generator to the learner, and to the transport of its weights, for which its host has to make a
+        folder."""
         await self._retry_disk_trouble(generator, self.fleet.connect_generator, generator, self.learner_address)
 
     @property
     def needs_delivery(self) -> bool:
-        """A delivery has something to do: a generator needs the newest version and is not being given any, or has ended to be."""
+        """True if a delivery has something to do: a generator lacks the newest version and is installing none, or its
+        installation has ended."""
         version = self.newest_published.version
         ended = [self.fleet[name] for name in self._ended_deliveries if name in self.fleet.generators]
         looked = ended if self._checked_version >= version else self.fleet
@@ -148,9 +162,10 @@ class VersionInstaller:
     async def deliver_newest(self) -> dict[str, float] | None:
         """Install the newest published version in every live generator that lacks it.
 
-        Returns when all that are not suspect have it. One that is, or becomes so meanwhile, is given it as well, and is not
-        waited for. Returns figures of the slowest; None if nobody has it: a generator that is restarted, or recovers,
-        installs it. Raises `RunFailed` if a generator does not have what was published, or nobody can install it.
+        Returns when all that are not suspect have it. A generator that is suspect, or becomes so meanwhile, is given it
+        as well, but nothing waits for it. Returns metrics of the slowest; None if no generator has it: one that is
+        restarted, or recovers, installs it. Raises `RunFailed` if a generator does not have what was published, or none
+        can install it.
         """
         version, before = self.newest_published.version, self._clock()
         reports: list[InstallReport] = []
@@ -169,8 +184,8 @@ class VersionInstaller:
         }
 
     def _start_deliveries(self, version: int, reports: list[InstallReport]) -> list[asyncio.Task[InstallReport]]:
-        """Have each live generator that lacks `version` install the newest, one delivery at a time, and gather what has ended.
-        Returns the deliveries to wait for."""
+        """Have each live generator that lacks `version` install the newest version, one delivery at a time, and collect
+        the deliveries that have ended. Returns the deliveries to wait for."""
         awaited = []
         self._checked_version, self._ended_deliveries = version, {}
         for generator in self.fleet:
@@ -188,7 +203,7 @@ class VersionInstaller:
     def _note_delivery_end(self, generator_id: str, task: asyncio.Task[InstallReport]) -> None:
         self._ended_deliveries[generator_id] = None
         if not task.cancelled():
-            task.exception()  # it is looked at: here, or by `_collect_delivery`
+            task.exception()  # mark it as retrieved; `_collect_delivery` handles it
         self._on_work()
 
     @staticmethod
@@ -203,14 +218,14 @@ class VersionInstaller:
             reports.append(task.result())
         elif isinstance(error, ProcessLost) or not isinstance(error, ActorLostError):
             raise error
-        elif generator.is_live:  # or its supervisor knew before, and may be restarting it
+        elif generator.is_live:  # otherwise its supervisor knew before, and may be restarting it
             generator.health.mark_lost()
 
     async def _install_newest(self, generator: FleetGenerator) -> InstallReport:
         """Install the newest version, which the generator has to confirm, and probe it if that is due.
 
-        One that plays continues with it, whatever is published meanwhile. One that does not play yet starts only with what is the
-        newest when it is done: the others may have that by then.
+        A generator that plays continues with it, whatever is published meanwhile. A generator that does not play yet
+        starts only with the version that is the newest when the installation is done: the others may have that by then.
         """
         published, process = self.newest_published, generator.process
         version = published.version
@@ -242,8 +257,11 @@ class VersionInstaller:
     async def _retry_disk_trouble(
         self, generator: FleetGenerator, call: Callable[..., Coroutine[Any, Any, T]], *args: Any
     ) -> T:
-        """What a call to it returns. A disk of its host that does not take weights is tried again: by one that was restarted
-        until it does, by one that others wait for as long as an installation may take."""
+        """Return the result of `call`, which is repeated while a disk of the generator's host does not take weights.
+
+        A restarted generator tries until the disk does. A generator for which others wait tries for as long as an
+        installation may take.
+        """
         waited_for = generator.is_live or not generator.restarts
         began, limit = self._clock(), self._install_seconds(generator)
         told, name = self._events.warning, generator.generator_id
@@ -267,8 +285,8 @@ class VersionInstaller:
             generator.is_waiting_for_disk = False
 
     async def _end_failed_generator(self, generator: FleetGenerator, version: int, error: InstallFailed) -> None:
-        """End its process; its supervisor does the rest, as for any loss. Raises `RunFailed` if nobody can install the
-        version."""
+        """End the generator's process; its supervisor does the rest, as for any loss. Raises `RunFailed` if no
+        generator can install the version."""
         name = generator.generator_id
         self._events.warning(
             "install_failed", generator=name, pid=generator.pid, version=version, error=str(error)[:500]
@@ -279,16 +297,17 @@ class VersionInstaller:
             self._refusals[1][name] += 1
             if all(self._refusals[1][g.generator_id] >= MAX_REFUSALS for g in self.fleet if not g.is_finished):
                 raise RunFailed(f"{error} (no generator can install version {version} of the weights)") from error
-        generator.end_reason = str(error)  # of its process, only that it is gone can be seen
+        generator.end_reason = str(error)  # the loss itself shows only that the process is gone
         await end_process(self._world, generator.handle, *generator.process)
 
     async def _probe_generator(self, generator: FleetGenerator, published: Published) -> None:
-        """With what it has installed; or with a later version, if the learner did not score this one and has trained on."""
+        """Probe a generator with what it has installed. If the learner did not score this version and has trained on,
+        the probe is left to a later version."""
         scores, version = published.scores, published.version
         if scores is None and generator.probed_version < 0:
-            try:  # without a limit: whether the learner answers at all is for `StallMonitor` to judge
+            try:  # without a limit: `StallMonitor` judges whether the learner answers at all
                 scores = await self._learner.call("score_probe", version)
-            except ActorLostError as error:  # this is not the generator's loss
+            except ActorLostError as error:  # a loss of the learner, not of the generator
                 raise ProcessLost(f"the learner did not score the probe's text: {error}") from error
         if scores is not None:
             engine, name = partial(self._call_generator, generator), generator.generator_id
@@ -302,7 +321,8 @@ class VersionInstaller:
             generator.probed_version = version
 
     async def _save_failed_version(self, published: Published) -> None:
-        """For `r3async diagnose`: the version is not published any more when the run has ended."""
+        """Save a version with which a probe failed, for `r3async diagnose`: it is not published any more when the run
+        has ended."""
         if self._config.generator.engine == "scripted":
             return
         version, manifest = published.version, published.publication.manifest
@@ -319,17 +339,18 @@ class VersionInstaller:
             self._events.info("version_kept", version=version, directory=FAILED_MODEL_DIRECTORY)
 
     def _put_offer(self, published: Published) -> Any:
-        """A reference to the publication, made once for all generators: the names and checksums of 18,867 tensors take 20 ms to
-        pickle."""
+        """Return a reference to the publication, made once for all generators: the names and checksums of 18,867
+        tensors take 20 ms to pickle."""
         if self._shared_offer is None or self._shared_offer[0] is not published:
             self._shared_offer = published, self._world.actors.put(published.publication)
         return self._shared_offer[1]
 
     async def _call_generator(self, generator: FleetGenerator, method: str, *args: Any) -> Any:
-        """A generator's answer about its weights. Raises `ActorLostError`; as `InstallFailed`, with its name and the reason, for
-        anything but its loss."""
+        """Call a generator about its weights and return its answer. Raises `ActorLostError` if it is lost, and its
+        subclass `InstallFailed`, with the generator's name and the reason, for anything else."""
         generator.answer_seconds = self._install_seconds(generator)
-        limit = generator.answer_seconds + RPC_SECONDS  # its own limit comes first, and its message is better
+        # The generator's own limit comes first, because its message is better.
+        limit = generator.answer_seconds + RPC_SECONDS
         call = asyncio.ensure_future(generator.handle.call(method, *args))
         generator.open_calls += 1
         try:
@@ -348,14 +369,14 @@ class VersionInstaller:
             call.cancel()
 
     def _install_seconds(self, generator: FleetGenerator) -> float:
-        """That it has to install the newest version, or to answer anything about it."""
+        """Return the seconds that a generator has to install the newest version, or to answer anything about it."""
         nbytes = self.newest_published.publication.manifest.nbytes
         return self._config.weights.resolve_install_timeout(nbytes, first=generator.version < 0)
 
     @staticmethod
     async def _await_answer(generator: FleetGenerator, call: asyncio.Future[Any], limit: float) -> Any:
-        """Raises `TimeoutError`, but not while the generator is suspect: how long it may be silent is for `StallMonitor` to
-        judge."""
+        """Wait for the answer of `call`. Raises `TimeoutError` after `limit` seconds, but not while the generator is
+        suspect: `StallMonitor` judges how long it may be silent."""
         while not call.done():
             await asyncio.wait([call], timeout=limit)
             if not call.done() and generator.state is not HealthState.SUSPECT:
@@ -374,9 +395,9 @@ class VersionInstaller:
     ) -> None:
         """Keep one generator playing until it has nothing more to play, or is lost while it leaves.
 
-        A loss returns its leases; the restarted process installs current weights first. `requeue_leases` returns the leases,
-        and says which groups are leased again. Raises `GeneratorRestartsExhausted` after `generator.max_restarts`, and what
-        the generator itself raised.
+        After a loss its leases are taken back; the restarted process installs current weights before it plays.
+        `requeue_leases(generator)` takes them back and returns the groups that are leased again. Raises
+        `GeneratorRestartsExhausted` after `generator.max_restarts`, and what the generator itself raised.
         """
         while True:
             try:
@@ -390,22 +411,24 @@ class VersionInstaller:
             except ActorLostError as error:
                 if is_stopping():
                     return
-                self.fleet.mark_lost(generator)  # before anything is awaited: it is given no lease any more
+                self.fleet.mark_lost(generator)  # before anything is awaited, so that it gets no more leases
                 self.fleet.report_lost(generator, error, await requeue_leases(generator))
                 if generator.is_leaving:
                     return
 
     async def install_until_current(self, generator: FleetGenerator) -> None:
-        """It has loaded its engine, and is connected: install the current weights."""
-        # A version that is published meanwhile frees slots when the others have it: this one may not play with an older one.
+        """Install the current weights in a generator that has loaded its engine and is connected."""
+        # A version that is published meanwhile frees slots when the others have it: this generator may not play with an
+        # older one.
         while generator.state is HealthState.STALE:
             await self._install_newest(generator)
 
     async def _restart_generator(self, generator: FleetGenerator) -> None:
         """Wait for the process to be restarted, load the engine, install the current weights.
 
-        It is restarted at once. The back-off is ours: what it loads may be what kills it. Where only the connection was lost, its
-        process lives: it has its engine, and ends what it plays, for others play that now.
+        The process itself is restarted at once. The back-off comes here, before the engine is loaded: what it loads may
+        be what kills it. If only the connection was lost, the process lives: it has its engine, and ends what it plays,
+        because others play that now.
         """
         health, began, wait, process = (
             generator.health,
@@ -444,7 +467,7 @@ class VersionInstaller:
         )
 
     async def _reload_engine(self, generator: FleetGenerator) -> None:
-        """Its process is restarted: have it load its engine, and connect. What prevents that is its loss, once more."""
+        """Have a restarted process load its engine and connect. A failure of this counts as another loss."""
         try:
             await self._wait_until_alive(generator, self._clock() + self._config.generator.start_timeout)
             await self.fleet.load_engine(generator)
@@ -456,7 +479,8 @@ class VersionInstaller:
             raise ActorLostError(f"{generator.generator_id} was restarted and did not load: {error}") from error
 
     async def _wait_until_alive(self, generator: FleetGenerator, deadline: float) -> None:
-        """Calls to an actor that is being restarted fail at once; wait until one is answered."""
+        """Wait until an actor that is being restarted answers a call; until then its calls fail at once. Raises
+        `RunFailed` or `ActorLostError` after `deadline`."""
         while True:
             try:
                 await generator.handle.call("describe_process", timeout=RPC_SECONDS)
@@ -471,7 +495,7 @@ class VersionInstaller:
                 await asyncio.sleep(0.5)
 
 
-# Whether an engine that was given weights answers like the learner did with them.
+# The probe: does an engine with new weights answer like the learner did with them?
 
 
 class ProbeFailed(RunFailed):
@@ -487,12 +511,18 @@ async def probe_generator(
     config: Config,
     events: Any,
 ) -> None:
-    """Does a generator's engine think, and sample, like the learner did with the same weights?
+    """Check that a generator's engine scores and samples like the learner did with the same weights.
 
-    Compare the engine of `generator`, which `call(method, *args)` reaches, with the learner's `scores` `[2, 2, T - 1]` of
-    `make_probe_pair(tokens)`: at temperature 1 and at the run's. A second text is asked for only where the first one differs
-    and the engine has what was published: two experts whose scores are equal up to rounding make one text differ, and wrong
-    weights both. Raises `ProbeFailed` with what differs."""
+    The second text is scored only if the first one differs and the engine has what was published: two experts whose
+    scores are equal up to rounding make one text differ, and wrong weights both. Raises `ProbeFailed` with what
+    differs.
+
+    Args:
+        call: `call(method, *args)` calls the generator.
+        tokens: Tokens of the probe's text.
+        scores: `[2, 2, T - 1]`: the learner's scores of `make_probe_pair(tokens)`, at temperature 1 and at the run's.
+        events: A structlog logger.
+    """
     if stale := await call("count_stale_cached_tokens", tokens):
         raise ProbeFailed(
             f"{generator}: a new request under version {version} took {stale} positions from a prefix cache that older "
@@ -530,7 +560,7 @@ async def probe_generator(
 
 
 async def _describe_differences(ask: Callable[..., Awaitable[Any]]) -> tuple[bool, str]:
-    """Whether an engine lacks tensors that were published, or may, and which, in words."""
+    """Return whether an engine lacks published tensors, or may lack some, and which they are, in words."""
     try:
         found = await ask("find_weight_differences")
     except Exception as error:

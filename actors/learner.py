@@ -1,4 +1,5 @@
-"""The learner actor: receives trajectories, trains on complete groups in lease order or within a window, publishes weights."""
+"""The learner actor: it receives trajectories, trains on complete groups in lease order or within a window, and
+publishes weights."""
 
 from __future__ import annotations
 
@@ -58,22 +59,27 @@ if TYPE_CHECKING:
     from r3async.learner.trainer import PreparedStep, Trainer
 
 
-# What the learner receives: checked on arrival, kept until a checkpoint has trained it, gathered into groups for a step, and
-# made ready for it.
+# The learner's inbox: trajectories are checked on arrival, kept until a checkpoint has trained them, gathered into
+# groups for a step, and prepared for it.
 
 
 T = TypeVar("T")
 
 ARRIVAL_POLL_SECONDS = 1.0
-"""Between two looks, at most, at what has arrived."""
+"""Maximum seconds between two looks at what has arrived."""
 COMMIT_CLOSE_SECONDS = 5.0
 
 
 class TrajectoryInbox:
-    """Owns receiver, spool and quarantine. All methods belong to the event loop. `events`: a structlog logger.
+    """The trajectories that the learner has received. It owns the receiver, the spool and the quarantine. All methods
+    belong to the event loop.
 
-    `buffer`: with what a resumed run has trained already. `routing`: of the routes that engines record. `vocab_size`: of the
-    learner's model. `version()`: of its weights.
+    Args:
+        events: A structlog logger.
+        buffer: Buffer of groups, which knows what a resumed run has trained already.
+        routing: Shape of the routes that engines record.
+        vocab_size: Size of the vocabulary of the learner's model.
+        version: `version()` returns the version of the learner's weights.
     """
 
     def __init__(
@@ -99,7 +105,7 @@ class TrajectoryInbox:
             run_dir / "quarantine", config.buffer.quarantine_bytes, events.error, files=world.files
         )
         self.spool: Spool | None = None
-        """None without durability."""
+        """The spool; None without durability."""
         if config.buffer.durability == "disk":
             self.spool = Spool(
                 run_dir / "spool",
@@ -119,7 +125,7 @@ class TrajectoryInbox:
             validate=self._find_invalid,
             admit=self._admit_trajectory,
             store=self.spool,
-            # A step may wait for that many groups, counted from the oldest that is not trained.
+            # A step may wait for this many groups, counted from the oldest that is not trained.
             window=(self._slot_count if schedule.takes_extra_groups else schedule.groups_per_step)
             + schedule.window
             - 1,
@@ -128,7 +134,7 @@ class TrajectoryInbox:
             world=world,
         )
         self._is_recovering = False
-        """What is validated now was kept by the spool since before this start."""
+        """True while the trajectories being validated are those that the spool kept from before this start."""
         self._rejected_failures = TaskFailures(
             config.supervise.max_failed_fraction, schedule.samples_per_group, self._slot_count + schedule.window
         )
@@ -136,7 +142,8 @@ class TrajectoryInbox:
         self._arrival = asyncio.Event()
 
     async def start(self) -> str:
-        """Take back what the spool kept, and bind the socket. Returns where generators reach it."""
+        """Recover the trajectories that the spool kept, and bind the socket. Returns the endpoint at which generators
+        reach it."""
         self._is_recovering = True
         endpoint = resolve_endpoint(self._config, self._world, await self.receiver.start())
         self._is_recovering = False
@@ -147,7 +154,8 @@ class TrajectoryInbox:
     # -- called by the receiver ------------------------------------------------------------------------------------
 
     def _find_invalid(self, trajectories: Sequence[Trajectory]) -> dict[int, str]:
-        """Off the event loop, if they are long."""
+        """Return the reasons, by index, why trajectories cannot be trained. Called off the event loop if they are
+        long."""
         check = partial(
             validate_trajectories,
             vocab_size=self._vocab_size,
@@ -163,10 +171,11 @@ class TrajectoryInbox:
         return {at: str(error) for at, error in find_invalid(trajectories, check).items()}
 
     def _admit_trajectory(self, trajectory: Trajectory) -> bool:
-        """Whether the step waits for this episode; before it is stored."""
+        """Return True if the buffer needs this episode. Called before the trajectory is stored. Raises `RejectionError`
+        for a group that cannot have a slot."""
         beyond = len(self.buffer.consumed) + self._slot_count
         if trajectory.group_index >= beyond:
-            # After a resume: it was made when more steps had been, which are taken back.
+            # After a resume: it was made after steps that the resume took back.
             raise RejectionError(f"group {trajectory.group_index} cannot have a slot: only groups before {beyond} can")
         return self.buffer.needs_trajectory(trajectory)
 
@@ -182,12 +191,14 @@ class TrajectoryInbox:
     # -- called by a step ------------------------------------------------------------------------------------------
 
     def wake_waiters(self) -> None:
-        """Who waits for groups looks again."""
+        """Make those who wait for groups look again."""
         self._arrival.set()
 
     async def wait_for_groups(self, since: tuple[int, int], interrupted: asyncio.Event) -> list[int]:
-        """The groups that the next step takes; none if `interrupted`. `since`: steps made and groups consumed since the last
-        publication."""
+        """Wait for the groups that the next step takes, and return their indices; an empty list if `interrupted`.
+
+        `since` is the number of steps made and of groups consumed since the last publication.
+        """
         schedule = self._config.schedule
         at_least = at_most = schedule.groups_per_step
         if schedule.takes_extra_groups:
@@ -212,12 +223,19 @@ class TrajectoryInbox:
         try:
             return group_has_variance(group, self._config.algorithm, self._config.episode.max_new_tokens)
         except Exception:
-            return True  # the step says what is wrong with it
+            return True  # the step reports what is wrong with it
 
     async def quarantine_rejected(
         self, rejected: Sequence[RejectedTrajectory], groups: Sequence[Sequence[Trajectory]]
     ) -> None:
-        """A resume must not meet these again. Raises `LearnerError` if there are too many (`supervise.max_failed_fraction`)."""
+        """Move rejected trajectories to the quarantine, so that a resume does not meet them again.
+
+        Args:
+            rejected: Trajectories that could not be trained, with the reasons.
+            groups: All groups of the step; their episodes count for the share of failures.
+
+        Raises `LearnerError` if too many were rejected (`supervise.max_failed_fraction`).
+        """
         if self.spool is not None:
             await self.spool.remove_trajectories({(t.group_index, t.trajectory_id): reason for t, reason in rejected})
         else:
@@ -235,19 +253,20 @@ class TrajectoryInbox:
             )
 
     def make_stand_in(self, trajectory: Trajectory) -> Trajectory:
-        """For one that cannot be trained: of its episode, and nothing of it is trained or compared. From any thread."""
+        """Return a stand-in for a trajectory that cannot be trained. It has the same episode, and nothing of it is
+        trained or compared. May be called from any thread."""
         t = trajectory
         task = EpisodeTask(t.group_index, t.episode_index, t.task_seed)
         made = build_failed_trajectory(task, self.routing, 0, generator_id=t.generator_id, at=t.finished_at)
         return msgspec.structs.replace(made, lineage=t.lineage)
 
     def release_trained(self, indices: Sequence[int]) -> None:
-        """These groups are over."""
+        """Release groups that have been trained: their ids and memory are not needed any more."""
         for index in indices:
             self.receiver.forget_group(index)
 
     def collect_metrics(self) -> dict[str, float]:
-        """Metrics."""
+        """Return the metrics of the receiver and the buffer."""
         receiver = self.receiver
         return {
             "transport/received": receiver.received,
@@ -259,7 +278,7 @@ class TrajectoryInbox:
         }
 
     def get_status(self) -> dict[str, Any]:
-        """See `LearnerActor.get_status`."""
+        """Return the inbox's part of `LearnerActor.get_status`."""
         schedule = self._config.schedule
         return {
             "received": self.receiver.received,
@@ -269,13 +288,14 @@ class TrajectoryInbox:
         }
 
     def missing_episodes(self, group_indices: Sequence[int]) -> dict[int, list[int]]:
-        """Episodes of these groups that have not arrived."""
+        """Return the episodes of these groups that have not arrived, by group."""
         return {g: self.buffer.missing_in_group(g) for g in group_indices}
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def prepare_commit(self) -> Callable[[], None]:
-        """To be called when a checkpoint that is made now is on the disk: what it has trained need not be kept any more."""
+        """Return a function to call once the checkpoint that is made now is on the disk. It deletes the spooled
+        trajectories that the checkpoint has trained, which need not be kept any more."""
         spool = self.spool
         if spool is None:
             return lambda: None
@@ -288,7 +308,7 @@ class TrajectoryInbox:
         return commit
 
     async def close(self) -> None:
-        """Receive nothing any more, and let go of the spool."""
+        """Stop receiving and close the spool."""
         await self.receiver.close()
         if self.spool is not None:
             if self._commit_tasks:
@@ -297,11 +317,12 @@ class TrajectoryInbox:
 
 
 class NextStep(Generic[T]):
-    """The groups of the next step, made ready in a thread of their own while this step trains.
+    """The groups of the next step, prepared in a thread of their own while the current step trains.
 
-    It is a guess: nothing is taken from the buffer, and what was made is used by a step that takes these very groups only. So the
-    choice of groups, what is consumed, and what a checkpoint or a crash keeps, are those of a step that makes all of it when it
-    begins. `prepare(groups)` must follow from the groups alone. All methods belong to the event loop.
+    It is a guess: nothing is taken from the buffer, and the result is used only by a step that takes exactly these
+    groups. So the choice of groups, what is consumed, and what a checkpoint or a crash keeps are the same as for a step
+    that prepares everything when it begins. The result of `prepare(groups)` must depend on the groups alone. All
+    methods belong to the event loop.
     """
 
     def __init__(
@@ -312,18 +333,18 @@ class NextStep(Generic[T]):
         self._preparing: asyncio.Task[T] | None = None
 
     async def prefetch(self, since: tuple[int, int], interrupted: asyncio.Event) -> None:
-        """Wait until the groups are there that a step after `since` would take now, and begin to make them ready. Whoever
-        cancels it ends the waiting, not the making."""
+        """Wait until the groups have arrived that a step after `since` would take now, and begin to prepare them.
+        Cancelling this call ends the waiting, but not the preparation."""
         self._groups = await self._inbox.wait_for_groups(since, interrupted)
         if self._groups:
             episodes = self._inbox.buffer.episodes_of(self._groups)
             self._preparing = asyncio.create_task(self._lane.run(self._prepare, episodes))
             self._preparing.add_done_callback(
                 lambda task: task.cancelled() or task.exception()
-            )  # nobody may ask for it
+            )  # retrieve the error: it may be that nobody awaits the task
 
     async def get_result(self, indices: list[int], groups: Sequence[Sequence[Trajectory]]) -> T:
-        """What `prepare` makes of these groups, which `indices` names. Raises what it raises."""
+        """Return what `prepare` makes of `groups`, whose indices are `indices`. Raises what it raises."""
         making, self._preparing = self._preparing, None
         if making is not None and self._groups == indices:
             return await making
@@ -337,11 +358,15 @@ LEARNER_CLOSE_SECONDS = 5.0
 
 @dataclass
 class StepCounts:
-    """How far the run is.
+    """The progress of a run, as the learner counts it.
 
-    `version`: versions published. A step without an update (nothing to train, a gradient that is not finite) counts too: slots
-    are freed by it, and generators see time pass. `since_publication`: steps made, and groups consumed, since the last
-    version was published.
+    A step without an update (nothing to train, a gradient that is not finite) counts too: slots are freed by it, and
+    generators see time pass.
+
+    Attributes:
+        steps: Steps made.
+        version: Versions published.
+        since_publication: Steps made, and groups consumed, since the last version was published.
     """
 
     steps: int = 0
@@ -351,7 +376,7 @@ class StepCounts:
 
 @dataclass
 class LearnerModel:
-    """What `start` loads. `buffer`: of the groups that the run has not trained."""
+    """The parts that `LearnerActor.start` loads. `buffer` holds the groups that the run has not trained."""
 
     ranks: LocalRank | RemoteRanks
     cost: CostModel
@@ -361,8 +386,15 @@ class LearnerModel:
 
 @dataclass
 class LearnerComponents:
-    """What `start_listening` makes: where trajectories arrive, the steps on them, which are prepared ahead, their
-    checkpoints, and the versions they make."""
+    """The parts that `LearnerActor.start_listening` makes.
+
+    Attributes:
+        inbox: The place where trajectories arrive.
+        trainer: Makes the steps on them.
+        next_step: Prepares the next step ahead.
+        checkpoints: Writes checkpoints of the steps.
+        version_writer: Writes the versions that the steps make.
+    """
 
     inbox: TrajectoryInbox
     trainer: Trainer
@@ -372,11 +404,12 @@ class LearnerComponents:
 
 
 class LearnerActor:
-    """Serves the conductor, which calls `start` and `start_listening`, in that order, before anything else.
+    """The actor that receives and trains. It serves the conductor, which calls `start` and `start_listening`, in that
+    order, before anything else.
 
-    The event loop receives; all torch work runs in one thread of its own. One thread and always the same one: Megatron keeps
-    state per process, and torch keeps grad mode and function modes per thread. New weights are only copied there; another
-    thread writes the copy while the next step runs, and a third one packs the step after that.
+    The event loop receives. All torch work runs in one thread of its own, and always in the same one: Megatron keeps
+    state per process, and torch keeps grad mode and function modes per thread. New weights are only copied there;
+    another thread writes the copy while the next step runs, and a third one packs the step after that.
     """
 
     inbox_class: type[TrajectoryInbox] = TrajectoryInbox
@@ -392,7 +425,12 @@ class LearnerActor:
         resume_path: str = "",
         lineage: Lineage = FIRST_LINEAGE,
     ):
-        """`rank_placements`: where those that are actors of their own go. `resume_path`: what a resumed run begins from."""
+        """Prepare the process; `start` loads the model.
+
+        Args:
+            rank_placements: Placements of the ranks, if they are actors of their own.
+            resume_path: Path of the checkpoint that a resumed run begins from.
+        """
         self.world, self._lock = world, prepare_process(world, Path(run_dir), "learner")
         self.config = config_from_dict(config)
         self.run_id, self.model_path, self.run_dir, self.lineage = run_id, Path(model_path), Path(run_dir), lineage
@@ -409,7 +447,8 @@ class LearnerActor:
         self._wait_interrupted = asyncio.Event()
         self._activity = "between steps"
         self._last_step_end = self._read_clocks()
-        """When the last step had ended, and the processor time of this process until then."""
+        """Time at which the last step had ended (monotonic seconds), and the processor time of this process until
+        then."""
         self._loaded: LearnerModel | None = None
         self._components: LearnerComponents | None = None
 
@@ -428,8 +467,8 @@ class LearnerActor:
     # -- start and stop --------------------------------------------------------------------------------------------
 
     async def start(self) -> dict[str, Any]:
-        """Load the model, and the checkpoint if the run is resumed. Returns whereabouts, and what the conductor has to know;
-        `written`: see `read_write_sizes`."""
+        """Load the model, and the checkpoint if the run is resumed. Returns the process's pid and host, and what the
+        conductor has to know; for `written` see `read_write_sizes`."""
         self._lag_meter.start()
         self._loaded = model = await self._torch_lane.run(self._load_model)
         gpus = await self._torch_lane.run(model.ranks.list_gpus)
@@ -455,10 +494,16 @@ class LearnerActor:
     async def start_listening(
         self, routing: dict[str, int] | None, transport: str, probe_tokens: list[int] | None = None
     ) -> dict[str, Any]:
-        """Take back what the spool kept, and bind the socket. `routing`: of the routes that engines record, which are checked
-        on arrival. `transport`: of the weights, see `delivery.build_weight_sender`. `probe_tokens`: the probe's text.
+        """Recover what the spool kept, and bind the socket.
 
-        Returns the endpoint, the keys of those who may send there, and the newest group that something is here of (-1: none)."""
+        Args:
+            routing: Shape of the routes that engines record, which are checked on arrival.
+            transport: Transport of the weights; see `delivery.build_weight_sender`.
+            probe_tokens: Tokens of the probe's text.
+
+        Returns the endpoint, the keys that allow generators to send there, and the newest group of which a trajectory
+        is here (-1: none).
+        """
         model, config, world = self.model, self.config, self.world
         reception = self.inbox_class(
             world,
@@ -494,7 +539,7 @@ class LearnerActor:
         return {**found, "newest_group": reception.buffer.newest_group}
 
     def interrupt_wait(self) -> None:
-        """A `train_step` that waits for groups returns None."""
+        """Make a `train_step` that waits for groups return None."""
         self._wait_interrupted.set()
         if self._components is not None:
             self._components.inbox.wake_waiters()
@@ -515,11 +560,14 @@ class LearnerActor:
                 await self._torch_lane.close()
         await self.world.record_flusher.finish_writes(LEARNER_CLOSE_SECONDS)
 
-    # -- how it is -------------------------------------------------------------------------------------------------
+    # -- status ----------------------------------------------------------------------------------------------------
 
     def get_status(self) -> dict[str, Any]:
-        """For the watch; cheap. `writing`: a version that engines are to have is not written yet; `weights_wait`: the disk does
-        not take it, see `DiskRetrier.current_wait`. `storing`: see `Spool.wait_state`."""
+        """Return the learner's status for `StallMonitor`. The call is cheap.
+
+        `writing` is True while a version for the engines is not written yet. `weights_wait` says why the disk does not
+        take it; see `DiskRetrier.current_wait`. For `storing` see `Spool.wait_state`.
+        """
         work = self.components
         return {
             **describe_process(self.world),
@@ -531,29 +579,34 @@ class LearnerActor:
         }
 
     async def dump_stacks(self, reason: str) -> str:
-        """What this process is doing, to `stacks/learner.txt`; its ranks write what they do to their logs."""
+        """Write the stacks of this process to `stacks/learner.txt` and return the path. Its ranks write theirs to their
+        logs."""
         processes = self.world.processes
         for pid, host in self._loaded.ranks.processes if self._loaded else ():
             processes.request_stack_dump(pid, host)
         return str(processes.dump_stacks(self.run_dir / "stacks" / "learner.txt", reason))
 
     def missing_episodes(self, group_indices: list[int]) -> dict[int, list[int]]:
-        """Episodes of these groups that have not arrived."""
+        """Return the episodes of these groups that have not arrived, by group."""
         return self.components.inbox.missing_episodes(group_indices)
 
     def list_buffered_tasks(self) -> dict[int, int]:
-        """Task seeds of the groups that something is here of, by group."""
+        """Return the task seeds, by group, of the groups of which a trajectory is here."""
         return self.components.inbox.buffer.list_task_seeds()
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
     async def train_step(self, is_last: bool = False, with_probe_scores: bool = False) -> dict[str, Any] | None:
-        """Wait for the next groups, train one step on them; copy the new weights when it is time, or if it is the `is_last`. With
-        `with_probe_scores`, these score the probe's text.
+        """Wait for the next groups, train one step on them, and copy the new weights when a version is due.
 
-        Returns metrics, whether there are new weights (then `write_version` has to be called), the groups consumed, and episode
-        previews; None if interrupted while waiting, which has no end of its own (`actors/fleet.py`). Raises `StalenessError`,
-        without training, if a token is older than the schedule allows.
+        Args:
+            is_last: This is the last step, which makes a version in any case.
+            with_probe_scores: The new weights score the probe's text.
+
+        Returns metrics, whether there are new weights (then `write_version` has to be called), the groups consumed, and
+        episode previews; None if interrupted while waiting. The wait has no time limit here: `StallMonitor`
+        (`actors/fleet.py`) judges it. Raises `StalenessError`, without training, if a token is older than the schedule
+        allows.
         """
         self._activity = "waiting"
         try:
@@ -565,34 +618,46 @@ class LearnerActor:
     async def _train_step(self, is_last: bool, with_probe_scores: bool) -> dict[str, Any] | None:
         clock, counts, work = self.world.clock.monotonic, self.model.counts, self.components
         waited_from = clock()
+        # Wait until the groups of this step are complete, in lease order or within the window.
         with self._timeline.measure_span("wait", step=counts.steps + 1):
             indices = await work.inbox.wait_for_groups(counts.since_publication, self._wait_interrupted)
+        # Only an interrupted wait returns no groups: a stop was requested.
         if not indices:
             return None
         step_from = clock()
+        # From here on the step has a time limit, and the probe's text cannot be scored with this version any more.
         self._activity, version = "training", counts.version
+        # K steps (`schedule.steps_per_publication`) make a version; the last step makes one in any case.
         steps, consumed = counts.since_publication
         since = steps + 1, consumed + len(indices)
         due = is_last or since[0] == self.config.schedule.steps_per_publication
+        # Train; meanwhile the next step is prepared, for which the counts begin anew if a version is due.
         groups, metrics = await self._train_groups(indices, (0, 0) if due else since)
         trained = clock()
+        # Count the step whether or not it made an update: slots are freed by it.
         counts.steps, counts.since_publication = counts.steps + 1, since
+        # A step without contrast is not a fault; any other that made no update is reported.
         if metrics["optimizer/skipped"] and not metrics["optimizer/no_contrast"]:
             self.events.warning("step_skipped", step=counts.steps, grad_norm=metrics["grad_norm"])
+        # The groups are trained: the receiver can forget their ids and free their memory.
         work.inbox.release_trained(indices)
+        # Record which trajectories the step trained, and from which version of the weights.
         self._trained_file.append(
             msgspec.json.encode(make_trained_step(counts.steps, version, groups, self.lineage.number))
         )
+        # Copy the weights before the next step changes them; the copy is written beside that step.
         if due:
             counts.version, counts.since_publication = version + 1, (0, 0)
             with self._timeline.measure_span("snapshot", step=counts.steps, version=counts.version):
                 await work.version_writer.copy_weights(counts.version, with_probe_scores=with_probe_scores)
+        # Complete the metrics, from the trajectories as they were trained.
         trajectories = [t for group in groups for t in group]
         metrics |= compute_episode_metrics(trajectories) | compute_environment_metrics(trajectories, self._env_labels)
         metrics |= work.inbox.collect_metrics() | work.version_writer.collect_metrics()
         metrics |= {
             f"lag/learner_{name}": value for name, value in self._lag_meter.collect_metrics().items()
         } | self._stage_seconds.read_increment()
+        # Measure from the end of one step to the end of the next, so that the time between steps is counted, too.
         (before, spent), (ended, spent_now) = self._last_step_end, self._read_clocks()
         self._last_step_end = ended, spent_now
         metrics |= {
@@ -606,6 +671,7 @@ class LearnerActor:
             "batch/groups": len(indices),
             "lineage": self.lineage.number,
         }
+        # With this the conductor frees slots, records the step and has a new version written.
         return {
             "metrics": metrics,
             "new_weights": due,
@@ -621,55 +687,67 @@ class LearnerActor:
     async def _train_groups(
         self, indices: list[int], next_since: tuple[int, int]
     ) -> tuple[list[list[Trajectory]], dict[str, float]]:
-        """Take these groups and train them, and meanwhile prepare the next step, for which `StepCounts.since_publication` will be
-        `next_since`. Returns them as they were trained, and metrics."""
+        """Take these groups from the buffer and train them, and meanwhile prepare the next step.
+
+        `next_since` is the value of `StepCounts.since_publication` that the next step begins with. Returns the groups
+        as they were trained, and metrics.
+        """
         counts, work, reception = self.model.counts, self.components, self.components.inbox
+        # Consume the groups: no later step, and no resume from a later checkpoint, trains them again.
         taken, _ = reception.buffer.take_groups(indices)
+        # Refuse to train beyond the bound on staleness.
         check_staleness(taken, counts.version, reception.staleness_bound)
+        # Measure ages before the step, against the weights that it starts from.
         now, oldest = self.world.clock.time(), self.config.schedule.max_token_age
         ages = compute_staleness_metrics(taken, counts.version, reception.staleness_bound, now, oldest)
         number = counts.steps + 1
         with self._timeline.measure_span("train", step=number):
+            # Use what was prepared during the step before, if it was prepared for these groups.
             prepared = await work.next_step.get_result(indices, taken)
+            # Wait for the groups of the next step beside this one; the packer thread prepares them.
             looking = asyncio.create_task(work.next_step.prefetch(next_since, self._wait_interrupted))
             try:
+                # All torch work runs in this one thread, so the event loop goes on receiving.
                 done = await self._torch_lane.run(work.trainer.train_step, number, counts.version, prepared)
             finally:
+                # The next step waits for its groups itself; a preparation that has begun goes on.
                 looking.cancel()
+        # Write what was trained beside the next step, if steps are recorded.
         self._recorder.add(number, counts.version, done)
+        # Trajectories that the step had to replace must not be met again after a resume.
         await reception.quarantine_rejected(done.rejected, done.groups)
         return done.groups, done.metrics | ages
 
     # -- weights and checkpoints -----------------------------------------------------------------------------------
 
     async def publish_version(self) -> Published:
-        """Copy and write the current weights; see `write_version`."""
+        """Copy and write the current weights; see `VersionWriter.copy_weights` and `write_version`."""
         await self.components.version_writer.copy_weights(self.model.counts.version, with_probe_scores=True)
         return await self.write_version()
 
     async def score_probe(self, version: int) -> np.ndarray | None:
-        """What `version` scores the probe's text with, see `Published.scores`; None once it is trained on."""
+        """Return the scores that `version` gives the probe's text, see `Published.scores`; None once a step has begun
+        to train on from it."""
         counts = self.model.counts
         if self._activity == "training" or counts.version != version or counts.since_publication != (0, 0):
             return None
         return await self.components.version_writer.score_probe()
 
     async def write_version(self, versions_in_use: Sequence[int] = ()) -> Published:
-        """Write the weights that were copied last where engines find them, beside whatever else the learner does.
-
-        Versions that engines are `versions_in_use` stay.
-        """
+        """Write the weights that were copied last to where engines find them, beside whatever else the learner does.
+        Versions in `versions_in_use`, which engines are reading, stay."""
         return await self.components.version_writer.write_version(versions_in_use)
 
     async def save_failed_version(self, manifest: WeightManifest) -> None:
-        """Keep a published version that a probe failed with, as a model directory of the run; see
+        """Save a published version with which a probe failed as a model directory of the run; see
         `VersionWriter.save_model_directory`."""
         await self.components.version_writer.save_model_directory(
             manifest, self.model_path, self.run_dir / FAILED_MODEL_DIRECTORY
         )
 
     async def save_model(self, directory: str) -> int:
-        """Export the current weights as a Hugging Face model directory, if any update made them. Returns how many did."""
+        """Export the current weights as a Hugging Face model directory, if at least one update made them. Returns the
+        number of updates."""
         backend = self.model.ranks
         updates = await self._torch_lane.run(backend.count_updates)
         if updates:
@@ -677,8 +755,11 @@ class LearnerActor:
         return updates
 
     async def begin_checkpoint(self, conductor: ConductorState) -> float:
-        """Copy the state as it is between two steps, which are recorded, and begin to write the checkpoint of it. Returns how
-        long the next step had to wait for that, in seconds. See `CheckpointWriter.save_checkpoint`, also for what it raises."""
+        """Copy the state as it is between two steps, wait until these are recorded, and begin to write the checkpoint.
+
+        Returns how long the next step had to wait for that, in seconds. For what it raises, see
+        `CheckpointWriter.save_checkpoint`.
+        """
         clock, counts, work = self.world.clock.monotonic, self.model.counts, self.components
         began, taken = clock(), work.inbox.buffer.consumed
         state = TrainingState(
@@ -699,5 +780,6 @@ class LearnerActor:
         return clock() - began
 
     async def finish_checkpoint(self) -> None:
-        """Wait until the checkpoint that is being written is there. Raises `CheckpointError` if the last one failed."""
+        """Wait until the checkpoint that is being written is complete. Raises `CheckpointError` if the last one
+        failed."""
         await self.components.checkpoints.wait_until_written()

@@ -1,8 +1,8 @@
-"""Leases, at both ends: how a generator asks for them, and how the conductor answers.
+"""Both ends of leasing: how a generator requests leases, and how the conductor answers.
 
-A generator makes one kind of call, which is its heartbeat, its statistics, its episodes that are over and its request for leases
-in one. A call that finds nothing waits at the conductor, and whoever waits longest is served first. What a call costs does not
-grow with the fleet.
+A generator makes one kind of call, which is its heartbeat, its statistics, the ends of its episodes and its request for
+leases in one. A call that finds nothing to lease waits at the conductor, and the generator that waits longest is served
+first. The cost of a call does not grow with the fleet.
 """
 
 from __future__ import annotations
@@ -36,23 +36,32 @@ from .fleet import Fleet, FleetGenerator
 from .process import wait_for_event
 
 ENGINE_POLL_SECONDS = 1.0
-"""Between two looks, at most, at what the engine does. Its limit changes every two seconds at most (`ConcurrencyLimiter`)."""
+"""Maximum seconds between two looks at the engine. Its limit changes every two seconds at most
+(`ConcurrencyLimiter`)."""
 HEARTBEAT_SECONDS = 5.0
-"""Between two calls of one generator, at most, in a small fleet: whoever is silent is taken for lost."""
+"""Maximum seconds between two calls of one generator in a small fleet: a generator that is silent is taken for lost."""
 FLEET_HEARTBEATS_PER_SECOND = 64
-"""Of a large one."""
+"""Heartbeats per second of all generators of a large fleet together."""
 MAX_EVENTS_PER_CALL = 256
-"""Events that one call reports, at most."""
+"""Maximum number of events that one call reports."""
 FLEET_CALLS_PER_SECOND = 400
-"""Of all generators together, at most. Each takes the conductor about a millisecond, most of it in Ray."""
+"""Maximum calls per second of all generators together. Each takes the conductor about a millisecond, most of it in
+Ray."""
 
 T = TypeVar("T")
 
 
 class LeaseCall(msgspec.Struct, frozen=True, array_like=True):
-    """A generator's. `process`: its pid and host. `free`: episodes that it could start now. `stats`: the engine's, and how many
-    episodes the generator is `playing`, of at most `limit`. `ended`: episodes that are over since the last call. `wait`: seconds
-    that the call may wait for leases. `told`: lines of its events, where its host does not see the run's directory."""
+    """A generator's call to the conductor.
+
+    Attributes:
+        process: Pid and host of the generator.
+        free: Number of episodes that it could start now.
+        stats: Statistics of the engine, and how many episodes the generator is `playing`, of at most `limit`.
+        ended: Ends of episodes since the last call.
+        wait: Seconds that the call may wait for leases.
+        told: Lines of its event log, if its host does not see the run's directory.
+    """
 
     generator_id: str
     process: tuple[int, str]
@@ -64,8 +73,14 @@ class LeaseCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LeaseAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """`more` is False when nothing will ever be left to lease, or not to this process: another is in its place, or it is to
-    leave. `fleet`: how many generators there are; 0: that is not said."""
+    """The conductor's answer to a `LeaseCall`.
+
+    Attributes:
+        leases: Groups, or parts of groups, to play.
+        more: False if nothing will be left to lease, ever, or to this process: another process has taken its place, or
+            it has to leave.
+        fleet: Number of generators; 0 if the answer does not say it.
+    """
 
     leases: list[GroupLease]
     more: bool
@@ -76,29 +91,29 @@ class LeaseAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class VersionGate:
-    """`engine`, whose requests for a group wait until it has the weights that the group's lease names: `GroupLease.version`.
-    Everything but `generate` is the engine's own."""
+    """A wrapper of `engine` whose requests for a group wait until the engine has the weights that the group's lease
+    names (`GroupLease.version`). All attributes but `generate` are those of the engine."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
         self._required_versions: dict[int, int] = {}
-        """By group that was leased before the engine had its version: that version."""
+        """Required version by group, for groups that were leased before the engine had that version."""
         self._released = asyncio.Event()
         self.waiting = 0
-        """Requests that wait."""
+        """Number of requests that wait."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def require_version(self, lease: GroupLease) -> None:
-        """Before it is played."""
+        """Make requests of a lease wait for its version. Call this before the lease is played."""
         if lease.version > self._engine.version:
             self._required_versions[lease.group_index] = max(
                 lease.version, self._required_versions.get(lease.group_index, 0)
             )
 
     def release_ready(self) -> None:
-        """The engine may have new weights."""
+        """Release the requests whose version the engine has by now. Call this when the engine may have new weights."""
         version = self._engine.version
         if any(needed <= version for needed in self._required_versions.values()):
             self._required_versions = {
@@ -108,7 +123,7 @@ class VersionGate:
             self._released = asyncio.Event()
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """As `Engine.generate`."""
+        """Call `Engine.generate` once the engine has the version that the request's group requires."""
         which = parse_episode_id(request.request_id) if self._required_versions else None
         self.waiting += 1
         try:
@@ -120,12 +135,19 @@ class VersionGate:
 
 
 class LeaseClient:
-    """Calls the conductor (`LeaseCall`) when a group fits and no other call waits for one, and as a heartbeat.
-    Episodes that are over in between are reported together. What is leased for weights that the engine does not have yet is
+    """A generator's end of leasing. It calls the conductor (`LeaseCall`) when a group fits and no other call waits for
+    one, and as a heartbeat.
+
+    Episodes that end between two calls are reported together. A lease for weights that the engine does not have yet is
     played up to its first call of the `engine`.
 
-    `play_lease(lease)` plays one. `ended_episodes`: episodes that are over, to which whoever plays adds before `wake_loop` is
-    called. `collect_load()`: further statistics. `raise_failure()` raises what ends it.
+    Args:
+        process: Pid and host of this process.
+        play_lease: `play_lease(lease)` plays a lease.
+        ended_episodes: Ends of episodes to report. The player adds to it before `wake_loop` is called.
+        events: Lines of the event log to report.
+        collect_load: `collect_load()` returns further statistics.
+        raise_failure: `raise_failure()` raises the failure that ends the loop, if there is one.
     """
 
     def __init__(
@@ -160,13 +182,14 @@ class LeaseClient:
         self._concurrency = ConcurrencyLimiter(settings.concurrency_min, settings.concurrency, clock)
         self._idle_counter = IdleTimeCounter(clock)
         self._open_calls: dict[asyncio.Task[LeaseAnswer], int] = {}
-        """Not answered yet, and for how many episodes each asks. One that a later call has overtaken is answered at once."""
+        """Calls that are not answered yet, with the number of episodes that each requests. When a later call overtakes
+        one, it is answered at once."""
         self._playing: list[asyncio.Task[None]] = []
         self._has_more, self._last_call_at = True, -math.inf
         self._woken = asyncio.Event()
 
     def _set_fleet_size(self, fleet: int) -> None:
-        """What follows from how many generators there are."""
+        """Set the intervals and the useful concurrency that follow from the number of generators."""
         self._fleet_size = fleet
         heartbeat = max(HEARTBEAT_SECONDS, fleet / FLEET_HEARTBEATS_PER_SECOND)
         self._heartbeat_seconds = min(heartbeat, self._silence_seconds / 4)
@@ -174,31 +197,39 @@ class LeaseClient:
         self._useful_concurrency = useful_concurrency(self._schedule, fleet)
 
     def wake_loop(self) -> None:
-        """An episode is over, the engine has new weights, or `raise_failure` or `is_stopping` has something."""
+        """Wake the loop: an episode is over, the engine has new weights, or `raise_failure` or `is_stopping` has
+        changed."""
         self._woken.set()
 
     async def run(self, is_stopping: Callable[[], bool]) -> None:
-        """Until nothing is left to play, or it is `is_stopping` (`wake_loop` it then)."""
+        """Lease and play until nothing is left to play, or `is_stopping()` is True (call `wake_loop` then)."""
         try:
             while (self._has_more or self._playing or self._open_calls) and not is_stopping():
+                # Call the conductor when a group fits, and otherwise as a heartbeat.
                 if self._clock() >= self._next_call_at:
                     self._begin_call()
+                # Sleep until an answer, the end of an episode or new weights have come, or a look is due.
                 await self._wait_for_change()
+                # The engine may have new weights, for which first answers wait.
                 self._engine.release_ready()
+                # Begin to play what was leased.
                 self._handle_answers()
                 finished = [task for task in self._playing if task.done()]
                 self._playing = [task for task in self._playing if not task.done()]
                 for task in finished:
+                    # Raise what a lease failed with.
                     task.result()
+                # A rejected stand-in ends the loop: its group could never be complete.
                 self._raise_failure()
         finally:
+            # What is left has no loop that would handle its end.
             left = [*self._playing, *self._open_calls]
             for given_up in left:
                 given_up.cancel()
             await asyncio.gather(*left, return_exceptions=True)
 
     async def send_last_report(self) -> None:
-        """Report the last episodes and events to the conductor, and ask for nothing more."""
+        """Report the last episodes and events to the conductor, and request no more leases."""
         if self._ended_episodes or self._events:
             await self._call_conductor(0)
 
@@ -206,22 +237,22 @@ class LeaseClient:
 
     @property
     def _free_episodes(self) -> int:
-        """Episodes that could start now."""
+        """The number of episodes that could start now."""
         return max(0, self._concurrency.limit - self._player.playing_count) if self._has_more else 0
 
     @property
     def _min_free_episodes(self) -> int:
-        """Free places with which a call is worth it: a group comes whole, if it ever can."""
+        """The number of free places that makes a call worthwhile: a group is leased whole if it can ever fit."""
         return self._lease_size if self._lease_size <= self._concurrency.limit else 1
 
     @property
     def _is_waiting(self) -> bool:
-        """A call waits for a group."""
+        """True if a call waits for a group."""
         return any(free >= self._min_free_episodes for free in self._open_calls.values())
 
     @property
     def _next_call_at(self) -> float:
-        """When the next call is to be made."""
+        """The time of the next call, in seconds of the clock."""
         wanted = self._free_episodes >= self._min_free_episodes and not self._is_waiting
         return self._last_call_at + (self._call_gap_seconds if wanted else self._heartbeat_seconds)
 
@@ -252,18 +283,19 @@ class LeaseClient:
         return task
 
     def _observe_engine(self) -> dict[str, float]:
-        """At the engine, whose figures show how many episodes it carries."""
+        """Read the engine's statistics and adapt the limit of concurrent episodes to them. Returns the statistics."""
         stats = self._engine.collect_stats()
         self._concurrency.update_limit(stats, self._player.playing_count)
         return stats
 
     async def _wait_for_change(self) -> None:
-        """Until something has happened, or it is time for a look."""
+        """Wait until something has happened, or the next look at the engine or the next call is due. Counts idle
+        time."""
         places = min(self._concurrency.limit, self._useful_concurrency)
         held = self._engine.waiting
         empty = max(0, places - self._player.playing_count + held) if self._is_waiting or held else 0
         requests = self._observe_engine()["running"]
-        # What is idle stays so until it is woken.
+        # An idle generator stays idle until it is woken.
         look = ENGINE_POLL_SECONDS if self._player.playing_count or requests else self._heartbeat_seconds
         await wait_for_event(self._woken, min(look, max(0.0, self._next_call_at - self._clock())))
         self._woken.clear()
@@ -287,7 +319,7 @@ class LeaseClient:
 
 @dataclass(frozen=True)
 class _WaitingCall:
-    """A call. `timer` answers it when it has waited for as long as it may."""
+    """A call that waits for leases. `timer` answers it when it has waited as long as it may."""
 
     free_episodes: int
     answer: asyncio.Future[list[GroupLease]]
@@ -295,23 +327,23 @@ class _WaitingCall:
 
 
 class LeaseDispatcher:
-    """Lives on the conductor's event loop. While `is_stopping()`, nothing is leased."""
+    """The conductor's end of leasing. Lives on its event loop. While `is_stopping()` is True, nothing is leased."""
 
     def __init__(self, admission: AdmissionController, fleet: Fleet, is_stopping: Callable[[], bool]):
         self._admission, self._fleet, self._stopping = admission, fleet, is_stopping
         self.load_reports: dict[str, dict[str, float]] = {}
-        """What each generator reported last. `playing` includes what it was leased since."""
+        """Statistics that each generator reported last. `playing` includes what it was leased since."""
         self.cpu_seconds = CounterGrowth()
         """Processor time that generators and their engines report."""
         self.stage_seconds = CounterGrowth()
-        """The same by stage, and the wall time of generators' loops, by metric."""
+        """Processor time of generators by stage, and the wall time of their event loops, by metric."""
         self._waiting_calls: dict[str, _WaitingCall] = {}
-        """One call of each generator, in the order in which they came."""
+        """Waiting calls, at most one of each generator, in the order in which they came."""
         self._serve_scheduled = False
 
     async def answer_call(self, call: LeaseCall) -> LeaseAnswer:
-        """Lease up to `call.free` episodes, or wait until there is one. A later call of the same generator ends an earlier one,
-        whose answer may reach nobody: it is leased nothing."""
+        """Lease up to `call.free` episodes, or wait until there is one. A later call of the same generator ends an
+        earlier one, which is leased nothing because its answer may reach nobody."""
         generator = self._fleet[call.generator_id]
         self._answer_waiting(call.generator_id)
         self._record_call(call)
@@ -321,24 +353,25 @@ class LeaseDispatcher:
         return LeaseAnswer(leases, self._has_more and not generator.is_leaving, len(self._fleet.generators))
 
     def stop_leasing(self, generator_id: str) -> None:
-        """It is leased nothing more, and told so at once if it waits."""
+        """Lease nothing more to a generator. If a call of it waits, it is answered at once."""
         self._fleet.stop_leasing(generator_id)
         self._answer_waiting(generator_id)
 
     def serve_soon(self) -> None:
-        """There may be something to lease, for somebody, or nothing any more."""
+        """Schedule a look at the waiting calls. Call this when there may be something to lease, or nothing any more."""
         if self._waiting_calls and not self._serve_scheduled:
             self._serve_scheduled = True
             asyncio.get_running_loop().call_soon(self._serve_waiting)
 
     def forget_generator(self, generator_id: str) -> None:
-        """Its process has ended: it waits for nothing, and nothing is known of the next one."""
+        """Forget the call and the reports of a generator whose process has ended. They do not apply to its next
+        process."""
         self._answer_waiting(generator_id)
         self.load_reports.pop(generator_id, None)
         self._fleet.set_idle(generator_id, False)
 
     def collect_metrics(self) -> dict[str, float]:
-        """Metrics of what generators reported last."""
+        """Return metrics of what the generators reported last."""
         loads = self.load_reports.values()
         return {
             "generator/concurrency": sum(load["limit"] for load in loads),
@@ -347,7 +380,7 @@ class LeaseDispatcher:
 
     @property
     def _has_more(self) -> bool:
-        """Something is left to play, now or later."""
+        """True if something is left to play, now or later."""
         return not self._stopping() and not self._admission.is_exhausted
 
     def _record_call(self, call: LeaseCall) -> None:
@@ -365,7 +398,7 @@ class LeaseDispatcher:
         return await waiting.answer
 
     def _answer_waiting(self, name: str, leases: Sequence[GroupLease] = ()) -> None:
-        """Its call, if one waits."""
+        """Answer the call of a generator with `leases`, if one waits."""
         waiting = self._waiting_calls.pop(name, None)
         if waiting is not None:
             waiting.timer.cancel()
@@ -373,7 +406,7 @@ class LeaseDispatcher:
                 waiting.answer.set_result(list(leases))
 
     def _serve_waiting(self) -> None:
-        """Those that wait, as far as there is something for them."""
+        """Answer waiting calls in order, as far as there is something to lease, and all of them if nothing is left."""
         self._serve_scheduled = False
         for name, waiting in list(self._waiting_calls.items()):
             if not self._has_more:
@@ -384,7 +417,8 @@ class LeaseDispatcher:
                 self._answer_waiting(name, leases)
 
     def _lease_groups(self, generator: FleetGenerator, free_episodes: int) -> list[GroupLease]:
-        """As much as there is for it; but one share of a group that is divided among idle ones."""
+        """Lease a generator as much as there is for it, but only one share of a group that is divided among idle
+        generators."""
         name, leases = generator.generator_id, list[GroupLease]()
         others = len(self._fleet.ready_ids) - (name in self._fleet.ready_ids)
         load = self.load_reports[name]
@@ -398,7 +432,7 @@ class LeaseDispatcher:
             free_episodes -= len(lease.episode_indices)
             load["playing"] += len(lease.episode_indices)
             if others and len(lease.episode_indices) < self._admission.samples_per_group:
-                self.serve_soon()  # the other shares are for those who wait
+                self.serve_soon()  # the other shares are for generators that wait
                 break
         if leases:
             self._fleet.set_idle(name, False)

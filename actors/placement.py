@@ -1,4 +1,4 @@
-"""Where the processes of a run go: seats on hosts, bundles of resources, and generators without the run's files."""
+"""The placement of a run's processes: seats on hosts, bundles of resources, and generators without the run's files."""
 
 from __future__ import annotations
 
@@ -26,32 +26,40 @@ from r3async.world.files import make_directory, read_file, replace_file
 
 from .process import RunFailed
 
-# Where the processes of a run go: which hosts the learner's ranks and the engines are on, or why they cannot be.
+# The rules of placement: on which hosts the learner's ranks and the engines are, or why they cannot be placed.
 #
-# Pure. `--dry-run`, `r3async cluster` and the run ask the same function, `plan_layout`: on hosts that are supposed, on those
-# that a cluster has, and on what is free there.
+# Pure. `--dry-run`, `r3async cluster` and the run call the same function, `plan_layout`: for supposed hosts, for the
+# hosts of a cluster, and for what is free on these.
 #
-# 1. A rank has a GPU of its own, an engine as many as it is divided among, all on one host.
-# 2. Tensor-parallel ranks, which are next to each other, are on one host. Ranks are packed: on as few hosts as possible, in their
-# order, so that those of a pipeline stage are neighbours too.
-# 3. Of hosts that serve the ranks equally well, those are taken that leave every engine a place; then that where the run is
-# started, which has its directory; then those that leave most engines a place.
-# 4. Engines are on the learner's hosts first, where its weights are, then on the others, one host after the other.
-# 5. With `generator.colocate` an engine is on a rank's GPU: "sleep" always, "share" where there are too few GPUs for both.
-# 6. On hosts without GPUs the same with CPUs, one for each process; engines then spread.
+# 1. A rank has a GPU of its own. An engine has as many GPUs as it is divided among, all on one host.
+# 2. Tensor-parallel ranks, which are neighbours, are on one host. Ranks are packed in their order on as few hosts as
+#    possible, so that the ranks of a pipeline stage are neighbours, too.
+# 3. Among hosts that serve the ranks equally well, those are preferred that leave every engine a place; then the host
+#    where the run is started, which has its directory; then those that leave most engines a place.
+# 4. Engines are first on the learner's hosts, where its weights are, then on the others, one host after the other.
+# 5. With `generator.colocate`, an engine is on a rank's GPU: "sleep" always, "share" if there are too few GPUs for
+#    both.
+# 6. Hosts without GPUs follow the same rules with CPUs, one for each process; engines are then spread.
 
 
 GPU_SHARE_UNITS = 10_000
-"""Ray counts in so many parts of a GPU."""
+"""Number of parts of a GPU in which Ray counts."""
 
 
 class PlacementError(ConfigError):
-    """The hosts cannot hold the run. Says what it needs, what they have and what to change."""
+    """The hosts cannot hold the run. The message says what it needs, what they have and what to change."""
 
 
 class ResourceDemand(msgspec.Struct, frozen=True):
-    """What a run needs. `ranks_per_host`: neighbouring ranks that must share a host. `devices_per_engine`: GPUs of one
-    engine. `colocate`: see `generator.colocate`."""
+    """The resources that a run needs.
+
+    Attributes:
+        ranks: Number of the learner's ranks.
+        ranks_per_host: Number of neighbouring ranks that must share a host.
+        engines: Number of engines.
+        devices_per_engine: Number of GPUs of one engine.
+        colocate: The setting `generator.colocate`.
+    """
 
     ranks: int
     ranks_per_host: int
@@ -61,28 +69,36 @@ class ResourceDemand(msgspec.Struct, frozen=True):
 
     @staticmethod
     def from_config(config: Config, engines: bool = True) -> ResourceDemand:
-        """`engines`: none for supervised training."""
+        """Return the demand of a run with this configuration. `engines` is False for supervised training, which has
+        none."""
         parallel, generator = config.learner.parallel, config.generator
         count = generator.count if engines else 0
         return ResourceDemand(parallel.world_size, parallel.tp, count, count_engine_devices(config), generator.colocate)
 
 
 def count_engine_devices(config: Config) -> int:
-    """Devices that one engine is divided among."""
+    """Return the number of devices that one engine is divided among."""
     args = config.generator.engine_args
     return int(args.get("tensor_parallel_size", 1)) * int(args.get("data_parallel_size", 1))
 
 
 class BundleShare(msgspec.Struct, frozen=True):
-    """Of one actor: `bundle` of the layout, and how much of its GPUs: a share where others are on the same one."""
+    """The seat of one actor: the number of its `bundle` in the layout, and how much of the bundle's GPUs it gets, which
+    is a fraction if others are on the same GPU."""
 
     bundle: int
     gpus: float
 
 
 class ProcessLayout(msgspec.Struct, frozen=True):
-    """`learner`: of the actor that receives and packs; with one rank it is that rank, and `ranks` is empty. `bundles` name their
-    hosts by `Node.key`."""
+    """The places of all processes of a run.
+
+    Attributes:
+        bundles: Bundles of resources, which name their hosts by `Node.key`.
+        learner: Seat of the actor that receives and packs. With one rank it is that rank, and `ranks` is empty.
+        ranks: Seats of the ranks.
+        engines: Seats of the engines.
+    """
 
     bundles: list[ResourceBundle]
     learner: BundleShare
@@ -95,18 +111,18 @@ class ProcessLayout(msgspec.Struct, frozen=True):
 
     @property
     def shares_gpus(self) -> bool:
-        """Engines are on GPUs of ranks."""
+        """True if engines are on GPUs of ranks."""
         return any(seat.gpus % 1 for seat in self.engines)
 
     def host_of(self, seat: BundleShare) -> str:
         return self.bundles[seat.bundle].node_id
 
     def rank_hosts(self) -> list[str]:
-        """The host of each rank."""
+        """Return the host of each rank."""
         return [self.host_of(seat) for seat in self.ranks or [self.learner]]
 
     def describe_hosts(self, names: Sequence[ClusterNode]) -> list[str]:
-        """A line for each host that is used."""
+        """Return one line of text for each host that is used."""
         ranks, engines = self.rank_hosts(), [self.host_of(seat) for seat in self.engines]
         lines = []
         for node in names:
@@ -131,7 +147,7 @@ def _format_ranges(what: str, hosts: Sequence[str], key: str) -> str:
 
 
 class FreeResources:
-    """What is left on each host while processes are given places."""
+    """The resources that are left on each host while processes are placed."""
 
     def __init__(self, nodes: Sequence[ClusterNode], on_gpus: bool):
         self.nodes, self.on_gpus = nodes, on_gpus
@@ -139,17 +155,17 @@ class FreeResources:
         self.free_gpus = [int(node.free_gpus) for node in nodes]
 
     def count_free_processes(self, index: int) -> int:
-        """Processes of one device each that still fit."""
+        """Return how many processes of one device each still fit on a host."""
         return min(self.free_cpus[index], self.free_gpus[index]) if self.on_gpus else self.free_cpus[index]
 
     def take_bundle(self, index: int, devices: int = 1, processes: int = 1) -> ResourceBundle:
-        """A bundle there, which does not move."""
+        """Take a bundle from a host. The bundle does not move to another host."""
         self.free_cpus[index] -= processes
         self.free_gpus[index] -= devices * self.on_gpus
         return ResourceBundle(processes, devices * self.on_gpus, self.nodes[index].node_id)
 
     def count_free_engines(self, width: int, index: int) -> int:
-        """How many of `width` devices still fit there."""
+        """Return how many engines of `width` devices each still fit on a host."""
         return min(self.free_gpus[index] // width, self.free_cpus[index]) if self.on_gpus else self.free_cpus[index]
 
     def host_indices(self) -> range:
@@ -157,7 +173,7 @@ class FreeResources:
 
 
 def plan_layout(demand: ResourceDemand, nodes: Sequence[ClusterNode]) -> ProcessLayout:
-    """Give every process a place on what is free of `nodes`. Raises `PlacementError`."""
+    """Plan a place for every process on what is free of `nodes`. Raises `PlacementError` if there is none."""
     on_gpus = any(node.gpus for node in nodes)
     if demand.colocate == "sleep" and on_gpus:
         return _plan_colocated(demand, nodes)
@@ -170,8 +186,8 @@ def plan_layout(demand: ResourceDemand, nodes: Sequence[ClusterNode]) -> Process
 
 
 def plan_free_layout(demand: ResourceDemand, nodes: Sequence[ClusterNode]) -> ProcessLayout:
-    """The same for a run that starts. Raises `InsufficientResourcesError`, with what is free where, if others have what it
-    needs of the hosts."""
+    """Plan the places of a run that starts, like `plan_layout`. Raises `InsufficientResourcesError`, with what is free
+    where, if the hosts could hold the run but others use what it needs."""
     plan_layout(demand, [with_all_free(node) for node in nodes])
     try:
         return plan_layout(demand, nodes)
@@ -180,7 +196,7 @@ def plan_free_layout(demand: ResourceDemand, nodes: Sequence[ClusterNode]) -> Pr
 
 
 def with_all_free(node: ClusterNode) -> ClusterNode:
-    """The host as it is when nobody uses it."""
+    """Return the host as it is when nobody uses it."""
     return replace(node, free_cpus=node.cpus, free_gpus=node.gpus)
 
 
@@ -188,7 +204,7 @@ def _plan_separate(demand: ResourceDemand, nodes: Sequence[ClusterNode], on_gpus
     hosts = FreeResources(nodes, on_gpus)
     at = _pack_ranks(demand, hosts)
     alone = demand.ranks == 1
-    # The actor that receives and packs is on the host of the first rank, whose bundle has a process more for it.
+    # The actor that receives and packs is on the host of the first rank, whose bundle has one more process for it.
     bundles = [hosts.take_bundle(index, 1, 1 if alone or rank else 2) for rank, index in enumerate(at)]
     share = float(on_gpus)
     ranks = [BundleShare(index, share) for index in range(demand.ranks)]
@@ -215,8 +231,8 @@ def _place_engines(demand: ResourceDemand, hosts: FreeResources, at: Sequence[in
 
 
 def plan_engine(demand: ResourceDemand, nodes: Sequence[ClusterNode], home: Sequence[str]) -> ResourceBundle:
-    """A place for one engine more, rather on one of the hosts `home`. Raises `InsufficientResourcesError`, with what is
-    free where."""
+    """Plan a place for one more engine, preferably on one of the hosts `home`. Raises `InsufficientResourcesError`,
+    with what is free where, if there is none."""
     hosts = FreeResources(nodes, any(node.gpus for node in nodes))
     at = [index for index, node in enumerate(nodes) if node.node_id in home]
     try:
@@ -231,7 +247,7 @@ def plan_engine(demand: ResourceDemand, nodes: Sequence[ClusterNode], home: Sequ
 
 
 def _pack_ranks(demand: ResourceDemand, hosts: FreeResources) -> list[int]:
-    """The host of each rank: the index in `hosts.nodes`."""
+    """Return the host of each rank, as an index in `hosts.nodes`. Raises `PlacementError`."""
     left, out, together = demand.ranks, list[int](), demand.ranks_per_host
     free = [hosts.count_free_processes(index) for index in hosts.host_indices()]
     while left:
@@ -259,19 +275,19 @@ def _pack_ranks(demand: ResourceDemand, hosts: FreeResources) -> list[int]:
 
 
 def _is_remote_host(hosts: FreeResources, index: int) -> bool:
-    """It is not the host where the run is started, which has its directory."""
+    """Return True if a host is not the one where the run is started, which has its directory."""
     return not hosts.nodes[index].is_local
 
 
 def _receiver_takes_rank(hosts: FreeResources, index: int) -> int:
-    """Whether the actor that receives takes the place of a rank there."""
+    """Return 1 if the actor that receives takes the place of a rank on a host, else 0."""
     return int(not hosts.on_gpus or hosts.free_cpus[index] <= hosts.free_gpus[index])
 
 
 def _count_engines_after(
     demand: ResourceDemand, hosts: FreeResources, free: Sequence[int], index: int, count: int
 ) -> int:
-    """Engines that fit when `count` ranks are put there."""
+    """Return how many engines fit on all hosts after `count` ranks are put on the host `index`."""
     width = demand.devices_per_engine if hosts.on_gpus else 1
     return sum((left - count * (i == index)) // width for i, left in enumerate(free))
 
@@ -301,7 +317,7 @@ def _explain_unplaced_engine(demand: ResourceDemand, hosts: FreeResources, engin
 
 
 def _plan_colocated(demand: ResourceDemand, nodes: Sequence[ClusterNode]) -> ProcessLayout:
-    """Engine number e is on the GPU of rank e modulo the number of ranks."""
+    """Plan a layout in which engine e is on the GPU of rank e modulo the number of ranks. Raises `PlacementError`."""
     if demand.devices_per_engine > 1:
         raise PlacementError(
             f'`generator.colocate` = "{demand.colocate}": an engine over {demand.devices_per_engine} GPUs cannot be on those '
@@ -321,7 +337,7 @@ def _plan_colocated(demand: ResourceDemand, nodes: Sequence[ClusterNode]) -> Pro
 
 
 def _gpu_share(count: int) -> float:
-    """Of a GPU, for each of `count` processes."""
+    """Return the share of a GPU that each of `count` processes gets."""
     return GPU_SHARE_UNITS // count / GPU_SHARE_UNITS
 
 
@@ -330,7 +346,7 @@ def _device_word(gpus: bool, count: int) -> str:
 
 
 def _describe_all_free(nodes: Sequence[ClusterNode]) -> str:
-    """What is free, of how much, on each host."""
+    """Describe what is free, of how much, on each host."""
     if not nodes:
         return "there is no host"
     alike = [(describe_free(node), node.name) for node in nodes]
@@ -343,7 +359,7 @@ def _describe_all_free(nodes: Sequence[ClusterNode]) -> str:
 
 
 def describe_free(node: ClusterNode) -> str:
-    """What is free of a host."""
+    """Describe what is free on a host."""
 
     def of(free: float, total: float, what: str) -> str:
         return f"{total:g} {what}" if free == total else f"{free:g} of {total:g} {what} free"
@@ -352,14 +368,14 @@ def describe_free(node: ClusterNode) -> str:
     return ", ".join([*both, of(node.free_cpus, node.cpus, "CPUs")])
 
 
-# -- hosts that are only supposed --------------------------------------------------------------------------------------
+# -- supposed hosts ----------------------------------------------------------------------------------------------------
 
 SUPPOSED_CPUS = 1024
-"""Of a supposed host: CPUs do not decide there."""
+"""Number of CPUs of a supposed host, so large that CPUs never decide."""
 
 
 def make_supposed_hosts(count: int, gpus: int) -> list[ClusterNode]:
-    """So many hosts that are alike and free, with so many GPUs each."""
+    """Return `count` equal and free hosts with `gpus` GPUs each."""
     return [
         ClusterNode(
             f"host-{i}",
@@ -376,7 +392,8 @@ def make_supposed_hosts(count: int, gpus: int) -> list[ClusterNode]:
 
 
 def find_smallest_layout(demand: ResourceDemand, gpus_per_node: int) -> tuple[ProcessLayout, list[ClusterNode]]:
-    """On as few hosts of so many GPUs as will do. Raises `PlacementError` where no number of them does."""
+    """Return a layout on the smallest sufficient number of hosts with `gpus_per_node` GPUs each, and these hosts.
+    Raises `PlacementError` if no number of them suffices."""
     fewest = -(-demand.ranks // gpus_per_node)
     most = demand.ranks + demand.engines
     for count in range(max(1, fewest), max(1, fewest, most) + 1):
@@ -388,15 +405,15 @@ def find_smallest_layout(demand: ResourceDemand, gpus_per_node: int) -> tuple[Pr
     raise refused
 
 
-# Gives the processes of a run their places on a cluster: the rules above say which, and the world reserves them.
+# The places of a run's processes on a cluster: the rules above choose them, and the world reserves them.
 
 
 WRITE_LANE, CHECKPOINT_LANE = "write", "checkpoint"
-"""The threads of a rank's own for `write_version` and `write_checkpoint`. Another one makes every other call."""
+"""Names of a rank's own threads for `write_version` and `write_checkpoint`. Another thread makes every other call."""
 
 
 def rank_placement(config: Config) -> ActorOptions:
-    """Of a rank that is an actor, beside whoever starts it."""
+    """Return the options of a rank that is an actor, on the node of the process that starts it."""
     return ActorOptions(
         config.learner.threads, max_concurrency=1, concurrency_groups=(WRITE_LANE, CHECKPOINT_LANE), same_node=True
     )
@@ -404,7 +421,15 @@ def rank_placement(config: Config) -> ActorOptions:
 
 @dataclass(frozen=True)
 class RunPlacements:
-    """`learner`, and `ranks` if they are actors of their own; `engines` of generators. `layout`: what was planned."""
+    """The reserved places of a run.
+
+    Attributes:
+        layout: Layout that was planned.
+        reservation: Reservation of its bundles.
+        learner: Options of the learner actor.
+        ranks: Options of the ranks, if they are actors of their own.
+        engines: Options of the generators.
+    """
 
     layout: ProcessLayout
     reservation: Reservation
@@ -414,8 +439,11 @@ class RunPlacements:
 
 
 def reserve_placements(world: World, config: Config, with_engines: bool = True) -> RunPlacements:
-    """Reserve them, within `cluster.wait_seconds`. Blocking. `with_engines`: none for supervised training. Raises
-    `PlacementError` at once if the cluster cannot hold the run, and `RunFailed` if others use it."""
+    """Reserve the places of a run, within `cluster.wait_seconds`. Blocking. `with_engines` is False for supervised
+    training.
+
+    Raises `PlacementError` at once if the cluster cannot hold the run, and `RunFailed` if others use it.
+    """
     demand = ResourceDemand.from_config(config, with_engines)
     made: list[ProcessLayout] = []
 
@@ -444,29 +472,31 @@ def reserve_placements(world: World, config: Config, with_engines: bool = True) 
     )
 
 
-# Generators on a host that does not see the files of the run: what they are given of its model, and who gets their events.
+# Generators on a host that does not see the files of the run: which files of the model they get, and who gets their
+# events.
 #
-# Nothing of a run needs a file system that its hosts share but what the learner writes, if its ranks are on several hosts. A host
-# without the model's directory gets everything in it but the weights, which come as any version does: the engine begins with
-# made-up ones, and plays when those of the run are installed and verified.
+# A run needs no file system that its hosts share, except for what the learner writes if its ranks are on several hosts.
+# A host without the model's directory gets all files in it but the weights, which come like any version: the engine
+# begins with made-up weights, and plays when those of the run are installed and verified.
 
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
-"""Suffixes of what is not sent."""
+"""Suffixes of the files that are not sent."""
 MAX_MODEL_FILES_BYTES = 512 * 2**20
-"""Of all that is sent."""
+"""Maximum bytes of all files that are sent."""
 
 
 class RemoteModelFiles(NamedTuple):
-    """A model directory at `path` of the host where the run was started. `files_ref`: what `Actors.put` returned for the
-    files in it that are no weights."""
+    """A model directory at `path` on the host where the run was started. `files_ref` is the reference that `Actors.put`
+    returned for the files in it that are not weights."""
 
     path: str
     files_ref: Any
 
 
 def publish_model_files(world: World, path: Path) -> RemoteModelFiles:
-    """For hosts that do not have it. Raises `RunFailed` if it is too large for a model without its weights."""
+    """Publish the files of a model directory, except its weights, for hosts that do not have it. Raises `RunFailed` if
+    they are too large for a model without its weights."""
     files, given, total = world.files, dict[str, bytes](), 0
     for name in files.list_names(path):
         found = files.stat(path / name)
@@ -491,7 +521,8 @@ def _tensor_names(path: Path, world: World) -> list[str]:
 
 
 def fetch_model_files(world: World, model: str | RemoteModelFiles, run_dir: Path) -> str:
-    """The directory of the model on this host. Blocking."""
+    """Return the directory of the model on this host. Its files are written there if the host does not have it.
+    Blocking."""
     if isinstance(model, str):
         return model
     files, path = world.files, Path(model.path)
@@ -505,13 +536,14 @@ def fetch_model_files(world: World, model: str | RemoteModelFiles, run_dir: Path
 
 
 def shares_run_directory(run_dir: Path, lineage: int, files: Files) -> bool:
-    """Whether this host sees the directory in which that start of the run was noted before any of its processes began."""
+    """Return True if this host sees the run's directory: the start with this lineage was noted there before any of its
+    processes began."""
     starts = read_run_starts(run_dir, files=files) or []
     return starts[-1:] != [] and starts[-1].lineage == lineage
 
 
 def check_shares_run_directory(info: Mapping[str, Any], run_dir: Path) -> None:
-    """Raises `RunFailed` if the learner, by what it reported of itself, would write where nobody finds it."""
+    """Raise `RunFailed` if the learner, by what it reported about itself, would write where nobody finds it."""
     if not info.get("sees_run", True):
         raise RunFailed(
             f"the learner is on host {info['host']}, which does not see {run_dir.absolute()}, where the run was started and "

@@ -1,4 +1,5 @@
-"""What every actor process does first, how it waits for others, and what ends it, or the run."""
+"""The common ground of all actor processes: how they are prepared, how they wait for others, and which errors end a
+process or the run."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 RPC_SECONDS = 30.0
-"""An actor that is well has answered by then."""
+"""Seconds within which a healthy actor has answered."""
 
 
 KILL_AFTER_SECONDS = 5.0
-"""A process that Ray has not ended by then is killed from here, if it is on this host."""
+"""Seconds after which a process that Ray has not ended is killed from here, if it is on this host."""
 
 
 class RunFailed(RuntimeError):
@@ -49,16 +50,17 @@ class ActorNotLoaded(ActorLostError):
 
 
 def describe_process(world: World) -> dict[str, Any]:
-    """This process's `pid` and `host`, for whoever has to end it."""
+    """Return the `pid` and `host` of this process, by which it can be ended."""
     return {"pid": world.processes.pid, "host": world.processes.host}
 
 
 def prepare_process(world: World, run_dir: Path, role: str) -> RunLock:
-    """Find the person's modules, and send what this process and its children print to `logs/ROLE.log` of the run. If its
-    configuration sets `observe.prometheus_port`, serve this process's memory and CPU time.
+    """Make the user's modules importable, and send what this process and its children print to `logs/ROLE.log` of the
+    run. If the run's configuration sets `observe.prometheus_port`, serve this process's memory and CPU time.
 
-    Returns the lock on the run's directory, shared and to be kept: nobody prepares it again before this process has ended.
-    Raises `BlockingIOError` if somebody does already: this actor is of a start that is over.
+    Returns the shared lock on the run's directory, which the caller has to keep: nobody prepares the directory again
+    before this process has ended. Raises `BlockingIOError` if somebody prepares it already: then this actor belongs to
+    a start that is over.
     """
     add_user_module_path()
     make_directory(run_dir / "logs", files=world.files)
@@ -72,8 +74,15 @@ def prepare_process(world: World, run_dir: Path, role: str) -> RunLock:
 async def call_with_limit(
     config: Config, setting: str, actor: ActorRef, method: str, *args: Any, failure: str, seconds: float | None = None
 ) -> Any:
-    """What an actor answers, for which it has as many `seconds` as the `setting` is, or as follow from it. Raises `RunFailed`
-    with what did not happen, and the setting."""
+    """Call an actor and return its answer, within a limit that a setting gives.
+
+    Args:
+        setting: Name of the setting with the limit in seconds, such as "learner.start_timeout".
+        failure: What did not happen if there is no answer, for the message.
+        seconds: The limit in seconds, if it follows from the setting but is not its value.
+
+    Raises `RunFailed`, which names `failure` and the setting, after the limit.
+    """
     if seconds is None:
         seconds = operator.attrgetter(setting)(config)
     try:
@@ -85,22 +94,22 @@ async def call_with_limit(
 
 
 class PolledCall:
-    """What an actor is asked again and again, one call at a time. `make_call(*args)` makes the call."""
+    """A call that is made to an actor again and again, one at a time. `make_call(*args)` makes the call."""
 
     def __init__(self, make_call: Callable[..., Awaitable[Any]]):
         self._make_call = make_call
         self._call: asyncio.Future[Any] | None = None
         self.answer_count = 0
-        """Errors too."""
+        """Number of answers, including errors."""
 
     @property
     def is_pending(self) -> bool:
-        """It is not answered yet."""
+        """True if a call is not answered yet."""
         return self._call is not None
 
     async def poll_answer(self, seconds: float, *args: Any) -> Any:
-        """What it is answered, also where that was asked before with other `args`; None if it is not within `seconds`, or with
-        an error."""
+        """Return the answer, which may be that of an earlier call with other `args`; None if there is none within
+        `seconds`, or it is an error."""
         if self._call is None:
             self._call = asyncio.ensure_future(self._make_call(*args))
         await asyncio.wait([self._call], timeout=seconds)
@@ -117,8 +126,8 @@ class PolledCall:
 
 
 async def end_process(world: World, actor: ActorRef, pid: int, host: str) -> None:
-    """End the process of an actor, which is then restarted. One that was paused gets no request, and is killed from here, if it
-    is on this host."""
+    """End the process of an actor, which is then restarted. A paused process does not react to a request, and is killed
+    from here if it is on this host."""
     world.actors.kill_actor(actor, restart=True)
     deadline = world.clock.monotonic() + KILL_AFTER_SECONDS
     while world.processes.is_alive(pid, host):
@@ -129,7 +138,8 @@ async def end_process(world: World, actor: ActorRef, pid: int, host: str) -> Non
 
 
 async def gather_or_cancel(*calls: Awaitable[Any]) -> list[Any]:
-    """What they return. If one fails, the others are cancelled, and its error is raised when they have ended."""
+    """Return the results of all `calls`. If one fails, the others are cancelled, and its error is raised when they have
+    ended."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)
@@ -140,7 +150,8 @@ async def gather_or_cancel(*calls: Awaitable[Any]) -> list[Any]:
 
 
 async def wait_for_event(event: asyncio.Event, seconds: float) -> None:
-    """Until it is set, which it is after `seconds` in any case: cheaper than a time-out, which cancels and raises."""
+    """Wait until the event is set. It is set after `seconds` in any case, which is cheaper than a time-out that cancels
+    and raises."""
     timer = asyncio.get_running_loop().call_later(seconds, event.set)
     try:
         await event.wait()
@@ -149,7 +160,8 @@ async def wait_for_event(event: asyncio.Event, seconds: float) -> None:
 
 
 async def await_guarded(call: Awaitable[Any], background: list[asyncio.Task[None]]) -> Any:
-    """What `call` returns. Raises what a background task failed with as soon as it has; those that end well are let go."""
+    """Return the result of `call`. If a background task fails meanwhile, raises its error at once. Tasks that have
+    ended well are removed from `background`."""
     waiting = asyncio.ensure_future(call)
     while True:
         for task in background:
@@ -163,8 +175,8 @@ async def await_guarded(call: Awaitable[Any], background: list[asyncio.Task[None
 
 
 def run_once(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[..., Coroutine[Any, Any, T]]:
-    """A method that does its work once: who calls it again, meanwhile or later, gets what the first call returns. After a failure
-    it does it again."""
+    """Decorate a method so that it does its work once: further calls, meanwhile or later, return the result of the
+    first call. After a failure the next call does the work again."""
     made: WeakKeyDictionary[Any, asyncio.Task[T]] = WeakKeyDictionary()
 
     @wraps(method)
@@ -180,8 +192,8 @@ def run_once(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> C
 def latest_call_only(
     method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
 ) -> Callable[..., Coroutine[Any, Any, T]]:
-    """A method of which one call works at a time: a later one ends it, which then raises `ActorNotLoaded`, and begins when
-    it has."""
+    """Decorate a method so that one call works at a time: a later call ends the earlier one, which then raises
+    `ActorNotLoaded`, and begins when that has ended."""
     works: WeakKeyDictionary[Any, asyncio.Task[T]] = WeakKeyDictionary()
 
     @wraps(method)
@@ -202,7 +214,7 @@ def latest_call_only(
 
 
 async def await_or_stopped(stopped: asyncio.Event, call: Awaitable[T]) -> T | None:
-    """What `call` returns; None, and it is cancelled, if `stopped` is set before."""
+    """Return the result of `call`. If `stopped` is set before, cancel the call and return None."""
     calling, stop = asyncio.ensure_future(call), asyncio.ensure_future(stopped.wait())
     try:
         await asyncio.wait([calling, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -214,7 +226,7 @@ async def await_or_stopped(stopped: asyncio.Event, call: Awaitable[T]) -> T | No
 
 
 def describe_root_cause(error: BaseException, run_dir: Path) -> str:
-    """The innermost message a person can use: a task group wraps the exceptions of its members."""
+    """Return the innermost message that a person can use: a task group wraps the exceptions of its members."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, RunFailed):

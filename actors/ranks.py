@@ -1,4 +1,5 @@
-"""The learner's ranks: one in this process or several as actors, called as one, with a log to do again after a loss."""
+"""The learner's ranks: one in this process, or several actors that are called as one, with a log of what they have to
+repeat after a loss."""
 
 from __future__ import annotations
 
@@ -49,18 +50,18 @@ if TYPE_CHECKING:
 
 
 class LocalRank:
-    """A backend and the sender of its weights. All calls must come from the thread that made it, but for `write_version` and
-    `write_checkpoint`."""
+    """A rank in this process: a backend and the sender of its weights. All calls must come from the thread that made
+    it, except for `write_version` and `write_checkpoint`."""
 
     processes: Sequence[tuple[int, str]] = ()
-    """Further ones, which compute for this one: process ids, and their hosts."""
+    """Process id and host of each further process that computes for this one."""
     restarts = 0
-    """Of these."""
+    """Number of restarts of these processes."""
 
     def __init__(
         self, config: Config, backend: LearnerBackend, world: World = REAL_WORLD, teacher: LearnerBackend | None = None
     ):
-        """`teacher`: see `algorithm.distillation`."""
+        """Wrap a loaded `backend`. `teacher` is the teacher model of `algorithm.distillation`."""
         import torch
 
         self._config, self._world, self.backend, self._teacher = config, world, backend, teacher
@@ -69,12 +70,12 @@ class LocalRank:
         self._snapshot: tuple[int, HostWeights] | None = None
         self._writes_share = False
         self._snapshot_memory: HostWeights | None = None
-        """What snapshots are copied into; made by the first."""
+        """Memory that snapshots are copied into; the first snapshot allocates it."""
         self._staged_checkpoint: RankState | None = None
 
     @classmethod
     def load(cls, config: Config, model_path: Path, world: World = REAL_WORLD) -> LocalRank:
-        """Load the model, with the other ranks where there are any. Raises `LearnerError`."""
+        """Load the model, together with the other ranks if there are any. Raises `LearnerError`."""
         with pause_garbage_collector():
             import torch
 
@@ -90,7 +91,7 @@ class LocalRank:
         return self.backend.vocab_size
 
     def list_gpus(self) -> list[str]:
-        """The GPU that weights are sent from, by its uuid; empty without CUDA."""
+        """Return the uuid of the GPU from which weights are sent; an empty list without CUDA."""
         import torch
 
         return [str(torch.cuda.get_device_properties(0).uuid)] if torch.cuda.is_available() else []
@@ -98,42 +99,44 @@ class LocalRank:
     def train_minibatches(
         self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], *, version: int, trace: bool = False
     ) -> list[MinibatchResult]:
-        """`trainer.train_minibatches` of minibatches that have micro-batches for one data-parallel rank: this one."""
+        """Call `trainer.train_minibatches` with minibatches whose micro-batches are for one data-parallel rank, this
+        one."""
         from r3async.learner.trainer import train_minibatches
 
         shares = [mine for (mine,) in minibatches]
         return train_minibatches(self.backend, shares, version=version, trace=trace, teacher=self._teacher)
 
     def train_supervised(self, shares: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
-        """`supervised.run_supervised_step` with the micro-batches of one data-parallel rank: this one."""
+        """Call `supervised.run_supervised_step` with the micro-batches of one data-parallel rank, this one."""
         from r3async.learner.supervised import run_supervised_step
 
         (mine,) = shares
         return run_supervised_step(self.backend, mine)
 
     def compute_supervised_loss(self, shares: Sequence[Sequence[MicroBatch]]) -> tuple[float, float]:
-        """`supervised.compute_supervised_loss` in the same way."""
+        """Call `supervised.compute_supervised_loss` with the micro-batches of one data-parallel rank, this one."""
         from r3async.learner.supervised import compute_supervised_loss
 
         (mine,) = shares
         return compute_supervised_loss(self.backend, mine)
 
     def count_updates(self) -> int:
-        """Optimizer updates that made the weights, those before a resume included."""
+        """Return the number of optimizer updates that made the weights, including those before a resume."""
         return self.backend.update_count
 
     def score_tokens(self, token_ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-        """See `LearnerBackend.score_sequence`."""
+        """Call `LearnerBackend.score_sequence`."""
         with stage("probe"):
             return self.backend.score_sequence(token_ids, temperature)
 
     def set_weight_transport(self, backend: str, write_together: bool = False) -> None:
-        """Which transport `write_version` gives the weights to; see `delivery.build_weight_sender`. `write_together`: ranks
-        of one host write one file."""
+        """Set the transport to which `write_version` gives the weights; see `delivery.build_weight_sender`. With
+        `write_together`, the ranks of one host write one file."""
         self._sender, self._writes_share = build_weight_sender(self._config, backend, self._world), write_together
 
     def snapshot_weights(self, version: int) -> None:
-        """Copy the weights to host memory as `version`, for `write_version`. Collective; later steps do not change the copy."""
+        """Copy the weights to host memory as `version`, for `write_version`. Collective. Later steps do not change the
+        copy."""
         if self._snapshot is not None:
             raise LearnerError(
                 f"version {self._snapshot[0]} has not been written: version {version} has to wait for it"
@@ -148,23 +151,24 @@ class LocalRank:
             self._snapshot = None if self._snapshot_memory is None else (version, self._snapshot_memory)
 
     def discard_snapshot(self) -> None:
-        """Of the snapshot, if there is one: it is written already."""
+        """Drop the snapshot, if there is one: it is written already."""
         self._snapshot = None
 
     def write_version(self, versions_in_use: Sequence[int] = ()) -> TransferOffer:
-        """Write the snapshot for the engines and let go of it; see `WeightSender.publish_tensors`. From any thread, beside a
-        step. If it could not be written it stays, to be written again."""
+        """Write the snapshot for the engines and drop it; see `WeightSender.publish_tensors`. May be called from any
+        thread, beside a step. A snapshot that could not be written stays, so that it can be written again."""
         publication = self._sender.publish_tensors(*self._current_snapshot, self._dtype, versions_in_use)
         self._snapshot = None
         return publication
 
     def describe_snapshot(self) -> ShareDescription:
-        """Of the snapshot: this rank's part, see `ShardedVersionStore`."""
+        """Describe this rank's part of the snapshot; see `ShardedVersionStore`."""
         version, share = self._current_snapshot
         return ShareDescription(version, share.describe_tensors(self._dtype))
 
     def write_snapshot(self, path: str, start: int) -> dict[str, TensorEntry]:
-        """Write the snapshot into its region of the file. It stays until all ranks have: `discard_snapshot`."""
+        """Write the snapshot into its region of the file. It stays until all ranks have written theirs; then
+        `discard_snapshot` drops it."""
         version, share = self._current_snapshot
         bucket_bytes = self._config.weights.bucket_bytes
         return (
@@ -176,11 +180,11 @@ class LocalRank:
     def write_delta_part(
         self, before: WeightManifest, manifest: WeightManifest, first: int, last: int, path: str
     ) -> None:
-        """A part of a delta; see `write_delta_part`."""
+        """Write a part of a delta; see `publish.write_delta_part`."""
         write_delta_part(before, manifest, first, last, path, self._world)
 
     def announce_version(self, manifest: WeightManifest) -> TransferOffer:
-        """Have a version that the ranks wrote sent from this rank's GPU."""
+        """Announce a version that the ranks wrote, to be sent from this rank's GPU."""
         return self._sender.announce_version(manifest)
 
     @property
@@ -190,12 +194,14 @@ class LocalRank:
         return self._snapshot
 
     def stage_checkpoint(self) -> None:
-        """Copy what a checkpoint needs to host memory, for `write_checkpoint`; see `LearnerBackend.capture_state`."""
+        """Copy the state for a checkpoint to host memory, for `write_checkpoint`; see
+        `LearnerBackend.capture_state`."""
         with stage("checkpoint"):
             self._staged_checkpoint = self.backend.capture_state()
 
     def write_checkpoint(self, directory: Path) -> list[FileEntry]:
-        """Write what is held into `directory` and let go of it, whatever comes of it. From any thread, beside a step."""
+        """Write the staged state into `directory`, and drop it even if that fails. May be called from any thread,
+        beside a step."""
         from r3async.checkpoint.tensors import write_rank_file
 
         held, self._staged_checkpoint = self._staged_checkpoint, None
@@ -210,41 +216,42 @@ class LocalRank:
         )
 
     def estimate_copy_bytes(self) -> int:
-        """About what `copy_for_recovery` takes: a weight and two moments in float32."""
+        """Estimate the bytes of `copy_for_recovery`: a weight and two moments in float32."""
         places = [place for held in self.backend.trained_slices() if held.is_writer for place in held.places]
         return sum(12 * math.prod(place.size) for place in places)
 
     def copy_for_recovery(self) -> RankCopy:
-        """What `stage_checkpoint` copies, for ranks that are started in the place of this one and of the others."""
+        """Return a copy of what `stage_checkpoint` copies, for ranks that are started in place of this one and the
+        others."""
         from r3async.checkpoint.tensors import RankCopy
 
         with stage("checkpoint"):
             return RankCopy.from_state(self.backend.capture_state())
 
     def restore_from_copies(self, *parts: RankCopy) -> None:
-        """Continue from what every rank copied after the same step."""
+        """Continue from the copies that every rank made after the same step."""
         from r3async.checkpoint.tensors import LearnerStateReader
 
         self.backend.restore_state(LearnerStateReader(parts, files=self._world.files))
 
     def save_model(self, directory: Path) -> None:
-        """See `LearnerBackend.save_pretrained`."""
+        """Call `LearnerBackend.save_pretrained`."""
         self.backend.save_pretrained(directory)
 
     def close(self) -> None:
-        """Release groups, and the published weights. Nothing must be being written."""
+        """Release process groups and the published weights. No write may be in progress."""
         self._sender.close()
         self.backend.close()
 
 
 class RankActor:
-    """One rank of several, in a process of its own."""
+    """The actor of one rank of several, in a process of its own."""
 
     def __init__(self, world: World, rank: int, config: dict[str, Any], model_path: str, run_dir: str):
         self.world, self._lock = world, prepare_process(world, Path(run_dir), f"learner-rank-{rank}")
         self._rank, self._config, self._model_path = rank, config_from_dict(config), Path(model_path)
         self._stores: list[Any] = []
-        """Over which the ranks meet, if it was made here."""
+        """Store over which the ranks meet, if it was made here."""
         self._loaded: LocalRank | None = None
 
     @property
@@ -254,11 +261,12 @@ class RankActor:
         return self._loaded
 
     def describe_process(self) -> tuple[int, str]:
-        """Process id and host."""
+        """Return the process id and host."""
         return self.world.processes.pid, self.world.processes.host
 
     def open_store(self, one_host: bool) -> tuple[str, int]:
-        """Address and port of a store over which the ranks meet; it is made here. `one_host`: all of them are on this host."""
+        """Make a store over which the ranks meet, and return its address and port. `one_host` is True if all ranks are
+        on this host."""
         import torch.distributed as dist
 
         interface = self._config.cluster.interface
@@ -267,7 +275,7 @@ class RankActor:
         return address, self._stores[0].port
 
     def load_model(self, address: str, port: int, one_host: bool) -> int:
-        """Meet the other ranks at the store and load the model; returns the vocabulary's size."""
+        """Meet the other ranks at the store and load the model. Returns the size of the vocabulary."""
         import torch
         import torch.distributed as dist
 
@@ -286,28 +294,29 @@ class RankActor:
         return self._learner.vocab_size
 
     def _choose_interface(self, one_host: bool) -> None:
-        """Collectives use the one that is configured; between hosts, else, that by which the cluster knows this host: what they
-        would choose themselves may be one of the containers'."""
+        """Set the network interface of collectives: the configured one or, between hosts, the one by which the cluster
+        knows this host. The one that they would choose themselves may belong to a container."""
         chosen, actors = self._config.cluster.interface, self.world.actors
         if chosen:
-            actors.host_address(chosen)  # it is there
+            actors.host_address(chosen)  # raises if there is no such interface
         name = chosen or ("" if one_host else find_interface(actors.host_address()))
         if name:
             use_interface(name)
 
     def call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """A method of this rank's learner: `write_version` in the lane `WRITE_LANE`, `write_checkpoint` in `CHECKPOINT_LANE`."""
+        """Call a method of this rank's learner. `write_version` has to be called in the lane `WRITE_LANE`, and
+        `write_checkpoint` in `CHECKPOINT_LANE`."""
         return getattr(self._learner, name)(*args, **kwargs)
 
 
-# The learner's ranks, each an actor of its own, driven as one, and started again if one is lost.
+# The learner's ranks as actors, which are called as one, and started again if one is lost.
 
 
 R = TypeVar("R")
 
 
 class EventReporter(Protocol):
-    """Reports an event."""
+    """A function that reports an event with its facts."""
 
     def __call__(self, event: str, /, **facts: Any) -> object: ...
 
@@ -317,13 +326,14 @@ def _ignore_event(event: str, /, **facts: Any) -> None:
 
 
 class RemoteRanks:
-    """The same calls as `LocalRank`, made on all ranks at once: actors. The first one answers for all; it is on this host.
+    """The ranks as actors, with the same calls as `LocalRank`, which are made on all ranks at once. The first rank
+    answers for all; it is on this host.
 
-    Ranks of one host are started again if one is lost, and whoever calls waits meanwhile, and sees nothing else of it: they begin
-    with the copies of their state that they made last (`supervise.copy_steps`), make what came after those again, and then the
-    call during which one was lost. So the same weights follow, bit by bit, where the same computation gives the same bits.
-    Raises `RankLost` if they cannot be started again: ranks of several hosts, `weights.backend = "nccl"`, no copies, or one lost
-    `supervise.max_rank_restarts` times without a step in between.
+    Ranks of one host are started again if one is lost. The caller waits meanwhile and notices nothing else. The ranks
+    begin with the copies of their state that they made last (`supervise.copy_steps`), repeat the calls that came after
+    these, and then the call during which one was lost. So the same weights follow, bit by bit, if the same computation
+    gives the same bits. A call raises `RankLost` if they cannot be started again: ranks of several hosts,
+    `weights.backend = "nccl"`, no copies, or one lost `supervise.max_rank_restarts` times without a step in between.
     """
 
     actor_class: type[RankActor] = RankActor
@@ -337,7 +347,12 @@ class RemoteRanks:
         report_event: EventReporter = _ignore_event,
         write_sizes: WriteSizes = UNKNOWN_SIZES,
     ):
-        """`start_ranks`: the ranks once more. `write_sizes`: see `read_write_sizes`."""
+        """Wrap ranks that have loaded the model.
+
+        Args:
+            start_ranks: `start_ranks()` starts the ranks once more.
+            write_sizes: Sizes of a version and a checkpoint; see `read_write_sizes`.
+        """
         self._config, self._world, self._ranks, self._start_ranks, self._report_event = (
             config,
             world,
@@ -353,11 +368,13 @@ class RemoteRanks:
             config.supervise.copy_steps if start_ranks is not None and ranks.is_one_host else 0
         )
         self._lock = world.threads.new_lock()
-        """On the log, and which ranks there are. It is held while they start again: who waits for it has to wait for them."""
+        """Lock on the log and on the present ranks. It is held while the ranks start again: who waits for it has to
+        wait for them."""
         self._closed = self._writing_checkpoint = False
-        """`_writing_checkpoint`: what the ranks hold for a checkpoint is being written."""
+        """Flags; `_writing_checkpoint` is True while the state that the ranks staged for a checkpoint is being
+        written."""
         self._consecutive_restarts = 0
-        """Restarts without a step in between."""
+        """Number of restarts without a step in between."""
         self.restarts = 0
 
     @classmethod
@@ -370,8 +387,8 @@ class RemoteRanks:
         world: World = REAL_WORLD,
         report_event: EventReporter = _ignore_event,
     ) -> RemoteRanks:
-        """Start the ranks at these `placements`, or all beside this process; they meet and load the model. Blocking. Raises
-        `LearnerError`."""
+        """Start the ranks at `placements`, or all of them beside this process. They meet and load the model. Blocking.
+        Raises `LearnerError`."""
         start = partial(start_ranks, cls.actor_class, config, model_path, run_dir, placements, world)
         try:
             return cls(
@@ -391,7 +408,8 @@ class RemoteRanks:
     # -- calls -----------------------------------------------------------------------------------------------------
 
     def _call_with_restarts(self, call: Callable[[RankCalls], R], change: RankCall | None = None) -> R:
-        """What `call` returns, made by ranks none of which was lost meanwhile, if it is a `change`."""
+        """Return the result of `call`, which is repeated if a rank was lost. A `change` of the ranks' state is also
+        repeated if they were restarted meanwhile, and is then added to the log."""
         while True:
             ranks = self._ranks
             try:
@@ -402,7 +420,7 @@ class RemoteRanks:
             if change is None:
                 return made
             with self._lock:
-                if ranks is self._ranks:  # else those that have it are gone
+                if ranks is self._ranks:  # otherwise the ranks that made the change are gone
                     self._recovery_log.add(change)
                     return made
 
@@ -429,7 +447,7 @@ class RemoteRanks:
     def train_minibatches(
         self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], *, version: int, trace: bool = False
     ) -> list[MinibatchResult]:
-        """See `trainer.RankGroup.train_minibatches`."""
+        """Implement `trainer.RankGroup.train_minibatches`."""
         given = [[[m[rank]] for m in minibatches] for rank in range(self._config.learner.parallel.dp)]
         answers: list[list[MinibatchResult]] = self._run_step("train_minibatches", given, version=version, trace=trace)
         return [
@@ -442,11 +460,13 @@ class RemoteRanks:
         ]
 
     def train_supervised(self, shares: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
-        """See `LocalRank.train_supervised`: with the micro-batches of every data-parallel rank."""
+        """Make a supervised step like `LocalRank.train_supervised`, with the micro-batches of every data-parallel
+        rank."""
         return self._run_step("train_supervised", [[mine] for mine in shares])[0]
 
     def compute_supervised_loss(self, shares: Sequence[Sequence[MicroBatch]]) -> tuple[float, float]:
-        """See `LocalRank.compute_supervised_loss`."""
+        """Compute a supervised loss like `LocalRank.compute_supervised_loss`, with the micro-batches of every
+        data-parallel rank."""
         asked = self._make_divided_call("compute_supervised_loss", [[mine] for mine in shares])
         return self._call_with_restarts(lambda calls: self._make_call(calls, asked))[0]
 
@@ -454,7 +474,7 @@ class RemoteRanks:
         return RankCall(name, tuple(self._ranks.calls.put_shared(each) for each in shares), options, is_divided=True)
 
     def _make_call(self, calls: RankCalls, change: RankCall) -> list[Any]:
-        """What every rank returns."""
+        """Make a call on every rank and return all results."""
         if not change.is_divided:
             return calls.call_all("call_method", change.name, *change.args)
         p, given = self._config.learner.parallel, change.args
@@ -470,7 +490,8 @@ class RemoteRanks:
         change = self._make_divided_call(name, shares, **options)
         answers = self._call_with_restarts(lambda calls: self._make_call(calls, change), change)
         self._consecutive_restarts = 0
-        # A copy has waited for a step by now: if for a checkpoint, that was given up before anything of it was written.
+        # A copy has waited for a step by now. If it waits for a checkpoint, that was given up before any of it was
+        # written.
         if self._recovery_log.has_pending_copy and not self._writing_checkpoint:
             with self._lock:
                 self._recovery_log.mark_written(STAGE_CALL)
@@ -487,11 +508,11 @@ class RemoteRanks:
         self._call_with_restarts(lambda calls: self._make_call(calls, change), change)
 
     def set_weight_transport(self, backend: str) -> None:
-        """See `LocalRank.set_weight_transport`: ranks that are all on this host write one file together. Of ranks on several
-        hosts the first gathers the whole, and writes it."""
+        """Set the transport of the weights like `LocalRank.set_weight_transport`. Ranks that are all on this host write
+        one file together. If they are on several hosts, the first rank gathers all weights and writes them."""
         together = self._ranks.is_one_host
         self._transport = backend
-        if backend == "nccl":  # engines would wait for what the lost ranks were to send
+        if backend == "nccl":  # engines would wait for what lost ranks should have sent
             with self._lock:
                 self._recovery_log.disable()
         self._call_all("set_weight_transport", backend, together)
@@ -502,11 +523,12 @@ class RemoteRanks:
             )
 
     def write_version(self, versions_in_use: Sequence[int] = ()) -> TransferOffer:
-        """See `LocalRank.write_version`: each rank writes what it hands in. By NCCL the first one sends it, from its GPU."""
+        """Write a version like `LocalRank.write_version`: each rank writes its part. With NCCL, the first rank sends it
+        from its GPU."""
         publication = self._call_with_restarts(lambda calls: self._write_version(calls, versions_in_use))
         with self._lock:
             self._recovery_log.mark_written(SNAPSHOT_CALL)
-            with contextlib.suppress(LearnerError):  # one that is lost has let go of it
+            with contextlib.suppress(LearnerError):  # a lost rank has lost its snapshot, too
                 self._ranks.calls.call_all("call_method", "discard_snapshot", lane=WRITE_LANE)
         return publication
 
@@ -522,7 +544,7 @@ class RemoteRanks:
         return publication
 
     def _call_writers(self, name: str, args_by_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The method `name` of every rank, in its thread for writing, each with arguments of its own."""
+        """Call the method `name` of every rank, in its thread for writing, each with arguments of its own."""
         calls = self._ranks.calls
         begun = [
             calls.begin_call(rank, "call_method", name, *args, lane=WRITE_LANE)
@@ -531,11 +553,11 @@ class RemoteRanks:
         return calls.wait_all(begun, self._version_write_seconds, independent=True)
 
     def write_checkpoint(self, directory: Path) -> list[FileEntry]:
-        """See `LocalRank.write_checkpoint`: each rank writes its own file."""
+        """Write a checkpoint like `LocalRank.write_checkpoint`: each rank writes its own file."""
         timeout, files = self._checkpoint_write_seconds, self._world.files
 
         def write(calls: RankCalls) -> list[FileEntry]:
-            for name in files.list_names(directory):  # what ranks that were lost began to write
+            for name in files.list_names(directory):  # files that lost ranks began to write
                 files.remove(directory / name)
             written = calls.call_all(
                 "call_method", "write_checkpoint", directory, lane=CHECKPOINT_LANE, timeout=timeout, independent=True
@@ -557,11 +579,11 @@ class RemoteRanks:
         if self._publisher is not None:
             self._publisher.close()
 
-    # -- if one is lost --------------------------------------------------------------------------------------------
+    # -- after the loss of a rank ----------------------------------------------------------------------------------
 
     def _copy_state(self) -> None:
-        """Have every rank copy its state to where it outlives the rank: what an actor's call returns belongs to who called, and
-        is in shared memory of the actor's host."""
+        """Have every rank copy its state to where it outlives the rank: the result of an actor's call belongs to the
+        caller, and is in shared memory of the actor's host."""
         ranks, calls = self._ranks, self._ranks.calls
         try:
             if not self._copies_fit(calls):
@@ -575,7 +597,7 @@ class RemoteRanks:
                 self._recovery_log.set_copies(begun)
 
     def _copies_fit(self, calls: RankCalls) -> bool:
-        """Whether two copies do; asked until there is one."""
+        """Return True if the host's object store can hold two copies. It is checked until there is a copy."""
         if not isinstance(self._recovery_log.base, tuple):
             nbytes, host = sum(calls.call_all("call_method", "estimate_copy_bytes")), self.processes[0][1]
             store = next(
@@ -588,7 +610,7 @@ class RemoteRanks:
         return bool(self._recovery_log.copy_steps)
 
     def _restart_ranks(self, lost_ranks: RankProcesses, lost: RankLost) -> None:
-        """Start all ranks again, unless another thread has. Raises `RankLost` if that is not possible."""
+        """Start all ranks again, unless another thread has done so. Raises `RankLost` if that is not possible."""
         with self._lock:
             if self._ranks is not lost_ranks or self._closed:
                 if self._closed:
@@ -608,7 +630,7 @@ class RemoteRanks:
                 for process in lost_ranks.processes:
                     self._world.processes.kill_process(
                         *process
-                    )  # one that was paused gets no request, and keeps its place
+                    )  # a paused process does not react to a request, and would keep its place
                 self._consecutive_restarts += 1
                 try:
                     ranks = self._restore_ranks(self._start_ranks())
@@ -626,7 +648,7 @@ class RemoteRanks:
             )
 
     def _restore_ranks(self, ranks: RankProcesses) -> RankProcesses:
-        """With the state, and the copies that wait to be written, of those that were lost."""
+        """Give new ranks the state of the lost ones, and the copies that wait to be written. Returns `ranks`."""
         calls, log = ranks.calls, self._recovery_log
         if self._transport:
             calls.call_all("call_method", "set_weight_transport", self._transport, True)
@@ -653,19 +675,21 @@ def load_learner(
     world: World = REAL_WORLD,
     report_event: EventReporter = _ignore_event,
 ) -> LocalRank | RemoteRanks:
-    """One rank here, or several as actors; see their `load`."""
+    """Load the learner: one rank in this process, or several as actors. See `LocalRank.load` and `RemoteRanks.load`."""
     if config.learner.parallel.world_size == 1:
         return LocalRank.load(config, model_path, world)
     return RemoteRanks.load(config, model_path, run_dir, placements, world, report_event)
 
 
-# The actors of a learner's ranks: how they are started, and called.
+# The actors of a learner's ranks: how they are started and called.
 
 
 LOSS_NOTICE_SECONDS = 10.0
-"""A rank whose connection broke learns of it at once; that the process at its other end has ended is known a little later."""
+"""Seconds to wait, after a rank has lost a connection, for the news that the process at its other end has ended. A rank
+notices a broken connection at once; the end of a process is known a little later."""
 COLLECTIVE_ERRORS = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""What a collective operation raises if another rank does not take part in it contains one of these."""
+"""Words by which an error of a collective operation shows that another rank did not take part: it contains one of
+them."""
 
 
 class RankLost(LearnerError, ActorLostError):
@@ -673,14 +697,15 @@ class RankLost(LearnerError, ActorLostError):
 
 
 class RankCalls:
-    """Calls on the ranks' actors. A rank that fails leaves the others waiting for it in a collective operation: the first failure
-    ends all of them and is raised as `LearnerError`; as `RankLost` where ranks that are started again may do better."""
+    """The calls on the ranks' actors. A rank that fails leaves the others waiting for it in a collective operation, so
+    the first failure ends all of them. It is raised as `LearnerError`, or as `RankLost` if restarted ranks may do
+    better."""
 
     def __init__(self, actors: Actors, ranks: Sequence[ActorRef]):
         self._actors, self.ranks = actors, ranks
 
     def begin_call(self, rank: int, method: str, *args: Any, lane: str = "", **kwargs: Any) -> Any:
-        """Begin a method of the actor of `rank`."""
+        """Begin a call of a method on the actor of `rank`. Returns a reference for `wait_all`."""
         return self._actors.begin_call(self.ranks[rank], method, *args, concurrency_group=lane, **kwargs)
 
     def call_all(
@@ -692,14 +717,18 @@ class RankCalls:
         independent: bool = False,
         **kwargs: Any,
     ) -> list[Any]:
-        """What the actors' method returns, on every rank."""
+        """Call a method of the actor of every rank, and return all results; see `wait_all`."""
         calls = [self.begin_call(rank, method, *args, lane=lane, **kwargs) for rank in range(len(self.ranks))]
         return self.wait_all(calls, timeout, independent=independent)
 
     def wait_all(self, calls: Sequence[Any], timeout: float | None = None, *, independent: bool = False) -> list[Any]:
-        """What the calls return; the first is of rank 0, and so on. `independent`: they need no other rank, so one that fails
-        ends nothing, and what it failed with is raised when all have ended; where its disk did not take something, as
-        `OSError`."""
+        """Wait for all calls and return their results. The first call is that of rank 0, and so on.
+
+        Args:
+            timeout: Seconds after which ranks that have not answered count as lost.
+            independent: The calls need no other rank. So one that fails ends nothing, and its error is raised when all
+                have ended; an `OSError` if its disk did not take something.
+        """
         waiting, failed = list(calls), list[Exception]()
         while waiting:
             ready, waiting = self._actors.wait_for_call(waiting, timeout)
@@ -723,7 +752,8 @@ class RankCalls:
         return [self._actors.get(call) for call in calls]
 
     def _find_cause(self, rank: int, error: Exception, waiting: dict[int, Any]) -> LearnerError:
-        """Of the failure of `rank`: if that only lost its connection to another one, which of those still `waiting` was lost."""
+        """Return the cause of the failure of `rank`: if it only lost its connection to another rank, the loss of that
+        one, which is among those still `waiting`."""
         if not isinstance(error, ActorLostError):
             if not any(words in str(error) for words in COLLECTIVE_ERRORS):
                 return LearnerError(f"rank {rank} of the learner failed: {error}")
@@ -742,7 +772,7 @@ class RankCalls:
         return RankLost(f"rank {rank} of the learner was lost: {error}")
 
     def put_shared(self, value: Any) -> Any:
-        """A reference to `value`, which many calls may be given."""
+        """Return a reference to `value`, which can be passed to many calls."""
         return self._actors.put(value)
 
     def kill_ranks(self) -> None:
@@ -753,7 +783,7 @@ class RankCalls:
 
 @dataclass(frozen=True, eq=False)
 class RankProcesses:
-    """One start of the ranks. `processes`: id and host of each."""
+    """One start of the ranks. `processes` has the process id and host of each."""
 
     calls: RankCalls
     vocab_size: int
@@ -772,7 +802,8 @@ def start_ranks(
     placements: Sequence[ActorOptions],
     world: World,
 ) -> RankProcesses:
-    """At these `placements`, or all beside this process; they meet and load the model. Blocking. Raises `LearnerError`."""
+    """Start the ranks at `placements`, or all of them beside this process. They meet and load the model. Blocking.
+    Raises `LearnerError`."""
     learner, plain = config.learner, config_to_dict(config)
     actors = [
         world.actors.spawn_actor(
@@ -794,18 +825,18 @@ def start_ranks(
     return RankProcesses(calls, loaded[0], processes)
 
 
-# What a learner's ranks did since a state of theirs that is kept elsewhere: ranks that are started again from that state, and do
-# the same again, have the state that the lost ones had. Pure.
+# The log of what a learner's ranks did since a state that is kept elsewhere. Ranks that are started again from that
+# state, and do the same again, have the state that the lost ones had. Pure.
 
 
 SNAPSHOT_CALL, STAGE_CALL = "snapshot_weights", "stage_checkpoint"
-"""Calls after which every rank has a copy in its own memory, until it is written."""
+"""Names of the calls after which every rank has a copy in its own memory, until it is written."""
 
 
 @dataclass(frozen=True, eq=False)
 class RankCall:
-    """A call that every rank made. `is_divided`: of what is `args`, each data-parallel rank gets its own; otherwise all get
-    all."""
+    """A call that every rank made. If it `is_divided`, each data-parallel rank gets its own item of `args`; otherwise
+    all ranks get all of them."""
 
     name: str
     args: tuple[Any, ...] = ()
@@ -814,17 +845,21 @@ class RankCall:
 
     @property
     def needs_write(self) -> bool:
-        """What it copied is to be written."""
+        """True if the call makes a copy that has to be written."""
         return self.name in (SNAPSHOT_CALL, STAGE_CALL)
 
 
 class RecoveryLog:
-    """A base, and the changes since, in order.
+    """A base state, and the changes since, in order.
 
-    `base`: copies of their state that the ranks made, one each; the path of a checkpoint; None for the start model. `copy_steps`:
-    steps between two copies; 0 keeps nothing. The base does not move past a change whose copy is to be written: ranks that are
-    started again have to copy those very weights. The copy of the state waits then, and no other is due. So there are at most
-    two.
+    The base does not move past a change whose copy has yet to be written, because ranks that are started again have to
+    copy exactly those weights. The copy of the state waits then, and no other copy is due. So there are at most two.
+
+    Attributes:
+        base: Copies of their state that the ranks made, one each; the path of a checkpoint; or None for the start
+            model.
+        copy_steps: Steps between two copies; 0 keeps nothing.
+        calls: Changes since the base.
     """
 
     def __init__(self, copy_steps: int):
@@ -832,21 +867,22 @@ class RecoveryLog:
         self.base: Path | tuple[Any, ...] | None = None
         self.calls: list[RankCall] = []
         self._pending_copy: tuple[int, tuple[Any, ...]] | None = None
-        """Of the state after so many of the changes."""
+        """Number of changes after which a copy of the state was made, and that copy, while the base cannot move to
+        it."""
 
     @property
     def repeated_steps(self) -> int:
-        """That ranks which are started again have to make again."""
+        """The number of steps that ranks which are started again have to repeat."""
         return sum(not change.needs_write for change in self.calls)
 
     @property
     def is_copy_due(self) -> bool:
-        """The ranks are to copy their state, after the last change."""
+        """True if the ranks should copy their state now, after the last change."""
         return bool(self.copy_steps) and self._pending_copy is None and self.repeated_steps >= self.copy_steps
 
     @property
     def has_pending_copy(self) -> bool:
-        """There is a copy that the base cannot move to yet."""
+        """True if there is a copy that the base cannot move to yet."""
         return self._pending_copy is not None
 
     def add(self, change: RankCall) -> None:
@@ -854,17 +890,17 @@ class RecoveryLog:
             self.calls.append(change)
 
     def set_checkpoint(self, checkpoint: Path) -> None:
-        """The ranks have the state of that checkpoint."""
+        """Begin the log anew: the ranks have the state of a checkpoint."""
         self.base, self._pending_copy = checkpoint, None
         self.calls.clear()
 
     def set_copies(self, copies: Sequence[Any]) -> None:
-        """Of the state after all changes so far."""
+        """Add copies of the state after all changes so far, and move the base to them as soon as that is possible."""
         self._pending_copy = len(self.calls), tuple(copies)
         self._advance_base()
 
     def mark_written(self, name: str) -> None:
-        """What the oldest change of that name copied is written, or never will be."""
+        """Remove the oldest change of that name: its copy is written, or never will be."""
         found = next((i for i, change in enumerate(self.calls) if change.name == name), None)
         if found is None:
             return
@@ -882,6 +918,6 @@ class RecoveryLog:
             del self.calls[:count]
 
     def disable(self) -> None:
-        """Keep nothing any more."""
+        """Forget everything, and keep nothing from now on."""
         self.copy_steps, self.base, self._pending_copy = 0, None, None
         self.calls.clear()

@@ -1,4 +1,5 @@
-"""The conductor's tasks: which task each group poses, which tasks fail, and evaluations, which are played beside training."""
+"""The conductor's tasks: which task each group poses, which tasks fail, and the evaluations that are played beside
+training."""
 
 from __future__ import annotations
 
@@ -45,16 +46,16 @@ EVALUATION_DISK_HINT = (
     "and which checkpoint is best is not known"
 )
 RECENT_EVALUATIONS = 8
-"""Evaluations that the driver may ask for."""
+"""Number of the last evaluations that the driver can get."""
 PING_SECONDS = 1.0
-"""Between two questions to a generator that plays an evaluation, whether it answers."""
+"""Seconds between two checks that a generator which plays an evaluation still answers."""
 
 
 class TaskSource:
-    """Poses tasks, and quarantines those of which every episode fails. `events`: a structlog logger.
+    """The source of tasks, which quarantines tasks of which every episode fails. `events` is a structlog logger.
 
-    The quarantine is a file of the run, written before a group is leased that it changes, so that a resumed run poses the same
-    tasks for the groups that it kept, and none of the quarantined for others.
+    The quarantine is a file of the run. It is written before a group is leased that it changes, so that a resumed run
+    poses the same tasks for the groups that it kept, and no quarantined task for others.
     """
 
     def __init__(self, config: Config, run_dir: Path, events: Any, *, world: World = REAL_WORLD):
@@ -75,8 +76,8 @@ class TaskSource:
         self._history = TaskHistory(schedule.difficulty, config.seed)
 
     def set_task_counts(self, task_counts: Sequence[int | None]) -> None:
-        """How many tasks each environment has; None: that is not known. Raises `RunFailed` if it is of none, and past rewards are
-        to say which come next."""
+        """Set the number of tasks of each environment; None if it is not known. Raises `RunFailed` if it is known of
+        none, and `schedule.difficulty` should choose tasks by past rewards."""
         if self._config.schedule.difficulty.is_active and not any(task_counts):
             raise RunFailed(NO_SIZE_MESSAGE)
         self._task_counts = task_counts
@@ -92,20 +93,20 @@ class TaskSource:
         return self._history.choose_task(group, self._cursor.iter_tasks(group))
 
     def record_scores(self, groups: Sequence[int], scores: Sequence[TaskScore]) -> None:
-        """See `TaskHistory.record_scores`."""
+        """Record the scores of trained groups; see `TaskHistory.record_scores`."""
         self._history.record_scores(groups, scores)
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the state for a checkpoint."""
         return self._history.state_dict()
 
     def load_state_dict(self, state: RunState | None, buffered_tasks: Mapping[int, int]) -> None:
-        """Resume from `state`, or without one from the beginning. `buffered_tasks`: by group, tasks of which the learner
-        kept episodes."""
+        """Resume from `state`, or from the beginning if it is None. `buffered_tasks` has the tasks, by group, of which
+        the learner kept episodes."""
         self._history.load_state_dict({} if state is None else state.tasks, buffered_tasks)
 
     def collect_metrics(self, groups: int) -> dict[str, float]:
-        """Metrics, after so many groups were leased."""
+        """Return the metrics of tasks after `groups` groups were leased."""
         figures = {"data/quarantined_tasks": float(len(self._quarantined)), **self._history.collect_metrics()}
         cursor = self._cursor
         if isinstance(cursor, TaskCursor):
@@ -114,13 +115,15 @@ class TaskSource:
         return figures | {f"env/{posed.label}/epochs": epochs for posed, size, epochs in each if size}
 
     def extend_quarantine(self, next_group: int) -> None:
-        """Nothing is left of groups from `oldest_group` on: those that are leased again pose no quarantined task."""
+        """Extend the quarantine of an earlier start of the run to all groups from `next_group` on: nothing is left of
+        them, so when they are leased again they pose no quarantined task."""
         for task in self._earlier_quarantined:
             if task.from_group > next_group:
                 self._write_quarantined(msgspec.structs.replace(task, from_group=next_group))
 
     def record_ends(self, ends: Sequence[EpisodeEnd], next_group: int) -> None:
-        """Episodes are over. No group from `oldest_group` on was leased yet."""
+        """Record the ends of episodes, and quarantine tasks that failed. No group from `next_group` on was leased
+        yet."""
         for end in ends:
             failed = self._failures.record_end(end)
             if end.failed_by is not None:
@@ -135,7 +138,7 @@ class TaskSource:
         task = QuarantinedTask(
             failed.task_seed, failed.group_index, next_group, failed.failed_by, error, time=self._world.clock.time()
         )
-        # Why is told by the event of the episode that failed last, and kept with the task.
+        # The reason is in the event of the episode that failed last, and is kept with the task.
         self._events.warning("task_quarantined", task_seed=task.task_seed, group=task.group, failed_by=task.failed_by)
         self._write_quarantined(task)
 
@@ -151,7 +154,7 @@ class TaskSource:
         self._limit_exceeded.set()
 
     async def raise_when_failed(self) -> None:
-        """Raises `RunFailed` with the last traceback as soon as too many tasks have failed."""
+        """Wait until too many tasks have failed, then raise `RunFailed` with the last traceback."""
         await self._limit_exceeded.wait()
         raise RunFailed(self._failure_reason)
 
@@ -161,13 +164,16 @@ class GeneratorSilent(RuntimeError):
 
 
 class Evaluator:
-    """At most one evaluation at a time, beside training and never in its way: one that fails is an event.
+    """The evaluations of a run: at most one at a time, beside training and never in its way. A failure is only an
+    event.
 
-    One generator plays it, with the weights of the step, and with newer ones as they are installed. If that is lost, or does not
-    answer for `supervise.silence_seconds`, another one plays it from the beginning, or the same one when it is back: one that had
-    nothing more to play is brought back by `revive_generator`. `run_dir/evaluation.jsonl` gets an object for each,
-    `{"step", "time", "evaluation/reward_mean", …}`: the newest step when it began, and the versions of the weights that sampled
-    it. All of it is in a file beside the checkpoints (`checkpoint/directory.py`). `events`: a structlog logger.
+    One generator plays an evaluation, with the weights of the step, and with newer ones as they are installed. If it is
+    lost, or does not answer for `supervise.silence_seconds`, another one plays the evaluation from the beginning, or
+    the same one when it is back: a generator that had nothing more to play is brought back by `revive_generator`.
+
+    `run_dir/evaluation.jsonl` gets an object for each evaluation, `{"step", "time", "evaluation/reward_mean", …}`: the
+    newest step when it began, and the versions of the weights that sampled it. The whole result is in a file beside the
+    checkpoints (`checkpoint/directory.py`). `events` is a structlog logger.
     """
 
     def __init__(
@@ -185,16 +191,16 @@ class Evaluator:
         self._world, self._clock, self._events, self._fleet = world, world.clock, events, fleet
         self._run_dir, self._file = run_dir, AppendFile(run_dir / EVALUATION_FILE, world=world)
         self._checkpoint_directory = CheckpointDirectory.from_config(config, run_dir, files=world.files).directory
-        # Read here, where a process without descriptors ends before anything has loaded.
+        # Read here, so that a process without file descriptors ends before anything has loaded.
         self._stored_evaluations, self._row_steps = (
             read_evaluations(self._checkpoint_directory, files=world.files),
             self._read_row_steps(),
         )
         self.recent_rows: deque[dict[str, Any]] = deque(maxlen=RECENT_EVALUATIONS)
-        """The last rows of `evaluation.jsonl`, of this start."""
+        """Last rows of `evaluation.jsonl` of this start."""
         self._task: asyncio.Task[None] | None = None
         self._last_step = -1
-        """The step after which the last one began."""
+        """Step after which the last evaluation began."""
         self._abandoned = False
 
     @property
@@ -202,9 +208,11 @@ class Evaluator:
         return self._task is not None and not self._task.done()
 
     def resume_evaluations(self, step: int, version: int) -> None:
-        """The run begins, or resumes after `step`, with weights `version`. Writes rows again that the resume took back though
-        their evaluations had ended. Begins an evaluation if the last one that was due is not there: it was played when the run
-        was stopped or lost, or was skipped. Returns at once."""
+        """Resume evaluations when the run begins, or resumes after `step`, with weights `version`. Returns at once.
+
+        Rows that the resume took back although their evaluations had ended are written again. An evaluation begins if
+        the last one that was due is not there: it was being played when the run was stopped or lost, or it was skipped.
+        """
         every, row_steps = self.settings.every, self._row_steps
         before, self._stored_evaluations = self._stored_evaluations, {}
         for one in before.values():
@@ -218,12 +226,12 @@ class Evaluator:
             self._begin_evaluation(step, version)
 
     def _read_row_steps(self) -> set[int]:
-        """Steps that have a row in the run's record."""
+        """Return the steps that have a row in the run's record."""
         rows = read_json_objects(self._run_dir / EVALUATION_FILE, files=self._world.files)
         return {row["step"] for row in rows if isinstance(row.get("step"), int)}
 
     def evaluate_if_due(self, step: int, version: int) -> None:
-        """Step `step` has been made, and its weights are `version`. Begins an evaluation if one is due; returns at once."""
+        """Begin an evaluation if one is due after step `step`, whose weights are `version`. Returns at once."""
         every = self.settings.every
         if every and step % every == 0:
             self._begin_evaluation(step, version)
@@ -238,7 +246,7 @@ class Evaluator:
     async def _run_evaluation(self, step: int, version: int) -> None:
         result = None
         begun = EvaluationFile(step, self._clock.time())
-        with contextlib.suppress(OSError):  # it is played all the same
+        with contextlib.suppress(OSError):  # the evaluation is played all the same
             await self._store_evaluation(begun)
         try:
             result = await self._play_evaluation(step, version)
@@ -255,7 +263,7 @@ class Evaluator:
                 await self._disk_wait.run_with_retries(EVALUATION_DISK_HINT, self._store_evaluation, made)
 
     def _write_row(self, evaluation: EvaluationFile) -> None:
-        """Its row."""
+        """Write the row of an evaluation to `evaluation.jsonl`."""
         figures = {f"evaluation/{name}": value for name, value in evaluation.figures.items()}
         row = {"step": evaluation.step, "time": evaluation.time, **figures}
         self._file.append(msgspec.json.encode(row))
@@ -265,8 +273,11 @@ class Evaluator:
         await self._world.threads.run(write_evaluation, self._checkpoint_directory, evaluation, files=self._world.files)
 
     async def _wait_for_generator(self, version: int, silent_since: Mapping[str, float]) -> FleetGenerator | None:
-        """The healthy generator with the newest weights, as soon as one has these. One that was `silent_since`, by the time,
-        has to have answered something since then. None: there was none for as long as an evaluation may take."""
+        """Wait for a healthy generator that has `version`, and return the one with the newest weights. Returns None if
+        there was none for as long as an evaluation may take.
+
+        A generator in `silent_since` must have answered something after that time (monotonic seconds).
+        """
         began = self._clock.monotonic()
         while (now := self._clock.monotonic()) < began + self.settings.timeout:
             able = [g for g in self._fleet if g.state == "healthy" and not g.is_leaving and g.version >= version]
@@ -277,7 +288,7 @@ class Evaluator:
         return None
 
     async def _wait_for_answer(self, generator: FleetGenerator) -> None:
-        """Wait until one that does not answer does, or is lost."""
+        """Wait until a generator that does not answer answers, or is lost."""
         try:
             await generator.handle.call("describe_process")
         except ActorLostError:
@@ -286,7 +297,7 @@ class Evaluator:
             self._fleet.note_answer(generator)
 
     async def _play_evaluation(self, step: int, version: int) -> dict[str, Any] | None:
-        """An `Evaluation` in plain data; None, with an event, if it failed."""
+        """Play an evaluation and return it as an `Evaluation` in plain data; None, with an event, if it failed."""
         left: dict[str, float] = {}
         hearing: list[asyncio.Task[None]] = []
         try:
@@ -320,9 +331,9 @@ class Evaluator:
         return None
 
     async def _play_on_generator(self, generator: FleetGenerator) -> dict[str, Any]:
-        """Its result. Raises `GeneratorSilent` if it stops answering meanwhile, `TimeoutError`, and what the evaluation
-        raised."""
-        # The generator's own limit comes first, and so it is free again.
+        """Play an evaluation on a generator and return its result. Raises `GeneratorSilent` if the generator stops
+        answering meanwhile, `TimeoutError`, and what the evaluation raised."""
+        # The generator's own limit comes first, so that it is free again.
         limit = self.settings.timeout + RPC_SECONDS
         playing = asyncio.ensure_future(generator.handle.call("evaluate"))
         listening = asyncio.create_task(self._wait_until_silent(generator))
@@ -340,7 +351,7 @@ class Evaluator:
             listening.cancel()
 
     async def _wait_until_silent(self, generator: FleetGenerator) -> None:
-        """Returns when it has not answered for `supervise.silence_seconds`. A loss is noticed elsewhere."""
+        """Wait until a generator has not answered for `supervise.silence_seconds`. Its loss is noticed elsewhere."""
         while True:
             try:
                 await generator.handle.call("describe_process", timeout=self.config.supervise.silence_seconds)
@@ -351,10 +362,11 @@ class Evaluator:
             await asyncio.sleep(PING_SECONDS)
 
     async def finish_evaluations(self, step: int, version: int, is_stopping: Callable[[], bool]) -> bool:
-        """The run has made its last step: wait for what is running, then evaluate the last weights if that has not been done.
+        """Finish the evaluations after the run's last step: wait for the one that runs, then evaluate the last weights
+        if that has not been done.
 
-        A run that is stopped begins nothing, and waits `supervise.stop_grace_seconds` at most. Returns whether it left anything
-        undone for that.
+        A run that is stopped begins no evaluation, and waits `supervise.stop_grace_seconds` at most. Returns True if
+        something was left undone for that reason.
         """
         await self._wait_for_running(is_stopping)
         if self.settings.every and step and self._last_step != step and not is_stopping():
@@ -376,7 +388,7 @@ class Evaluator:
                 await self.cancel()
 
     async def cancel(self) -> None:
-        """Wait for nothing any more."""
+        """Cancel the evaluation that runs, if there is one."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

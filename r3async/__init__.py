@@ -5,8 +5,9 @@
     run = r3async.train("quickstart", steps=20)
     print(r3async.evaluate(run, episodes=64).reward_mean)
 
-What a user's code needs has its name here: the two commands, the configuration, and what environments, losses and columns are
-made of. Everything else is the project's own, and may move. docs/architecture.md says where what is.
+The names that user code needs are exported here: the two commands, the configuration, and the types for
+environments, losses and columns. Everything else is internal, and may move. docs/architecture.md describes the
+modules.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ _HOME = {
         "StepRecord",
     ),
 }
-"""Loaded when they are used: an environment's process does not need torch."""
+"""Names by their module. They are loaded on first use: an environment's process does not need torch."""
 
 __all__ = ["__version__", *sorted(name for names in _HOME.values() for name in names)]
 

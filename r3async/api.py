@@ -31,18 +31,22 @@ def train(
 ) -> Path:
     """Train to the end, and return the run's directory, `runs/NAME`.
 
-    `config`: a preset's name, a TOML file, or a `Config`. `settings` go over it: `train("quickstart", steps=3,
-    learner={"lr": 1e-4})`; a dotted key goes in as `**{"learner.lr": 1e-4}`. With the `name` of a run that is there, that run
-    resumes from its newest checkpoint. Progress goes to standard error. `runs`: where run directories are, by default
-    R3ASYNC_RUNS, or `runs` here.
+    Progress goes to standard error. Ctrl-C ends the run in order, and it can resume. Blocking; also works in a
+    notebook. Wherever a setting is a name, the object may be passed instead.
 
-    `environment`: a class, or a function that makes environments, or a name as `env.name`. `reward`: of `data`, a function, a
-    list of them, or what the setting takes. Wherever a setting is a name, the object may stand. `callbacks`: see `Callback`.
+    Args:
+        config: A preset's name, a TOML file, or a `Config`.
+        environment: A class, a function that makes environments, or a name as `env.name`.
+        reward: Reward of `data`: a function, a list of them, or a value of the setting `reward`.
+        callbacks: Callbacks of the run, see `Callback`.
+        runs: Where run directories are; by default R3ASYNC_RUNS, or `runs` in the current directory.
+        settings: Settings over `config`: `train("quickstart", steps=3, learner={"lr": 1e-4})`; a dotted key is
+            passed as `**{"learner.lr": 1e-4}`. With the `name` of an existing run, that run resumes from its newest
+            checkpoint.
 
-    Raises `ConfigError` for a wrong setting or an object that cannot be sent to the generators, `CheckpointError` for a
-    checkpoint that cannot be resumed, `RunFailed` for a run that ended early, and `CallbackFailed`, `NotTrained` (no step made
-    an update) and `StoppedBeforeStep`, which are such. Ctrl-C ends the run in order, and it can resume. Blocking; also in a
-    notebook.
+    Raises `ConfigError` for a wrong setting or an object that cannot be sent to the generators, `CheckpointError`
+    for a checkpoint that cannot be resumed, and `RunFailed` for a run that ended early. `CallbackFailed`,
+    `NotTrained` (no step made an update) and `StoppedBeforeStep` are subclasses of `RunFailed`.
     """
     from r3async.actors.driver import RunLauncher
     from r3async.tools.train import StopRequest
@@ -76,15 +80,23 @@ def evaluate(
     runs: str | Path | None = None,
     **settings: Any,
 ) -> Evaluation:
-    """Play fixed tasks, which training never poses, and return what came of them.
+    """Play fixed tasks, which training never poses, and return the results.
 
-    `target`: a run's name or directory, whose newest model plays its environment (by default the newest run), or a model
-    directory, which needs `env`; `environment` is the same word. A run that was given objects is given them again.
-    `policy`: the model, or for scale the environment's own `oracle` or `random` answers. `settings` go over the configuration:
-    `evaluation={"samples": 8}`. `episodes`: tasks; by default 64, or as many as each of the run's sets has.
+    Args:
+        target: A run's name or directory, whose newest model plays its environment (by default the newest run), or a
+            model directory, which needs `env`. A run that was given objects is given them again.
+        env: The environment: a class, a function that makes environments, or a name as `env.name`.
+        environment: The same as `env`.
+        reward: Reward of `data`, as for `train`.
+        episodes: Number of tasks; by default 64, or as many as each of the run's sets has.
+        seed: Seed of the tasks.
+        policy: The model, or for comparison the environment's own `oracle` or `random` answers.
+        preset: Preset to use in place of the run's configuration, or of the defaults for a model directory.
+        runs: Where run directories are, as for `train`.
+        settings: Settings over the configuration: `evaluation={"samples": 8}`.
 
-    Raises `ConfigError` for a wrong setting, and `RunFailed` for what an episode or the engine failed with.
-    Blocking, as `train`.
+    Raises `ConfigError` for a wrong setting, and `RunFailed` if an episode or the engine failed. Blocking, like
+    `train`.
     """
     from r3async.tools.eval import choose_target, run_evaluation
 
@@ -106,7 +118,7 @@ def _runs(runs: str | Path | None) -> Path:
 
 
 def _spelled(environment: Any, reward: Any, settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """As settings, with names for objects; and the objects, pickled."""
+    """Return all arguments as settings, with names in place of objects, and the pickled objects by name."""
     words = {"environment": environment, "reward": reward}
     given, objects = extract_objects(
         {**settings, **{word: value for word, value in words.items() if value is not None}}
@@ -123,8 +135,8 @@ def _config(preset: str | Path | Config, settings: Mapping[str, Any]) -> Config:
 
 
 def _blocking(call: Callable[[], T], stop: Callable[[], object]) -> T:
-    """`call`, which runs an event loop: in a thread where one runs here already, as in a notebook. A first Ctrl-C then calls
-    `stop`, and a second one waits for nothing."""
+    """Run `call`, which runs an event loop. If a loop is running in this thread, as in a notebook, it runs in
+    another thread; a first Ctrl-C then calls `stop`, and a second one stops waiting at once."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -1,8 +1,8 @@
-"""Decodes what comes from outside: text of models, agents and strangers, rows, files of runs, settings.
+"""Decoders for data from outside: text of models, agents and strangers, rows, files of runs, settings.
 
-The decoders below raise many kinds of errors, depending on what the bytes happen to be: their own, `ValueError` for an integer
-of 5,000 digits, `UnicodeDecodeError`, `OverflowError`, and `RecursionError` for a thousand open brackets. Here there is one,
-`MalformedError`. `dev/lint/seam.py` refuses the direct calls.
+The underlying decoders raise many kinds of errors, depending on the bytes: their own, `ValueError` for an integer of
+5,000 digits, `UnicodeDecodeError`, `OverflowError`, and `RecursionError` for a thousand open brackets. The functions
+here raise a single one, `MalformedError`. `dev/lint/seam.py` refuses direct calls of the others.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import Any, TypeVar, overload
 import msgspec
 
 MAX_DEPTH = 128
-"""So many lists and objects within each other are read. Python reads nearly a thousand, but then fails at what comes later (a
-copy, a comparison, a template, JSON again), depending on how deep its own stack is by then."""
+"""Maximum nesting depth of lists and objects. Python reads nearly a thousand levels, but then fails at a later
+operation (a copy, a comparison, a template, JSON again), depending on how deep its own stack is by then."""
 MIN_UNPRINTABLE_INT = 10**sys.int_info.default_max_str_digits
-"""Integers from here on Python refuses to print; hexadecimal ones it reads."""
+"""Smallest integer that Python refuses to print, though it reads such integers in hexadecimal."""
 
 T = TypeVar("T")
 EncodedData = bytes | bytearray | memoryview | str
 
 _DECODE_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, MemoryError)
-"""What decoders raise for malformed data; msgspec's own errors, and those of Unicode, are `ValueError`s."""
+"""Errors that decoders raise for malformed data; msgspec's own errors, and Unicode errors, are `ValueError`s."""
 
 
 class MalformedError(ValueError):
-    """Bytes or text that are not what they should be; the message says why."""
+    """Bytes or text in the wrong format; the message gives the reason."""
 
 
 @overload
@@ -40,7 +40,7 @@ def decode_json(data: EncodedData) -> Any: ...
 @overload
 def decode_json(data: EncodedData, kind: type[T]) -> T: ...
 def decode_json(data: EncodedData, kind: Any = Any) -> Any:
-    """Return the JSON value in `data`, as a `kind`. Raises `MalformedError`, and nothing else, for whatever else it is."""
+    """Return the JSON value in `data`, as a `kind`. Raises `MalformedError`, and nothing else, for any other data."""
     try:
         value = msgspec.json.decode(data, type=kind)
     except _DECODE_ERRORS as error:
@@ -50,7 +50,7 @@ def decode_json(data: EncodedData, kind: Any = Any) -> Any:
 
 
 def decode_json_object(data: EncodedData) -> dict[str, Any]:
-    """Return the JSON object in `data`. Raises `MalformedError`, and nothing else, for whatever else it is."""
+    """Return the JSON object in `data`. Raises `MalformedError`, and nothing else, for any other data."""
     value = decode_json(data)
     if not isinstance(value, dict):
         raise MalformedError(f"a JSON {_JSON_TYPE_NAMES.get(type(value), 'value')} where an object is expected")
@@ -58,8 +58,8 @@ def decode_json_object(data: EncodedData) -> dict[str, Any]:
 
 
 def decode_python_json(data: bytes | str) -> Any:
-    """Return the JSON value in what Python may have written, such as a `config.json`, or a file of rows: `NaN` and `Infinity` are
-    numbers too. Raises `MalformedError`, and nothing else."""
+    """Return the JSON value in data that Python may have written, such as a `config.json`, or a file of rows: `NaN`
+    and `Infinity` are accepted as numbers. Raises `MalformedError`, and nothing else."""
     try:
         text = data if isinstance(data, str) else data.decode("utf-8-sig")
         value = json.loads(text)
@@ -76,7 +76,8 @@ def decode_msgpack(data: EncodedData, kind: type[T], hook: Callable[[type, Any],
 @overload
 def decode_msgpack(data: EncodedData, kind: Any, hook: Callable[[type, Any], Any] | None = None) -> Any: ...
 def decode_msgpack(data: Any, kind: Any, hook: Callable[[type, Any], Any] | None = None) -> Any:
-    """Return the `kind` that is in `data`. Raises `MalformedError`, and nothing else, for whatever else it is."""
+    """Return the msgpack value in `data`, as a `kind`. Raises `MalformedError`, and nothing else, for any other
+    data."""
     try:
         if hook is not None:
             return msgspec.msgpack.decode(data, type=kind, dec_hook=hook)
@@ -87,12 +88,13 @@ def decode_msgpack(data: Any, kind: Any, hook: Callable[[type, Any], Any] | None
 
 @functools.cache
 def _msgpack_decoder(kind: Any) -> Any:
-    """Return the decoder of a kind of message. msgspec would look at each member of a union again for every message."""
+    """Return the cached decoder of a kind of message. Otherwise msgspec would inspect each member of a union again
+    for every message."""
     return msgspec.msgpack.Decoder(kind)
 
 
 def decode_toml(data: bytes | str) -> dict[str, Any]:
-    """Return the tables of a TOML document. Raises `MalformedError`, and nothing else, for whatever else it is."""
+    """Return the tables of a TOML document. Raises `MalformedError`, and nothing else, for any other data."""
     try:
         value = tomllib.loads(data if isinstance(data, str) else data.decode())
     except _DECODE_ERRORS as error:
@@ -104,7 +106,7 @@ def decode_toml(data: bytes | str) -> dict[str, Any]:
 
 
 def decode_utf8(data: bytes | bytearray) -> str:
-    """Return UTF-8 as text. Raises `MalformedError` for what is none."""
+    """Return UTF-8 data as text. Raises `MalformedError` for any other data."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -120,7 +122,8 @@ _JSON_TYPE_NAMES = {str: "string", int: "number", float: "number", bool: "boolea
 
 
 def _check_depth(value: Any) -> None:
-    """Raise `MalformedError` for a value that is too deep. Of plain decoders, whose lists and dictionaries are of no subclass."""
+    """Raise `MalformedError` for a value that is nested too deep. The value comes from plain decoders, whose lists
+    and dictionaries are never subclasses."""
     level = [value] if type(value) in (dict, list) else []
     for _ in range(MAX_DEPTH if level else 0):
         level = [
@@ -147,9 +150,9 @@ def _iter_leaves(value: Any) -> Iterator[Any]:
 
 
 def to_finite_float(value: object, max_size: float = sys.float_info.max) -> float:
-    """Return a number of Python, NumPy or torch as a float. Raises `TypeError` for what is no number, such as a text or a list,
-    and `ValueError` for one that is not finite, or beyond `max_size` by size; the message continues a sentence that begins
-    with the number's name."""
+    """Return a number of Python, NumPy or torch as a float. Raises `TypeError` for what is no number, such as a text
+    or a list, and `ValueError` for a number that is not finite, or whose size is beyond `max_size`. The message
+    continues a sentence that begins with the number's name."""
     try:
         if isinstance(value, str | bytes):
             raise TypeError("a text is no number")
@@ -168,8 +171,8 @@ def to_finite_float(value: object, max_size: float = sys.float_info.max) -> floa
 
 
 def to_bounded_int(value: object, low: int, high: int) -> int:
-    """Return an integer of Python or NumPy from `low` to `high`; a boolean is none. Raises `ValueError`, whose message continues
-    a sentence that begins with the number's name."""
+    """Return an integer of Python or NumPy from `low` to `high`; a boolean does not count as one. Raises
+    `ValueError`, whose message continues a sentence that begins with the number's name."""
     try:
         number = low - 1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -180,7 +183,8 @@ def to_bounded_int(value: object, low: int, high: int) -> int:
 
 
 def format_value(value: object, max_chars: int = 100) -> str:
-    """Return how a value looks, in at most `max_chars` characters; also of one that Python refuses to print."""
+    """Return the printed form of a value, in at most `max_chars` characters, even of a value that Python refuses to
+    print."""
     try:
         text = repr(value)
     except Exception:  # an integer of 5,000 digits, and whatever an object's own `__repr__` raises

@@ -1,1 +1,1 @@
-"""What a person runs: the command line, the live view, and reports."""
+"""The command-line tools: the commands, the live view of a run, and reports."""

@@ -1,4 +1,4 @@
-"""Which matrices of a model have adapters (`learner.lora`), and how many values those are, from its shape alone."""
+"""Count a model's LoRA adapters (`learner.lora`) from its shape alone: the adapted matrices and their sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from r3async.data.models import ModelShape
 
 
 class WeightMatrix(NamedTuple):
-    """`num_copies` matrices that are alike, of one layer. `sharded_by`: what of each tensor-parallel ranks divide."""
+    """A weight matrix of one layer, or several alike.
+
+    Attributes:
+        sharded_by: What the tensor-parallel ranks divide: "rows", "columns", "experts", or "" for nothing.
+        num_copies: Number of equal matrices, such as one per expert.
+    """
 
     name: str
     rows: int
@@ -20,7 +25,11 @@ class WeightMatrix(NamedTuple):
 
 
 def list_adaptable_matrices(shape: ModelShape, layer: int, *, fused_gate_up: bool) -> list[WeightMatrix]:
-    """What of a layer may be adapted. `fused_gate_up`: gate and up of an expert are one matrix, as in `backend = "torch"`."""
+    """List the matrices of a layer that may be adapted.
+
+    Args:
+        fused_gate_up: The gate and up projections of an expert are one matrix, as in `backend = "torch"`.
+    """
     h, q, kv = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     prefix = f"model.layers.{layer}."
     out = [WeightMatrix(f"{prefix}self_attn.{x}_proj", size, h, "rows") for x, size in (("q", q), ("k", kv), ("v", kv))]
@@ -39,8 +48,15 @@ def list_adaptable_matrices(shape: ModelShape, layer: int, *, fused_gate_up: boo
 
 
 class AdapterCounts(NamedTuple):
-    """Of a rank. `adapter_parameters`: of its adapters; `adapted_weights`: that have one; `largest_weight`: of these, the one
-    with most values; `largest_gradient`: values of the largest parameter that holds such a one, whose gradient is made whole."""
+    """The number of values that LoRA adds to one rank, and of those that it adapts there.
+
+    Attributes:
+        adapter_parameters: Values of the rank's adapters.
+        adapted_weights: Values of the matrices that have an adapter.
+        largest_weight: Values of the largest of these matrices.
+        largest_gradient: Values of the largest parameter that contains such a matrix; its gradient is computed in
+            full.
+    """
 
     adapter_parameters: int
     adapted_weights: int
@@ -53,7 +69,10 @@ FUSED_PARAMETERS = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_pro
 
 
 def count_adapters(shape: ModelShape, learner: LearnerConfig, stage: int = 0) -> AdapterCounts:
-    """With `learner.lora`; an estimate where the model has matrices of other names, such as shared experts."""
+    """Count the adapters of a rank in pipeline stage `stage`, with `learner.lora`.
+
+    The count is an estimate if the model has matrices of other names, such as shared experts.
+    """
     p, sharded = learner.parallel, learner.backend == "torch"
     parameters, weights, largest, gradient = 0, 0, 0, 0
     for layer in range(stage * shape.num_layers // p.pp, (stage + 1) * shape.num_layers // p.pp):
@@ -62,7 +81,7 @@ def count_adapters(shape: ModelShape, learner: LearnerConfig, stage: int = 0) ->
         for m in list_adaptable_matrices(shape, layer, fused_gate_up=sharded):
             if m.sharded_by == "experts":
                 share = rows = columns = p.dp if sharded else p.ep
-            else:  # FSDP divides the rows of all
+            else:  # FSDP shards the rows of every matrix
                 rows = p.dp if sharded else p.tp if m.sharded_by == "rows" else 1
                 columns = p.tp if m.sharded_by == "columns" else 1
                 share = rows * columns
@@ -77,7 +96,7 @@ def count_adapters(shape: ModelShape, learner: LearnerConfig, stage: int = 0) ->
             chosen.add(parameter)
             parameters += learner.lora.rank * m.num_copies * (m.rows // rows + m.columns // columns)
             weights += held
-            # An adapter of Megatron's is of one expert.
+            # Megatron's adapters are per expert.
             largest = max(largest, held if sharded else held // max(1, m.num_copies // share))
         gradient = max(gradient, *(of_parameter[name] for name in chosen), 0)
     return AdapterCounts(parameters, weights, largest, gradient)

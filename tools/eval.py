@@ -1,4 +1,4 @@
-"""`r3async eval`: play fixed tasks with a model, or with an environment's own policies, without Ray and without training."""
+"""Play fixed tasks with a model or an environment's own policies, without Ray or training: `r3async eval`."""
 
 from __future__ import annotations
 
@@ -40,15 +40,20 @@ from .terminal import SafeConsole
 
 ENGINE_STOP_SECONDS = 30.0
 ROW_ARGUMENTS = frozenset({"path", "subset", "split", "limit", "eval"})
-"""Of `env.args` of a dataset: with another one, the rows are not those that the run noted (`data.digest`)."""
+"""Arguments of a dataset (`env.args`) that change its rows, so that the run's noted `data.digest` no longer applies."""
 DEFAULT_TASKS = 64
-"""Tasks where neither the person nor `evaluation.sets` says how many."""
+"""Number of tasks if neither the user nor `evaluation.sets` gives one."""
 
 
 class EvaluationTarget(msgspec.Struct, frozen=True):
-    """What to evaluate. `model` is a directory, or None where a policy plays that needs none; `config` says how to play, and its
-    `evaluation` what, in its `env` where that names none; `run` is the run that is evaluated, if it is one, and `trained_env` the
-    environment that it trained."""
+    """A model to evaluate and how.
+
+    Attributes:
+        model: The model's directory, or None for a policy that needs none.
+        config: The settings. Its `evaluation` says what to play; where that names no environment, `env` is played.
+        trained_env: The environment that the run trained.
+        run: The run that is evaluated, if any.
+    """
 
     model: Path | None
     config: Config
@@ -56,7 +61,7 @@ class EvaluationTarget(msgspec.Struct, frozen=True):
     run: Path | None = None
 
     def with_tasks(self, episodes: int | None, seed: int | None) -> EvaluationTarget:
-        """With so many tasks, and others, than the configuration says. Raises `ConfigError`."""
+        """Return the target with another number of tasks, and another seed for them. Raises `ConfigError`."""
         if episodes is not None and episodes < 1:
             raise ConfigError(f"`--episodes` must be at least 1, got {episodes}")
         if seed is not None and seed < 0:
@@ -72,7 +77,7 @@ class EvaluationTarget(msgspec.Struct, frozen=True):
 
     @property
     def environments(self) -> dict[str, EnvConfig]:
-        """Of the sets, by name."""
+        """The environments of the sets, by name."""
         return {
             name: resolve_evaluation_env(self.config, each)
             for name, each in self.config.evaluation.resolve_sets().items()
@@ -82,10 +87,10 @@ class EvaluationTarget(msgspec.Struct, frozen=True):
 def find_evaluation_target(
     name: str, preset: str | None, env: str | None, overrides: Overrides, root: Path
 ) -> EvaluationTarget:
-    """A model directory, or a run, whose newest model it is and whose configuration counts, with the environment of its
-    `[evaluation]`; `overrides` over that.
+    """Find a model directory, or the newest model of a run.
 
-    A model directory is played with the defaults, or with a `preset`. Raises `ConfigError` for what is neither.
+    A run is played with its own configuration and the environment of its `[evaluation]`; a model directory with the
+    defaults or a `preset`. `overrides` apply on top. Raises `ConfigError` if `name` is neither.
     """
     from .inspect.run import InspectError, find_run
 
@@ -110,10 +115,13 @@ def find_evaluation_target(
 
 
 def _apply_overrides(base: Config, env: str | None, overrides: Overrides) -> Config:
-    """`env` of what is returned is what evaluation plays, but for the sets that name their own; overrides of `env` change that,
-    as overrides of `evaluation.env` do. Another `env` has no sets."""
+    """Return the configuration for evaluation, with the overrides applied.
+
+    Its `env` is what evaluation plays, except for sets that name their own. Overrides of `env` change it, as
+    overrides of `evaluation.env` do. Another `env` has no sets.
+    """
     data = config_to_dict(base, reveal=True)
-    played = base.evaluation.env if base.evaluation.env.name else base.env  # its rows may be named by an override
+    played = base.evaluation.env if base.evaluation.env.name else base.env  # an override may name its rows
     data["env"] = config_to_dict(played, reveal=True)
     if ROW_ARGUMENTS.intersection(nest_overrides(overrides).get("env", {}).get("args", {})):
         data["env"]["args"].pop("digest", None)
@@ -121,10 +129,10 @@ def _apply_overrides(base: Config, env: str | None, overrides: Overrides) -> Con
     data["checkpoint"].pop("keep_best", None)  # nothing is trained
     if env is not None and env != data["env"]["name"]:
         data["evaluation"].pop("sets", None)
-    if data["serving"]["token"] == REDACTED:  # nobody from outside is served here
+    if data["serving"]["token"] == REDACTED:  # no outside client is served here
         data["serving"] |= {"token": "", "host": "127.0.0.1"}
     if env is not None and env != data["env"]["name"]:
-        data["env"] = {"name": env}  # arguments of another environment are not this one's
+        data["env"] = {"name": env}  # arguments of one environment do not apply to another
     config = apply_overrides(config_from_dict(data), overrides, "eval")
     if not isinstance(overrides, Mapping):
         refuse_literal_secrets(config, overrides)
@@ -132,7 +140,7 @@ def _apply_overrides(base: Config, env: str | None, overrides: Overrides) -> Con
 
 
 def make_policy_target(preset: str | None, env: str | None, overrides: Overrides) -> EvaluationTarget:
-    """What an environment's own policy plays: the defaults', or a `preset`'s, with `overrides` over that."""
+    """Return the target for an environment's own policy: the defaults or a `preset`, with `overrides` on top."""
     return EvaluationTarget(
         None, _apply_overrides(load_config(preset, command=None) if preset else Config(), env, overrides)
     )
@@ -141,14 +149,14 @@ def make_policy_target(preset: str | None, env: str | None, overrides: Overrides
 def choose_target(
     name: str | None, preset: str | None, env: str | None, overrides: Overrides, policy: str, root: Path
 ) -> EvaluationTarget:
-    """Of a policy that needs no model, nothing has to be named."""
+    """Return the target that the options name; a policy that needs no model needs no name."""
     if name is None and policy != "model":
         return make_policy_target(preset, env, overrides)
     return find_evaluation_target(name or "latest", preset, env, overrides, root)
 
 
 def check_target(target: EvaluationTarget, policy: str) -> None:
-    """Raise `ConfigError` for an environment that cannot be played, or not so."""
+    """Raise `ConfigError` for an environment that cannot be played, or not with this policy."""
     if policy == "model":
         assert target.model is not None
         _check_positions(target.model, target.config.episode.max_total_tokens)
@@ -185,7 +193,11 @@ async def run_evaluation(
     report_event: Callable[..., object] = lambda event, **fields: None,
     make_engine: Callable[[Config, str, int], Engine] = build_engine,
 ) -> Evaluation:
-    """Raises `ConfigError` for what can be mended beforehand, and `RunFailed` with what an episode or the engine failed with."""
+    """Play the target's tasks and return the result.
+
+    Raises `ConfigError` for what the user can fix beforehand, and `RunFailed` with the failure of an episode or the
+    engine.
+    """
     check_target(target, policy)
     config = target.config
     factories = {
@@ -252,8 +264,10 @@ async def run_evaluation(
 
 
 def save_result(target: EvaluationTarget, result: Evaluation) -> Path | None:
-    """Beside the checkpoints of the run that was evaluated, as `evaluation-model-1.json` and so on. None where there is no run,
-    or its directory cannot be written."""
+    """Write the result beside the checkpoints of the evaluated run, as `evaluation-model-1.json` and so on.
+
+    Returns the path; None if there is no run or its directory cannot be written.
+    """
     if target.run is None:
         return None
     directory = CheckpointDirectory.from_config(target.config, target.run).directory
@@ -276,7 +290,11 @@ def save_result(target: EvaluationTarget, result: Evaluation) -> Path | None:
 
 
 def describe_result(result: Evaluation, name: str, envs: Mapping[str, EnvConfig]) -> list[str]:
-    """Lines for a person. `envs`: of the sets, by name."""
+    """Describe a result in readable lines.
+
+    Args:
+        envs: The environments of the sets, by name.
+    """
     if not result.sets:
         return describe_set_result(result, name, next(iter(envs.values())).name)
     return [
@@ -285,7 +303,7 @@ def describe_result(result: Evaluation, name: str, envs: Mapping[str, EnvConfig]
 
 
 def describe_set_result(result: Evaluation, name: str, env: str) -> list[str]:
-    """Lines for a person."""
+    """Describe the result of one set in readable lines."""
     error = "" if result.reward_error is None else f" ± {result.reward_error:.4f}"
     lines = [
         f"{name} on {env}: mean reward {result.reward_mean:.4f}{error}  "
@@ -318,8 +336,10 @@ def eval_command(
     json: bool,
     root: Path,
 ) -> Evaluation:
-    """Progress on stderr, the result on stdout; with `json`, one object as its last line. What came of a run's model is kept
-    beside its checkpoints."""
+    """Evaluate, with progress on stderr and the result on stdout.
+
+    With `json`, one object is the last line. The result of a run's model is kept beside its checkpoints.
+    """
     if target is not None and "=" in target and not Path(target).exists():
         overrides, target = [target, *overrides], None  # a setting, and no target
     what = choose_target(target, preset, env, overrides, policy, root).with_tasks(episodes, seed)

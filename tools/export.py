@@ -1,4 +1,4 @@
-"""`r3async export`: the model of a checkpoint as a Hugging Face directory, or its adapters in PEFT's format."""
+"""Export the model of a checkpoint as a Hugging Face directory, or its adapters in PEFT's format: `r3async export`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from r3async.world.files import make_directory, replace_directory
 
 
 def export_model(run_or_checkpoint: Path, directory: Path, *, model: Path | None = None) -> Checkpoint:
-    """Write what `LearnerBackend.save_pretrained` would have written at that step, bit for bit; returns the checkpoint it is
-    from.
+    """Write the model that `LearnerBackend.save_pretrained` would have written at that step, bit for bit.
 
-    In host memory, by one process, whatever ranks trained: it takes 4 bytes a parameter, and 2 more where training was in
-    bfloat16. `model`: where the start model is now, if it was moved: architecture and tokenizer are read there. Raises
-    `CheckpointError`, or `FileExistsError` if `directory` is there.
+    Export runs in host memory, in one process, however many ranks trained: it takes 4 bytes per parameter, and 2
+    more where training was in bfloat16. Returns the checkpoint.
+
+    Args:
+        model: The current location of the start model, if it was moved; architecture and tokenizer are read there.
+
+    Raises:
+        CheckpointError: The checkpoint or its start model is missing or unusable.
+        FileExistsError: `directory` exists.
     """
     if directory.exists():
         raise FileExistsError(f"{directory} exists: name another directory, or remove it")
@@ -38,7 +43,10 @@ def export_model(run_or_checkpoint: Path, directory: Path, *, model: Path | None
 
 
 def export_adapter(run_or_checkpoint: Path, directory: Path, *, model: Path | None = None) -> Checkpoint:
-    """Write the adapters of a run with `learner.lora` as PEFT reads them; otherwise as `export_model`. No model is loaded."""
+    """Write the adapters of a run with `learner.lora` as PEFT reads them.
+
+    No model is loaded. Everything else is as in `export_model`.
+    """
     from r3async.checkpoint.tensors import TensorSlice
     from r3async.learner.lora import save_adapter
 
@@ -68,7 +76,7 @@ def export_adapter(run_or_checkpoint: Path, directory: Path, *, model: Path | No
 
 
 def _list_parameters(source: Path) -> list[str]:
-    """Names of the model's parameters, in its order; no weight is read."""
+    """List the names of the model's parameters in its order, without reading weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -78,7 +86,7 @@ def _list_parameters(source: Path) -> list[str]:
 
 
 def _find_source(run_or_checkpoint: Path, model: Path | None) -> tuple[Checkpoint, Path]:
-    """The checkpoint, and its start model. Raises `CheckpointError`."""
+    """Return the checkpoint and its start model. Raises `CheckpointError`."""
     opened = find_checkpoint(run_or_checkpoint)
     source = model or Path(opened.state.model_path)
     if not (source / "config.json").is_file():
@@ -93,7 +101,7 @@ def _find_source(run_or_checkpoint: Path, model: Path | None) -> tuple[Checkpoin
 
 
 def _to_single_rank(opened: Checkpoint) -> Config:
-    """The run's configuration, on one rank."""
+    """Return the run's configuration for one rank."""
     config = config_from_dict({k: v for k, v in opened.state.config.items() if k in Config.__struct_fields__})
-    config.algorithm.reference_kl.coef = 0.0  # or a copy of the start model would be kept
+    config.algorithm.reference_kl.coef = 0.0  # otherwise a copy of the start model would be kept
     return msgspec.structs.replace(config, learner=msgspec.structs.replace(config.learner, parallel=ParallelConfig()))

@@ -1,4 +1,4 @@
-"""`r3async cluster`: whether a run fits a Ray cluster, and where its processes go there."""
+"""Check whether a run fits a Ray cluster, and where its processes go there: `r3async cluster`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ GPU_MEMORY_GIB = {
     **{"T4": 16, "L4": 24, "A10G": 24, "L40S": 48, "A100-40G": 40, "A100-80G": 80},
     **{"H20": 96, "H100": 80, "H200": 141, "B200": 180, "GB200": 186, "B300": 288, "GB300": 288},
 }
-"""By Ray's `accelerator_type`: GiB of one device, from NVIDIA's data sheets. A plain A100 may be either."""
+"""Memory of one device in GiB, by Ray's `accelerator_type`, from NVIDIA's data sheets. A plain A100 may be either."""
 
 
 class ClusterFit(msgspec.Struct, frozen=True):
-    """`problems`: why the run cannot start there; none, and it can."""
+    """The fit of a run to a cluster.
+
+    Attributes:
+        problems: Reasons why the run cannot start there; empty if it can.
+    """
 
     nodes: list[ClusterNode]
     problems: list[str]
@@ -32,7 +36,7 @@ class ClusterFit(msgspec.Struct, frozen=True):
 
 
 def parse_nodes(states: Sequence[Any]) -> list[ClusterNode]:
-    """Nodes from Ray's state API (`ray.util.state.list_nodes`), as if nobody used them: it does not say what is free."""
+    """Parse nodes from Ray's state API (`ray.util.state.list_nodes`), as if idle: it does not say what is free."""
     out = []
     for state in states:
         if state.state != "ALIVE":
@@ -49,14 +53,14 @@ def parse_nodes(states: Sequence[Any]) -> list[ClusterNode]:
 
 
 def query_nodes(address: str) -> list[ClusterNode]:
-    """The nodes of the cluster whose dashboard is at `address` (http). Raises what Ray raises."""
+    """Return the nodes of the cluster whose dashboard is at `address` (http). Raises what Ray raises."""
     from ray.util.state import list_nodes
 
     return parse_nodes(list_nodes(address=address, detail=True, timeout=QUERY_TIMEOUT_SECONDS))
 
 
 def check_cluster_fit(plan: RunPlan, config: Config, nodes: Sequence[ClusterNode]) -> ClusterFit:
-    """Whether every process finds a place. Counts what the cluster has, not what is free: other jobs come and go."""
+    """Check that every process finds a place. Counts what the cluster has, not what is free: other jobs come and go."""
     problems, layout = [], None
     gpus = sum(n.gpus for n in nodes)
     if plan.gpus and not gpus:
@@ -88,7 +92,7 @@ def _describe_small_gpu(node: ClusterNode, plan: RunPlan, config: Config) -> str
 
 
 def describe_cluster_fit(fit: ClusterFit, plan: RunPlan) -> str:
-    """Needs and possessions as text."""
+    """Describe what the run needs and what the cluster has."""
     lines = [f"needs   {plan.cpus} CPUs, {plan.gpus} GPUs"]
     for node in fit.nodes:
         kind = f" ({node.accelerator_type})" if node.accelerator_type else ""

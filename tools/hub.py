@@ -11,20 +11,22 @@ from r3async.config import Config, ConfigError
 from r3async.untrusted import decode_json_object
 
 MODEL_FILE_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
-"""Of a repository, what a run reads."""
+"""Patterns of the files in a repository that a run reads."""
 HUB_TIMEOUT_SECONDS = 10.0
-"""So long one question to the hub may take."""
+"""Maximum seconds of a request to the hub."""
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether it may be a model of the hub: no directory of that name is here."""
+    """Return whether the name may be a model of the hub: it has that form, and no such directory exists here."""
     return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name)) and not Path(name).exists()
 
 
 def resolve_hub_model(config: Config, *, download: bool) -> Config:
-    """The configuration with a directory as `model.path`, where that is a name of the hub: from the local cache, or, with
-    `download`, from the network. Without, a name that is not in the cache stays. Raises `ConfigError` with what to do about
-    it."""
+    """Return the configuration with a directory in place of a hub name in `model.path`.
+
+    The directory is from the local cache, or with `download` from the network. Without `download`, a name that is
+    not in the cache stays. Raises `ConfigError` with a remedy.
+    """
     name = config.model.path
     if not name or not is_hub_name(name):
         return config
@@ -37,7 +39,7 @@ def resolve_hub_model(config: Config, *, download: bool) -> Config:
 
 
 def has_weights(directory: Path) -> bool:
-    """Whether every file of weights is there, of those that the index names, or any."""
+    """Return whether all weight files of the index are there, or any if there is no index."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         names = set(decode_json_object(index.read_bytes()).get("weight_map", {}).values())
@@ -62,7 +64,7 @@ def _download_model(name: str) -> Path:
         directory = Path(snapshot_download(name, allow_patterns=MODEL_FILE_PATTERNS, etag_timeout=HUB_TIMEOUT_SECONDS))
     except Exception as error:  # of many kinds: no network, no such model, no permission, a full disk
         raise _make_download_error(name, str(error).strip().partition("\n")[0] or type(error).__name__) from error
-    if not has_weights(directory):  # without a network, what the cache has is all there is
+    if not has_weights(directory):  # without a network, the cache is all there is
         raise _make_download_error(name, f"{directory} lacks files of weights")
     return directory
 

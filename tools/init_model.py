@@ -1,4 +1,4 @@
-"""A tiny Qwen3-MoE to begin from: random weights, a byte-level tokenizer, warmed up on the environment's oracle.
+"""Make a tiny Qwen3-MoE as a start model, with a byte-level tokenizer, warmed up on the environment's oracle.
 
 The warm-up is supervised, and short on purpose: it teaches the format of the game and little of the skill, so that
 reinforcement learning has rewards to learn from and most of the way still to go.
@@ -55,7 +55,8 @@ from r3async.world.processes import add_user_module_path, hide_main_module, run_
 if TYPE_CHECKING:
     from r3async.learner.torch.backend import TorchLearner
 
-# Only answers are ended. With an end after every message too, this size of model takes four times as many steps to learn.
+# Only answers have an end token. With one after every message, a model of this size takes four times as many steps to
+# learn.
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% if m['role'] == 'assistant' %}<|end|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -63,23 +64,23 @@ CHAT_TEMPLATE = (
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 WARMUP_LR = 1e-3
 WARMUP_BATCH_EPISODES = 64
-"""Episodes of a supervised step."""
+"""Episodes per supervised step."""
 WARMUP_MICRO_BATCH_TOKENS = 16384
-"""Of a micro-batch."""
+"""Maximum tokens of a micro-batch."""
 MAX_CONSECUTIVE_FAILURES = 8
 EVALUATION_EPISODES = 64
-"""Episodes of an evaluation."""
+"""Episodes per evaluation."""
 DIGEST_FILE = "digest"
 EVALUATE_EVERY = 10
 EVALUATION_INTERVALS = ((0.75, 2), (0.5, 4), (0.0, EVALUATE_EVERY))
-"""From a share of the reward on, steps to the next evaluation, which costs as much as two."""
+"""Steps until the next evaluation, from a share of the target reward on; an evaluation costs as much as two steps."""
 
 ShowProgress = Callable[[str], object]
 MakeModel = Callable[[Path, Config, ShowProgress], object]
 
 
 def build_byte_tokenizer() -> Any:
-    """A transformers tokenizer of 256 byte symbols and the special tokens, without merges: any text, one token a byte."""
+    """Build a transformers tokenizer of 256 byte symbols and the special tokens, without merges: one token per byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -98,7 +99,7 @@ def build_byte_tokenizer() -> Any:
 
 
 def build_random_model(init: InitConfig, tokenizer: Any) -> Any:
-    """A `Qwen3MoeForCausalLM` in float32 with random weights; equal seeds give equal weights."""
+    """Build a `Qwen3MoeForCausalLM` in float32 with random weights; equal seeds give equal weights."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -132,7 +133,7 @@ def build_random_model(init: InitConfig, tokenizer: Any) -> Any:
 
 
 class OracleDemonstrations:
-    """Episodes played by the environment's own oracle."""
+    """A source of episodes played by the environment's own oracle."""
 
     def __init__(
         self, factory: EnvironmentFactory, renderer: ChatRenderer, seed: int, progress: ShowProgress = lambda line: None
@@ -147,9 +148,10 @@ class OracleDemonstrations:
         self._progress, self._reported = progress, set[str]()
 
     async def _play_episode(self) -> tuple[Demonstration, list[tuple[list[int], Environment, int]]]:
-        """Play one to its end. The user's code may raise on some tasks, as it may in training: another task is played then.
+        """Play an episode to its end.
 
-        Raises the error that `MAX_CONSECUTIVE_FAILURES` tasks failed with.
+        The user's code may raise on some tasks, as in training; another task is played then. Raises the error with
+        which `MAX_CONSECUTIVE_FAILURES` tasks failed.
         """
         for failed in range(1, MAX_CONSECUTIVE_FAILURES + 1):
             try:
@@ -165,7 +167,7 @@ class OracleDemonstrations:
         raise AssertionError
 
     def _report_error(self, error: Exception) -> None:
-        """Each distinct error once."""
+        """Report each distinct error once."""
         if (line := summarize_error(error).line) not in self._reported:
             self._reported.add(line)
             self._progress(f"the warm-up leaves a task out: {line}")
@@ -189,7 +191,7 @@ class OracleDemonstrations:
             (conversation.replace_messages if result.rewrites else conversation.add_messages)(result.messages)
 
     def make_batch(self, size: int) -> list[Sample]:
-        """`size` episodes: a sample each, or more where history was rewritten."""
+        """Play `size` episodes; each gives one sample, or more where history was rewritten."""
 
         async def play() -> list[Sample]:
             return [s for i in range(size) for s in (await self._play_episode())[0].build_samples(str(i))]
@@ -197,7 +199,10 @@ class OracleDemonstrations:
         return run_on_shared_loop(play())
 
     def measure_reward(self, model: Any, episodes: int) -> float:
-        """Mean reward of answers *sampled* at temperature 1 in every turn, after the oracle's answers in the turns before."""
+        """Return the mean reward of answers *sampled* at temperature 1 in every turn.
+
+        In the turns before, the answers are the oracle's.
+        """
         import torch
 
         async def prompts() -> list[tuple[list[int], Environment, int]]:
@@ -232,7 +237,7 @@ class OracleDemonstrations:
                 text = self._renderer.decode_answer(answer)
                 try:
                     rewards.append((await env.step(Action(text, "stop" if ended else "length"))).reward)
-                except Exception as error:  # the user's, of what the model wrote
+                except Exception as error:  # raised by the user's environment for the model's answer
                     self._report_error(error)
             return rewards
 
@@ -242,14 +247,14 @@ class OracleDemonstrations:
 def warm_up_model(
     learner: TorchLearner, data: OracleDemonstrations, init: InitConfig, progress: ShowProgress
 ) -> tuple[int, float]:
-    """Supervised steps until the mean sampled reward is `init.warm_reward`. Returns steps and the reward reached."""
+    """Train supervised steps until the mean sampled reward is `init.warm_reward`. Returns steps and reward reached."""
     from r3async.learner.batch import pack_samples
     from r3async.learner.supervised import run_supervised_step
 
     def sampled_reward() -> float:
         model = learner.model.causal_lm
         packed = model.config._attn_implementation
-        model.set_attn_implementation("sdpa")  # packed samples are no text to continue
+        model.set_attn_implementation("sdpa")  # packed attention cannot generate
         try:
             return data.measure_reward(model, EVALUATION_EPISODES)
         finally:
@@ -265,7 +270,7 @@ def warm_up_model(
         step += 1
         if step == look:
             reward = sampled_reward()
-            # It rises steeply near the end: look often there, not to overshoot.
+            # The reward rises steeply near the end: evaluate often there, so as not to overshoot.
             share = reward / init.warm_reward
             look += next(steps for least, steps in EVALUATION_INTERVALS if share >= least)
             progress(f"warming up the new model: step {step}, sampled reward {reward:.2f} of {init.warm_reward:.2f}")
@@ -273,7 +278,7 @@ def warm_up_model(
 
 
 def _make_warmup_config(config: Config) -> Config:
-    """Of the learner that warms the model up: one rank in float32, whatever is to train it later."""
+    """Return the settings of the learner for the warm-up: one rank in float32, whatever trains the model later."""
     longest = max(config.episode.max_total_tokens, WARMUP_MICRO_BATCH_TOKENS)
     learner = LearnerConfig(
         backend="torch",
@@ -288,10 +293,11 @@ def _make_warmup_config(config: Config) -> Config:
 
 
 def init_model(directory: Path, config: Config, progress: ShowProgress = lambda line: None) -> dict[str, float]:
-    """Make `directory`: safetensors, tokenizer, chat template, and `r3async_init.json` with what was done.
+    """Make `directory` with safetensors, tokenizer, chat template, and `r3async_init.json`, a record of the warm-up.
 
-    Written aside and renamed, so that an interrupted call leaves nothing half made. Raises `FileExistsError` if the
-    directory exists, `ConfigError` if the environment has no oracle, `RunFailed` if its tasks fail one after the other.
+    The directory is written elsewhere and renamed, so that an interrupted call leaves nothing incomplete. Raises
+    `FileExistsError` if the directory exists, `ConfigError` if the environment has no oracle, and `RunFailed` if its
+    tasks fail one after the other.
     """
     if directory.exists():
         raise FileExistsError(f"{directory} exists already")
@@ -303,7 +309,8 @@ def init_model(directory: Path, config: Config, progress: ShowProgress = lambda 
 
     from r3async.learner.torch.backend import TorchLearner
 
-    # They have a lock of all processes, which one that is killed (`init_model_in_process`) leaves behind. Progress is told here.
+    # Progress bars share a lock of all processes, which a killed one (`init_model_in_process`) never releases. Progress
+    # is reported here.
     logging.disable_progress_bar()
     tokenizer = build_byte_tokenizer()
     renderer = ChatRenderer(tokenizer)
@@ -336,8 +343,10 @@ def init_model(directory: Path, config: Config, progress: ShowProgress = lambda 
 def init_model_in_process(
     directory: Path, config: Config, progress: ShowProgress, meanwhile: Callable[[], None]
 ) -> None:
-    """`init_model` in a process of its own, and `meanwhile` in this one. Raises what either of them raises; the process has ended
-    then."""
+    """Run `init_model` in a separate process, and `meanwhile` in this one.
+
+    Raises what either of them raises; by then the process has ended.
+    """
     hears, says = multiprocessing.Pipe(duplex=False)
     context = multiprocessing.get_context("spawn")
     process = context.Process(
@@ -367,11 +376,11 @@ def init_model_in_process(
 def _run_child_process(
     directory: Path, config: dict[str, Any], objects: dict[str, bytes], owner: int, connection: Connection
 ) -> None:
-    """Lines of progress go to `connection`, then None, or what was raised."""
+    """Send lines of progress to `connection`, then None or the exception."""
     for stop in (
         signal.SIGINT,
         signal.SIGHUP,
-    ):  # a Ctrl-C, or a closed terminal, is for the owner, who ends this process
+    ):  # the owner handles a Ctrl-C or a closed terminal, and ends this process
         signal.signal(stop, signal.SIG_IGN)
     exit_with_owner(owner)
     add_user_module_path()
@@ -387,11 +396,14 @@ def _run_child_process(
 def init_or_copy_model(
     directory: Path, config: Config, progress: ShowProgress = lambda line: None, make: MakeModel = init_model
 ) -> None:
-    """What `init_model` makes, or a copy of what it made with the same settings before. `make`: calls it.
+    """Make a model with `init_model`, or copy one made before with the same settings.
 
-    Models are kept in `$XDG_CACHE_HOME/r3async` (`~/.cache/r3async`) by a digest of the settings and of the code that makes
-    them; only of environments that come with r3async, as others change under the same name. A copy whose files do not have
-    the digest that was noted is not used. A cache that cannot be written is none.
+    Models are cached in `$XDG_CACHE_HOME/r3async` (`~/.cache/r3async`) under a digest of the settings and of the
+    code that makes them. Only models of built-in environments are cached, because others change under the same name.
+    A copy whose files do not match the noted digest is not used. A cache that cannot be written is skipped.
+
+    Args:
+        make: Makes the model; calls `init_model`.
     """
     cached = _find_cache_path(config)
     if cached is None:
@@ -407,7 +419,7 @@ def init_or_copy_model(
 
 
 def _find_cache_path(config: Config) -> Path | None:
-    """Where the model of these settings is kept; None if it is not."""
+    """Return the path at which the model of these settings is cached; None if it is not cached."""
     if any(each.env.name not in BUILTIN_ENVIRONMENTS for each in resolve_envs(config)):
         return None
     settings = config_to_dict(config)
@@ -423,7 +435,7 @@ def _find_cache_path(config: Config) -> Path | None:
 
 
 def _is_intact(cached: Path) -> bool:
-    """It is there, as it was noted. One that cannot be read is none."""
+    """Return whether the cached model exists and matches its digest; False if it cannot be read."""
     try:
         return (cached / DIGEST_FILE).read_text() == _digest_files(cached)
     except OSError:
@@ -431,7 +443,11 @@ def _is_intact(cached: Path) -> bool:
 
 
 def _copy_directory(source: Path, target: Path, *, with_digest: bool = False) -> None:
-    """A directory of files, whole or not at all, in place of what was there. With its digest, if it is to be `with_digest`."""
+    """Copy a directory of files atomically, replacing the target.
+
+    Args:
+        with_digest: Add the digest of the files to the copy.
+    """
     scratch = target.with_name(f"{target.name}.{os.getpid()}.partial")
     try:
         shutil.copytree(source, scratch, ignore=shutil.ignore_patterns(DIGEST_FILE))
@@ -443,7 +459,7 @@ def _copy_directory(source: Path, target: Path, *, with_digest: bool = False) ->
 
 
 def _digest_files(directory: Path) -> str:
-    """Of names and contents of its files."""
+    """Return a digest of the names and contents of the directory's files."""
     digest = xxhash.xxh3_128()
     for file in sorted(directory.iterdir()):
         if file.name != DIGEST_FILE:

@@ -1,4 +1,4 @@
-"""`r3async keys`: make the keys that connections are encrypted with, and that say who may connect."""
+"""Make the keys that encrypt connections and decide who may connect: `r3async keys`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from r3async.world.sockets import GENERATOR_KEY_NAME, LEARNER_KEY_NAME, create_k
 
 
 def make_keys(directory: Path, names: list[str], print_line: Callable[[str], None]) -> None:
-    """Create what is missing in `directory`, and say what to do with it. Never replaces a key."""
+    """Create the missing keys in `directory`, and print how to use them. Never replaces a key."""
     made = create_key_files(directory, (LEARNER_KEY_NAME, *(names or [GENERATOR_KEY_NAME])))
     for path in made:
         print_line(f"{path}  {path.stat().st_mode & 0o777:04o}")

@@ -1,4 +1,4 @@
-"""Which layout of the learner's ranks, and which settings that trade time for memory, a model fits with on so many GPUs."""
+"""Find layouts of the learner's ranks, and memory-saving settings, with which a model fits on given GPUs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from r3async.data.models import ModelShape, ModelShapeError
 from .memory import GIB, RankMemory, estimate_rank_memory
 
 MEMORY_HEADROOM = 0.95
-"""Of a GPU's memory that a recommended layout may take: what the plan leaves out needs some."""
+"""Share of a GPU's memory that a recommended layout may use; memory outside the estimate needs the rest."""
 
 
 def find_fitting_layouts(shape: ModelShape, config: Config, gpus: int) -> Iterator[tuple[LearnerConfig, RankMemory]]:
-    """Settings with which a Megatron rank fits, the fastest first as far as is known without measuring.
+    """Yield settings with which a Megatron rank fits, the fastest first as far as known without measuring.
 
-    What costs most comes last: moments in host memory, then activations that are made again (a third of the computing), then
-    pipeline stages (idle when a step begins and ends), then tensor-parallel ranks (they exchange activations in every layer).
-    Expert-parallel ranks exchange tokens in every layer, however many they are. Optimizer state is always divided: it costs
-    nothing.
+    Expensive choices come last. From the most expensive on, they are: moments in host memory, then recomputed
+    activations (a third of the computing), then pipeline stages (idle when a step begins and ends), then
+    tensor-parallel ranks (they exchange activations in every layer). Expert-parallel ranks exchange tokens in every
+    layer, however many they are. Optimizer state is always sharded, because that costs nothing.
     """
     kinds = [(o, r) for o in (False, True) for r in ("none", "selective", "full")]
     layouts = [(pp, tp) for pp in _list_divisors(gpus) for tp in _list_divisors(gpus // pp)]
@@ -29,7 +29,7 @@ def find_fitting_layouts(shape: ModelShape, config: Config, gpus: int) -> Iterat
     for offload, recompute in kinds:
         for pp, tp in layouts:
             stage = gpus // pp
-            # Experts over all ranks of a stage have no copies; over fewer, ranks exchange less.
+            # Experts over all ranks of a stage have no replicas; over fewer ranks, less is exchanged.
             for ep in _list_divisors(stage) if experts else [1]:
                 parallel = ParallelConfig(dp=stage // tp, tp=tp, pp=pp, ep=ep)
                 if tp > config.cluster.gpus_per_node or not _can_divide(shape, parallel):
@@ -47,7 +47,10 @@ def find_fitting_layouts(shape: ModelShape, config: Config, gpus: int) -> Iterat
 
 
 def recommend_layout(shape: ModelShape, config: Config) -> str:
-    """A sentence: the first that fits on the GPUs of `learner.parallel`, or on the fewest more, by doubling, up to 64 times."""
+    """Recommend the first layout that fits, in a sentence.
+
+    It uses the GPUs of `learner.parallel`, or the fewest more, found by doubling, up to 64 times as many.
+    """
     if config.learner.backend != "megatron":
         return '`learner.backend` = "megatron" divides a model in more ways'
     gpus = config.learner.parallel.world_size

@@ -1,7 +1,7 @@
-"""`r3async report --serve`: the page of runs that go on, on this machine's loopback.
+"""Serve the page of ongoing runs on this machine's loopback: `r3async report --serve`.
 
-Whoever asks needs the token of the address that is printed; names of other machines are refused, so that no web page can ask
-through its reader's browser. Runs are read only while somebody looks: see `views/live.py`.
+A request needs the token of the printed address. Host names of other machines are refused, so that no web page can
+send requests through its reader's browser. Runs are read only while somebody looks at them; see `views/live.py`.
 """
 
 from __future__ import annotations
@@ -34,19 +34,26 @@ RESPONSE_HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""Of every answer: a page runs no script but ours, asks nobody else, and stays in no cache and in no other page's frame."""
+"""Headers of every response.
+
+A page runs only our scripts, sends no requests elsewhere, and stays out of caches and other pages' frames.
+"""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class LivePageServer:
-    """What is answered. `runs`: directories; the first page compares them if they are several."""
+    """The web server of live pages.
+
+    Args:
+        runs: Directories of runs; with several, the first page compares them.
+    """
 
     def __init__(self, runs: Sequence[Path], token: str):
         self.token = token
         self._runs = [LiveRun(run_dir) for run_dir in runs]
         self._read_lock = asyncio.Lock()
-        """Who looks changes what is known of a run, so one does at a time."""
+        """Lock around reading, because each request updates what is known of a run."""
 
     def build_app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard_request])
@@ -79,7 +86,7 @@ class LivePageServer:
             run.close()
 
     async def serve_page(self, request: web.Request) -> web.StreamResponse:
-        """A whole page as it is now, with the processor time that it took; 204 if `cursor` says that its reader has it."""
+        """Serve a whole page as it is now, with the processor time it took; 204 if the reader's `cursor` is current."""
         one = self._parse_run_number(request)
         async with self._read_lock:
             text, spent = await asyncio.to_thread(self._render_page, one, request.query.get("cursor", ""))
@@ -117,7 +124,7 @@ class LivePageServer:
         return web.Response(text=text, content_type="text/javascript", headers=kept)
 
     def _parse_run_number(self, request: web.Request) -> int | None:
-        """The number of a run; None for all of them beside each other."""
+        """Return the number of a run; None for the comparison of all."""
         word = request.query.get("run", "" if len(self._runs) > 1 else "0")
         if not word:
             return None
@@ -132,7 +139,7 @@ class LivePageServer:
         return self._runs[number]
 
     def _render_page(self, run_number: int | None, known_cursor: str) -> tuple[str | None, float]:
-        """None if its reader knows it all; and the processor time of this thread, in seconds. Blocking."""
+        """Render a page, blocking. Returns it (None if the reader has it) and this thread's processor seconds."""
         began = time.thread_time()
         runs = self._runs if run_number is None else [self._runs[run_number]]
         cursor = ".".join(str(run.read_new()) for run in runs)
@@ -149,7 +156,7 @@ class LivePageServer:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether the `Host` of a request names this machine by its loopback; any port, for a tunnel may have another."""
+    """Return whether the `Host` of a request is a loopback name, with any port: a tunnel may use another."""
     name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
     if name == "localhost":
         return True
@@ -160,7 +167,12 @@ def _is_loopback(host: str) -> bool:
 
 
 def serve_live_pages(runs: Sequence[Path], port: int, print_line: Callable[[str], Any]) -> None:
-    """Serve until SIGINT or SIGTERM. `port` 0: any free one. `print_line` gets the address. Raises `ServeError`."""
+    """Serve until SIGINT or SIGTERM. Raises `ServeError`.
+
+    Args:
+        port: The port; 0 for any free one.
+        print_line: Called with the address.
+    """
     asyncio.run(_run_server(runs, port, print_line))
 
 

@@ -1,20 +1,20 @@
-"""The shape of the model that a configuration names, and an estimate of what a rank of the learner and an engine hold in memory.
+"""Find the shape of the configured model, and estimate the memory of a learner rank and of an engine.
 
-So that a plan can be made where the weights are not, the numbers of some published models are here.
+The shapes of some published models are included, so that a plan can be made without their weights.
 
-**Weights and optimizer** (exact, but for buffers). `learner.optimizer.MasterAdamW` keeps, by parameter of the rank:
+**Weights and optimizer** (exact, but for buffers). `learner.optimizer.MasterAdamW` keeps, per parameter of the rank:
 the weight in the compute dtype, an fp32 master copy if that is not fp32 already, an fp32 gradient, and two fp32
 moments. So 2 + 4 + 4 + 8 = 18 bytes in bfloat16, 4 + 4 + 8 = 16 in float32: the count of ZeRO (arXiv 1910.02054,
-section 3.1: 16 with a 2-byte gradient), with the gradient accumulated in fp32. Megatron ranks hold `ModelShape.rank_parameters`
-parameters; with `shard_optimizer` those that hold the same ones divide masters and moments among them. With `backend =
-"torch"` and dp > 1, FSDP2 divides 16 bytes a parameter by dp (its shards are the fp32 masters), and holds the
-vocabulary and two layers whole in the compute dtype, with one layer's fp32 gradient.
+section 3.1: 16 with a 2-byte gradient), with the gradient accumulated in fp32. Megatron ranks hold
+`ModelShape.rank_parameters` parameters; with `shard_optimizer`, replicas of the same parameters shard masters and
+moments among them. With `backend = "torch"` and dp > 1, FSDP2 divides 16 bytes per parameter by dp (its shards are the
+fp32 masters), and holds the vocabulary and two full layers in the compute dtype, with one layer's fp32 gradient.
 
-The teacher of `algorithm.distillation` has weights only, divided in the same way.
+The teacher of `algorithm.distillation` has weights only, sharded in the same way.
 
-With `learner.lora` the weights stay, and all the rest is of the adapters, 16 bytes a parameter, and of one adapted
-parameter: its gradient (all experts of a layer are one), and in fp32 that of one matrix. The start model's values of what
-is adapted are in host memory, in the compute dtype.
+With `learner.lora` the weights stay. Everything else is for the adapters, 16 bytes per parameter, and for one adapted
+parameter: its gradient (all experts of a layer are one parameter), and in fp32 the gradient of one matrix. The start
+model's values of the adapted parameters are in host memory, in the compute dtype.
 
 **Activations** follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4), counted for this decoder: no
 dropout, attention without a score matrix, grouped queries, gated feed-forward. Values kept for the backward pass, by
@@ -24,23 +24,24 @@ token and layer, in the compute dtype:
   rotated) + a d (result); latent attention: 2 h, its low ranks before and after their norms, queries, keys and values as
   projected and as attended, and the result;
 * feed-forward of width w: 2 h + 5 w (gate and up, silu, product); mixture of experts: 2 h + k (h + 3 w) (a token is
-  sent to k experts), of transformers' own k (h + 6 w), and 2 · experts values in fp32 of the router. While one mixture
-  goes backward, k (h + 4 w) more. Tests hold this to what a learner keeps;
-* `recompute = "selective"`: of an MoE layer 2 h, and one layer's mixture while it is made again; `"full"`: h a layer,
-  and one whole layer.
+  sent to k experts), with the experts of transformers k (h + 6 w), and 2 · experts values in fp32 for the router.
+  While one mixture runs backward, k (h + 4 w) more. Tests compare this with what a learner keeps;
+* `recompute = "selective"`: 2 h of an MoE layer, and one layer's mixture while it is recomputed; `"full"`: h per layer,
+  and one full layer.
 
-Tensor parallelism comes with sequence parallelism, and divides all of it. 1F1B keeps `pp - stage` micro-batches of
+Tensor parallelism includes sequence parallelism, and divides all of it. 1F1B keeps `pp - stage` micro-batches of
 `layers / pp` layers at stage `stage`. A micro-batch has at most `learner.max_tokens_per_micro_batch` tokens. Logits: two
-fp32 tensors and a mask of at most `learner.kernels.LOGIT_CHUNK_ELEMENTS`; backward, one of them in fp32 and in the compute
-dtype, and the gradient of the output matrix, summed in fp32.
+fp32 tensors and a mask of at most `learner.kernels.LOGIT_CHUNK_ELEMENTS`; in the backward pass, one of them in fp32
+and in the compute dtype, and the gradient of the output matrix, summed in fp32.
 
 **Temporary copies**: one bucket of gradients in fp32 while ranks sum it, and one of moments with `offload_moments`; with
-adapters, a parameter of the start model and what they make of it, one matrix at a time in fp32.
-**Context**: on a GPU `CONTEXT_BYTES` for CUDA, NCCL and cuBLAS, assumed: no GPU has measured it yet. What is not in it: the
-allocator's fragments, and ranks that get more than their share of routed tokens.
+adapters, a parameter of the start model and its merged values, one matrix at a time in fp32.
 
-**Engine**: weights divided by `tensor_parallel_size`, and 2 · layers · key-value heads ·
-head size values of KV cache a token; of latent attention layers · (rank of keys and values + rotated values).
+**Context**: on a GPU `CONTEXT_BYTES` for CUDA, NCCL and cuBLAS, assumed: no GPU has measured it yet. Not included: the
+allocator's fragmentation, and ranks that get more than their share of routed tokens.
+
+**Engine**: weights divided by `tensor_parallel_size`, and 2 · layers · key-value heads · head size values of KV cache
+per token; with latent attention layers · (rank of keys and values + rotated values).
 """
 
 from __future__ import annotations
@@ -68,11 +69,11 @@ from .adapted import count_adapters
 
 GIB = 2**30
 GPU_PARAMETERS = 10**9
-"""A model of more parameters is planned for GPUs."""
+"""Number of parameters above which a model is planned for GPUs."""
 CHUNK_ELEMENTS = 2**25
-"""`learner.kernels.LOGIT_CHUNK_ELEMENTS`; to import that would import torch."""
+"""Copy of `learner.kernels.LOGIT_CHUNK_ELEMENTS`, whose import would import torch."""
 BUCKET_ELEMENTS = 2**26
-"""`learner.optimizer.COLLECTIVE_BUCKET_ELEMENTS`, and that of `learner.offload`."""
+"""Copy of `COLLECTIVE_BUCKET_ELEMENTS` and the equal `OFFLOAD_BUCKET_ELEMENTS` of `learner.optimizer`."""
 CONTEXT_BYTES = 1.5 * GIB
 
 
@@ -126,21 +127,21 @@ PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""From the models' own `config.json`: huggingface.co/Qwen/NAME/blob/main/config.json."""
+"""Numbers of published models from their own `config.json`: huggingface.co/Qwen/NAME/blob/main/config.json."""
 
 INIT_VOCAB_SIZE = 264
-"""256 bytes and six special tokens, in eights: of a model that `model.init` makes."""
+"""Vocabulary of a model that `model.init` makes: 256 bytes and six special tokens, in a multiple of eight."""
 
 
 def check_model_type(config: Mapping[str, Any], name: str) -> None:
-    """Raise `ConfigError` for a `config.json` of a kind that no backend trains, whatever else is in it."""
+    """Raise `ConfigError` for a `config.json` of a model type that no backend trains, whatever else it contains."""
     kind = config.get("model_type")
     if reason := UNSUPPORTED_MODEL_TYPES.get(str(kind)):
         raise ConfigError(f"{name} cannot be trained ({kind}): {reason}. These can: {list_supported_types()}")
 
 
 def check_trainable(shape: ModelShape, learner: LearnerConfig) -> None:
-    """Raise `ConfigError` if the ranks of `learner.parallel` cannot share this model, or its backend not train it."""
+    """Raise `ConfigError` if the ranks of `learner.parallel` cannot share this model, or their backend not train it."""
     if learner.backend == "megatron" and shape.model_type not in ARCHITECTURES:
         raise ConfigError(
             f'`learner.backend` = "megatron" trains {list_supported_types()} and no {shape.model_type} ({shape.name}): set it '
@@ -153,7 +154,7 @@ def check_trainable(shape: ModelShape, learner: LearnerConfig) -> None:
 
 
 def check_router_settings(shape: ModelShape, config: Config) -> None:
-    """Raise `ConfigError` for a load-balance term that would have no gradient, and for an update of biases that are not there."""
+    """Raise `ConfigError` for a load-balance loss without gradient, or an update of biases that do not exist."""
     known = find_architecture(shape.model_type)
     biased = shape.moe_layers and known is not None and known.router_score == "sigmoid"
     if config.learner.expert_bias_rate and known is not None and not biased:
@@ -168,7 +169,7 @@ def check_router_settings(shape: ModelShape, config: Config) -> None:
 
 
 def read_planned_shape(config: Mapping[str, Any], name: str) -> ModelShape:
-    """The shape that a `config.json` describes. Raises `ConfigError` if its numbers are not there, or nothing trains it."""
+    """Return the shape in a `config.json`. Raises `ConfigError` if its numbers are missing or no backend trains it."""
     check_model_type(config, name)
     try:
         return parse_model_shape(config, name)
@@ -177,7 +178,7 @@ def read_planned_shape(config: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def find_model_shape(config: Config) -> tuple[ModelShape, str]:
-    """The model of a run, and where its numbers are from. Raises `ConfigError` if they are nowhere."""
+    """Return the shape of a run's model and the source of its numbers. Raises `ConfigError` if they are unknown."""
     path = config.model.path
     if not path:
         i = config.model.init
@@ -200,7 +201,7 @@ def find_model_shape(config: Config) -> tuple[ModelShape, str]:
 
 
 def _find_shape_at(path: str, setting: str) -> tuple[ModelShape, str]:
-    """Of the model that `setting` names, and where its numbers are from. Raises `ConfigError` if they are nowhere."""
+    """Return the shape of the model in `setting` and the numbers' source. Raises `ConfigError` if they are unknown."""
     file, name = Path(path) / "config.json", Path(path).name
     if file.is_file():
         return read_planned_shape(decode_python_json(file.read_bytes()), name), str(file)
@@ -218,42 +219,42 @@ def _find_shape_at(path: str, setting: str) -> tuple[ModelShape, str]:
 
 
 class RankMemory(msgspec.Struct, frozen=True):
-    """Bytes of the rank that holds most."""
+    """The memory of the rank that needs most, in bytes."""
 
     parameters: int
-    """How many it holds."""
+    """Number of parameters that it holds."""
     weights: int
     optimizer: int
-    """Master copies, gradients, moments."""
+    """Master copies, gradients and moments."""
     activations: int
     logits: int
     temporary: int
-    """Copies that are made, and freed, while an update is made."""
+    """Copies that exist only during an update."""
     context: int
-    """Of the device, before any tensor; assumed."""
+    """Memory of the device before any tensor; assumed."""
     teacher: int = 0
     """Weights of `algorithm.distillation.teacher`."""
 
     @property
     def total_bytes(self) -> int:
-        """While micro-batches are fed forward and back, or while the update is made, whichever is more."""
+        """The total at its peak: during forward and backward passes or during the update, whichever needs more."""
         passing = max(self.activations + self.logits, self.temporary)
         return self.context + self.weights + self.optimizer + passing + self.teacher
 
 
 class EngineMemory(msgspec.Struct, frozen=True):
-    """Bytes on one device (or, without GPUs, in one process) of one engine."""
+    """The memory of one engine on one device (or, without GPUs, in one process), in bytes."""
 
     devices: int
-    """That one engine is divided among."""
+    """Number of devices that share one engine."""
     weights: int
     kv_per_token: int
     kv_needed: int
-    """If every episode that a generator plays at once were as long as it may be."""
+    """Bytes of KV cache if every episode that a generator plays at once were as long as allowed."""
 
 
 def estimate_rank_memory(shape: ModelShape, config: Config) -> RankMemory:
-    """Of the learner's rank that needs most. Raises `ConfigError` for a teacher whose numbers are nowhere."""
+    """Estimate the learner's rank that needs most. Raises `ConfigError` for a teacher whose numbers are unknown."""
     own = _estimate_without_teacher(shape, config)
     if not (path := config.algorithm.distillation.teacher):
         return own
@@ -270,7 +271,7 @@ def _estimate_without_teacher(shape: ModelShape, config: Config) -> RankMemory:
         largest = max(map(shape.layer_parameters, range(shape.num_layers)))
         held = -(-shape.num_parameters // p.dp)
         whole = (2 * largest + shape.embedding_parameters * (1 if shape.tied_embeddings else 2)) * width
-        each = 4 if learner.offload_moments else 12  # a gradient, and moments
+        each = 4 if learner.offload_moments else 12  # a gradient and moments
         optimizer = _estimate_adapters(shape, learner, 0, 4) if learner.lora.rank else each * held
         activations, logits = _estimate_activations(shape, config, 0), _estimate_logits(shape, config)
         temporary = _estimate_temporary(learner, held)
@@ -294,13 +295,16 @@ def _estimate_without_teacher(shape: ModelShape, config: Config) -> RankMemory:
 
 
 def count_replicas(learner: LearnerConfig) -> tuple[int, int]:
-    """How many Megatron ranks hold the same part of what is no expert, and of an expert, and would divide their updates."""
+    """Return the number of Megatron ranks that hold the same non-expert and the same expert parameters.
+
+    These ranks can shard their updates.
+    """
     p = learner.parallel
     return p.dp * p.cp, p.dp * p.cp * p.tp // p.ep
 
 
 def _estimate_optimizer(shape: ModelShape, learner: LearnerConfig, stage: int, held_parameters: int) -> int:
-    """Gradients of all that the rank holds; masters and moments of that, or of its share."""
+    """Estimate the gradients of all parameters of the rank, and masters and moments of all or of its share."""
     p = learner.parallel
     state = (4 if learner.dtype != "float32" else 0) + (0 if learner.offload_moments else 8)
     updated = held_parameters
@@ -319,15 +323,20 @@ def _estimate_temporary(learner: LearnerConfig, trained: int) -> int:
 
 
 def _estimate_adapters(shape: ModelShape, learner: LearnerConfig, stage: int, width: int) -> int:
-    """Values, gradients and moments of the adapters, and what it takes to make their gradients of one weight's."""
+    """Estimate the adapters' values, gradients and moments, and the memory to get their gradients from a weight's."""
     made = count_adapters(shape, learner, stage)
     moments = 0 if learner.offload_moments else 8 // (min(count_replicas(learner)) if learner.shard_optimizer else 1)
     return (8 + moments) * made.adapter_parameters + width * made.largest_gradient + 4 * made.largest_weight
 
 
 def count_layer_activations(shape: ModelShape, index: int, *, own_kernels: bool = True) -> tuple[float, float]:
-    """Values kept of one layer by token, in units of the compute dtype of bfloat16: of attention and the norms, and of what
-    `recompute = "selective"` makes again. `own_kernels`: experts are ours (`learner.experts`), not those of transformers."""
+    """Return the values kept of one layer per token, in units of the compute dtype (bfloat16).
+
+    The first number is for attention and norms, the second for what `recompute = "selective"` recomputes.
+
+    Args:
+        own_kernels: Experts are ours (`learner.experts`), not those of transformers.
+    """
     a, g, d, h = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.hidden_size
     attention = 2 * h + (a + 2 * g) * d + 2 * (a + g) * d + a * d
     if shape.kv_rank:
@@ -357,7 +366,7 @@ def _estimate_activations(shape: ModelShape, config: Config, stage: int) -> int:
             kept, once = kept + base, max(once, mixture)
         else:
             kept += base + mixture
-    # Logits are there before: of the two, what a layer needs more.
+    # Logits exist before that: of the two, only what a layer needs beyond them counts.
     per_value = DTYPE_BYTES[learner.dtype] * learner.max_tokens_per_micro_batch / (p.tp * p.cp)
     last = max(0.0, backward - _estimate_logits(shape, config) / per_value) if stage == p.pp - 1 else backward
     return int((kept * (p.pp - stage) + once + last) * per_value)
@@ -368,18 +377,18 @@ def _estimate_logits(shape: ModelShape, config: Config) -> int:
     width, columns = DTYPE_BYTES[learner.dtype], -(-shape.vocab_size // learner.parallel.tp)
     wanted = learner.max_tokens_per_micro_batch // learner.parallel.cp * columns
     chunk, matrix = min(CHUNK_ELEMENTS, wanted), columns * shape.hidden_size
-    # In float32 nothing is rounded into a copy.
+    # float32 needs no rounded copy.
     of_matrix = (width if wanted <= CHUNK_ELEMENTS else 4 + width) * matrix
     return max(9 * chunk, (4 if width == 4 else 6) * chunk + of_matrix)
 
 
 def estimate_engine_memory(shape: ModelShape, config: Config) -> EngineMemory:
-    """Of one generator's engine."""
+    """Estimate one generator's engine."""
     args: dict[str, Any] = config.generator.engine_args
     tp = int(args.get("tensor_parallel_size", 1))
     width = DTYPE_BYTES[config.generator.dtype]
     heads = max(1, shape.num_kv_heads // tp)  # fewer heads than ranks are held more than once
-    # Latent attention keeps what keys and values are made of, on every rank.
+    # Latent attention keeps the compressed form of keys and values, on every rank.
     values = shape.kv_rank + shape.rope_dim if shape.kv_rank else 2 * heads * shape.head_dim
     per_token = shape.num_layers * values * width
     needed = per_token * config.generator.concurrency * config.episode.max_total_tokens

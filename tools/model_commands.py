@@ -1,4 +1,4 @@
-"""Commands about models, machines and the generators of a run: `export`, `sft`, `replay`, `diagnose`, `doctor` and `scale`."""
+"""The commands `export`, `sft`, `replay`, `diagnose`, `doctor` and `scale`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def sft(
     ] = None,
     runs: NewRunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
-    """Supervised training of the answers in your rows: messages, or prompts and answers. The model is in runs/NAME/model."""
+    """Train on the answers in your rows: messages, or prompts and answers. The model is in runs/NAME/model."""
     config = load_command_config(preset, overrides or [], "sft")
     from r3async.learner import LearnerError
     from r3async.world.processes import ignore_command_output_errors
@@ -85,7 +85,7 @@ def replay(
     json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")] = False,
     runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
-    """Make a recorded run's steps again, without engines, and name the first step and stage that differ. Exit 1 if one does."""
+    """Repeat a recorded run's steps without engines; name the first step and stage that differ. Exit 1 if one does."""
     import msgspec
 
     from r3async.checkpoint import CheckpointError
@@ -134,7 +134,7 @@ def diagnose(
     json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")] = False,
     runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
-    """Where do engine and learner part? Every stage of both on the same tokens, with the likely cause. Exit 1 if one parts."""
+    """Compare every stage of engine and learner on the same tokens; name the likely cause. Exit 1 if one diverges."""
     import tempfile
 
     import msgspec

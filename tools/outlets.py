@@ -1,5 +1,4 @@
-"""What the driver of a run hands on while it lasts: to sinks, to whoever asks its Prometheus endpoint, and failures to the
-person."""
+"""Forward a run's metrics to sinks and a Prometheus endpoint, and its failures to the user, in the driver."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from r3async.views.follow import FollowedFile
 from r3async.views.summary import RunHistory, get_failure_key
 
 MIN_TABLE_EXAMPLES = 16
-"""That a table has at least, but for the last one of a run."""
+"""Minimum number of examples in a table, except for the last one of a run."""
 
 
 def _is_evaluation(row: Mapping[str, Any]) -> bool:
@@ -25,9 +24,12 @@ def _is_evaluation(row: Mapping[str, Any]) -> bool:
 
 
 class MetricsForwarder:
-    """Takes the conductor's status whenever it was asked for: steps are in it. Evaluations and examples of episodes come from the
-    files of the run, since an evaluation may end any time after its step; and from its events what episodes fail with, which is
-    said once. Never waits but at the end."""
+    """A forwarder of the metrics, episodes and failures of a run.
+
+    It takes each status that the conductor reports; steps are in it. Evaluations and example episodes come from the
+    run's files, because an evaluation may end any time after its step. Failures of episodes come from its events,
+    and each kind is printed once. It never blocks except at the end.
+    """
 
     def __init__(self, config: Config, run_dir: Path, print_line: Callable[[str], object]):
         from r3async.record.sinks import open_sinks, serve_metrics
@@ -37,21 +39,21 @@ class MetricsForwarder:
         self._endpoint = serve_metrics("driver", run_dir, config.observe)
         self._evaluations, self._episodes = (FollowedFile(run_dir / name) for name in (EVALUATION_FILE, EPISODES_FILE))
         self._events, self._history = FollowedFile(run_dir / EVENTS_FILE), RunHistory()
-        for _ in self._events.read_objects():  # of starts before this one
+        for _ in self._events.read_objects():  # events of earlier starts
             pass
         self._examples: list[EpisodeExample] = []
         self._latest_metrics: dict[str, Any] = {}
         self.skip_written()
 
     def skip_written(self) -> None:
-        """The run resumes: what its files have now was handed on before, or is of steps that are made again."""
+        """Skip what the files contain when a run resumes: it was forwarded before, or its steps are repeated."""
         for file in (self._evaluations, self._episodes):
             for _ in file.read_objects():
                 pass
         self._examples = []
 
     def show_status(self, status: Mapping[str, Any]) -> None:
-        """A status of the conductor, with rows that were not in the one before."""
+        """Forward the new rows of a conductor's status."""
         for row in status["rows"]:
             self._forward_row(row)
         self._forward_new(MIN_TABLE_EXAMPLES)
@@ -64,7 +66,7 @@ class MetricsForwarder:
 
     def _forward_row(self, row: Mapping[str, Any]) -> None:
         self._sinks.write(row)
-        # An evaluation may be of an earlier step, which is not the one that the run is at.
+        # An evaluation may belong to an earlier step than the run's present one.
         self._latest_metrics |= {n: v for n, v in row.items() if n not in ("step", "time") or not _is_evaluation(row)}
         if self._endpoint is not None:
             self._endpoint.set_metrics(self._latest_metrics)
@@ -74,7 +76,7 @@ class MetricsForwarder:
             if {"step", "time"} <= row.keys():
                 self._forward_row(row)
         for episode in self._episodes.read_objects():
-            with contextlib.suppress(KeyError, TypeError, ValueError):  # of another release
+            with contextlib.suppress(KeyError, TypeError, ValueError):  # written by another release
                 self._examples.append(make_episode_example(episode))
         if len(self._examples) >= at_least:
             self._sinks.write(self._examples)
@@ -91,5 +93,5 @@ class MetricsForwarder:
         self._sinks.close()
         if self._endpoint is not None:
             self._endpoint.close()
-        # The run is over: whoever did not take its address away was killed.
+        # The run is over: a process that did not remove its address was killed.
         shutil.rmtree(self._run_dir / "prometheus", ignore_errors=True)

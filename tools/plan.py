@@ -1,4 +1,4 @@
-"""`r3async train … --dry-run`: everything that can be known of a run before it starts, and whether that fits together."""
+"""Plan a run before it starts, and check that its settings fit together: `r3async train … --dry-run`."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from .memory import (
 from .traffic import describe_host_memory, describe_step_traffic, format_bytes
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Values of a head that vLLM's attention on CPU takes (0.30)."""
+"""Head sizes that vLLM's attention supports on CPU (0.30)."""
 VERSIONS_IN_MEMORY = 2
 LEARNER_COLUMNS = ("episode", "place", "advantages", "loss_weights", "probed", "old_logprobs", "reference_logprobs")
 DEFAULT_ENGINE_SHARE = 0.9
-"""Of a GPU's memory that vLLM takes, unless `generator.engine_args.gpu_memory_utilization` says otherwise."""
+"""Share of a GPU's memory that vLLM takes, unless `generator.engine_args.gpu_memory_utilization` sets another."""
 
 
 class ProcessPlan(msgspec.Struct, frozen=True):
-    """Processes of one kind. `gpus` of each."""
+    """Processes of one kind, each with `cpus` and `gpus`."""
 
     role: str
     count: int
@@ -50,7 +50,7 @@ class ProcessPlan(msgspec.Struct, frozen=True):
 
 
 class RunPlan(msgspec.Struct, frozen=True):
-    """What a run is made of. Bytes are at most: every episode as long as it may be."""
+    """Everything that a run consists of. Bytes are upper bounds: every episode as long as allowed."""
 
     model: str
     source: str
@@ -67,26 +67,26 @@ class RunPlan(msgspec.Struct, frozen=True):
     buffer_bytes: int
     version_bytes: int
     write_seconds: float
-    """That writing a version may take (`weights.write_timeout`)."""
+    """Timeout for writing a version, in seconds (`weights.write_timeout`)."""
     first_install_seconds: float
-    """That an engine may take for its first installation (`weights.install_timeout`)."""
+    """Timeout for an engine's first installation, in seconds (`weights.install_timeout`)."""
     install_seconds: float
-    """And for each that follows."""
+    """Timeout for each later installation, in seconds."""
     checkpoint_bytes: int
-    """0 with adapters, which are few."""
+    """Bytes of a checkpoint; 0 with adapters, which are few."""
     checkpoint_seconds: float
-    """That writing a checkpoint may take (`checkpoint.write_timeout`)."""
+    """Timeout for writing a checkpoint, in seconds (`checkpoint.write_timeout`)."""
     rank: RankMemory
     engine: EngineMemory
     gpus: int
     shared: bool
-    """Engines are on the GPUs of the learner's ranks."""
+    """True if engines are on the GPUs of the learner's ranks."""
     host: list[str]
-    """What is in the memory of the learner's hosts."""
+    """Contents of the memory of the learner's hosts, one line each."""
     traffic: list[str]
-    """What ranks move among them in a step."""
+    """Data that ranks exchange in a step, one line each."""
     hosts: list[str]
-    """Where the processes go, a line for each host, if they are on GPUs: on hosts of `cluster.gpus_per_node`."""
+    """Placement of the processes, one line per host, if they are on GPUs: on hosts of `cluster.gpus_per_node`."""
     notes: list[str]
 
     @property
@@ -95,7 +95,7 @@ class RunPlan(msgspec.Struct, frozen=True):
 
 
 def count_wire_bytes(routing: RoutingShape | None) -> int:
-    """Bytes of one token on the wire, from the schema: every column that an engine's side fills."""
+    """Return the bytes of one token on the wire, from the schema: every column that the engine's side fills."""
     sizes = {"layers": routing.layers, "top_k": routing.top_k} if routing else {}
     total = 0
     for column in SCHEMA.columns.values():
@@ -108,9 +108,11 @@ def count_wire_bytes(routing: RoutingShape | None) -> int:
 
 
 def make_run_plan(config: Config, import_code: bool = True) -> RunPlan:
-    """Work a run out. Raises `ConfigError`, naming the setting and the fix, for what cannot run.
+    """Plan a run. Raises `ConfigError`, naming the setting and the fix, if it cannot run.
 
-    Code that `config` names is imported and checked with `import_code`, and else left alone, which a note says: see `user_code`.
+    Args:
+        import_code: Import and check the code that `config` names. Otherwise it is left alone, and a note says so;
+            see `user_code`.
     """
     from r3async.rollout.evaluation import check_environment
 
@@ -172,7 +174,7 @@ def make_run_plan(config: Config, import_code: bool = True) -> RunPlan:
 
 
 def _plan_placement(config: Config) -> tuple[int, bool, list[str], list[str]]:
-    """GPUs, whether engines share them, hosts, and what is worth knowing of them: as few as will do. Raises `PlacementError`."""
+    """Find the smallest placement: GPUs, whether engines share them, hosts, and notes. Raises `PlacementError`."""
     layout, nodes = find_smallest_layout(ResourceDemand.from_config(config), config.cluster.gpus_per_node)
     p, at, notes = config.learner.parallel, layout.rank_hosts(), []
     stage = p.dp * p.tp
@@ -203,7 +205,7 @@ def _plan_processes(config: Config, engine: EngineMemory, on_gpus: bool) -> list
 
 
 def _check_plan(config: Config, shape: ModelShape, plan: RunPlan, on_gpus: bool) -> None:
-    """Raise `ConfigError` for what would fail, late, when it runs."""
+    """Raise `ConfigError` for settings that would fail late, during the run."""
     episode, transport = config.episode, config.transport
     if config.routing.replay != "off" and shape.routing_shape is None:
         raise ConfigError(f'{shape.name} has no MoE layer to replay routes in: set `routing.replay` = "off"')
@@ -249,7 +251,7 @@ def _check_plan(config: Config, shape: ModelShape, plan: RunPlan, on_gpus: bool)
 
 
 def _check_shared_gpus(config: Config, plan: RunPlan, capacity: float) -> None:
-    """A rank and the engines on its GPU fit it together."""
+    """Check that a rank and the engines on its GPU fit together."""
     ranks = config.learner.parallel.world_size
     engines = -(-config.generator.count // ranks)
     share = _engine_share(config)
@@ -272,7 +274,7 @@ def _compute_free_kv_bytes(config: Config, engine: EngineMemory) -> float:
 
 
 def _make_notes(config: Config, shape: ModelShape, engine: EngineMemory, on_gpus: bool) -> list[str]:
-    """What is worth knowing, and what the actors cannot do yet."""
+    """List useful notes, and what the actors cannot do yet."""
     notes = []
     schedule, generator = config.schedule, config.generator
     wanted = count_slots(schedule)
@@ -311,7 +313,7 @@ def _make_notes(config: Config, shape: ModelShape, engine: EngineMemory, on_gpus
 
 
 def format_count(count: float) -> str:
-    """A count for a person."""
+    """Format a count for display."""
     for unit, factor in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= factor:
             return f"{count / factor:.1f} {unit}"
@@ -319,7 +321,7 @@ def format_count(count: float) -> str:
 
 
 def describe_plan(plan: RunPlan, config: Config) -> str:
-    """The plan as text."""
+    """Describe the plan as text."""
     schedule, rank, engine = config.schedule, plan.rank, plan.engine
     lines = [
         f"model       {plan.model}: {format_count(plan.parameters)} parameters, {format_count(plan.active)} used by a token "
@@ -366,13 +368,13 @@ def describe_plan(plan: RunPlan, config: Config) -> str:
 
 
 def plan_to_json(plan: RunPlan) -> dict[str, Any]:
-    """Plain data, with the totals."""
+    """Convert the plan to plain data, with the totals."""
     out = msgspec.to_builtins(plan)
     return out | {"cpus": plan.cpus, "rank_bytes": plan.rank.total_bytes}
 
 
 def make_checked_plan(config: Config, import_code: bool = True) -> RunPlan:
-    """The plan of a run that could start. Raises as `make_run_plan` does, and for a structure that cannot start."""
+    """Plan a run that could start. Raises like `make_run_plan`, and for a structure that cannot start."""
     from .hub import resolve_hub_model
     from .structure import check_local_models, check_model_structure
 
@@ -384,7 +386,11 @@ def make_checked_plan(config: Config, import_code: bool = True) -> RunPlan:
 
 
 def print_plan(config: Config, overrides: Sequence[str] = (), as_json: bool = False) -> None:
-    """Validate, and print the plan to stdout. `overrides`: what was typed. Raises as `make_checked_plan` does."""
+    """Validate, and print the plan to stdout. Raises like `make_checked_plan`.
+
+    Args:
+        overrides: The overrides as typed.
+    """
     from .user_code import may_import_code
 
     plan = make_checked_plan(config, may_import_code(config, overrides))

@@ -1,4 +1,4 @@
-"""What is looked at before a run starts anything: it is refused in a second, and not by a process that loads for minutes."""
+"""Checks before a run starts, so that it is refused in a second and not by a process that loads for minutes."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ from .memory import (
 )
 
 ENVIRONMENT_TRY_SECONDS = 10.0
-"""So long an environment is tried. One that takes longer is not judged."""
+"""Seconds for the trial of an environment. One that takes longer is not judged."""
 CONNECT_SECONDS = 10.0
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
 WEIGHT_INDEX_FILE = "model.safetensors.index.json"
 CPU_EXPERT_WIDTH = 32
-"""vLLM pads experts to a multiple of it on CPU (0.30), and reloads unpadded ones only."""
+"""Multiple to which vLLM pads experts on CPU (0.30); it reloads unpadded ones only."""
 
 
 def check_start(config: Config) -> None:
-    """All that a start on this machine needs. Raises `ConfigError` with the setting and the fix."""
+    """Check all requirements of a start on this machine. Raises `ConfigError` with the setting and the fix."""
     if config.resume not in ("auto", "none") and not Path(config.resume).exists():
         raise ConfigError(f"`resume` = {config.resume!r}: there is no such checkpoint, and no run with checkpoints")
     if config.model.path:
@@ -75,7 +75,7 @@ def check_start(config: Config) -> None:
 
 
 def check_teacher(config: Config) -> None:
-    """`algorithm.distillation.teacher`, if there is one, is a model that reads the same tokens."""
+    """Check that `algorithm.distillation.teacher`, if set, is a model that reads the same tokens."""
     if not (name := config.algorithm.distillation.teacher):
         return
     check_model_files(name, "algorithm.distillation.teacher")
@@ -90,7 +90,7 @@ def check_teacher(config: Config) -> None:
 
 
 def check_model_directory(name: str) -> None:
-    """`model.path` is a model with weights, a tokenizer and a chat template. Reads small files only."""
+    """Check that `model.path` is a model with weights, a tokenizer and a chat template. Reads small files only."""
     path, said = Path(name), check_model_files(name, "model.path")
     settings = _read_json(path / "tokenizer_config.json", said) if (path / "tokenizer_config.json").is_file() else {}
     if not settings.get("chat_template") and not any((path / file).exists() for file in CHAT_TEMPLATE_FILES):
@@ -101,7 +101,7 @@ def check_model_directory(name: str) -> None:
 
 
 def check_model_files(name: str, setting: str) -> str:
-    """`setting` is a model with weights and a tokenizer; what it is called in a message."""
+    """Check that `setting` is a model with weights and a tokenizer. Returns its label for messages."""
     path, said = Path(name), f"`{setting}` = {name!r}"
     if not path.exists():
         raise ConfigError(f"{said} is not a model directory (no config.json in it)")
@@ -127,7 +127,7 @@ def check_model_files(name: str, setting: str) -> str:
 
 
 def _check_shards(path: Path, label: str) -> None:
-    """All files of a model in several are there, with the index that says what is in which."""
+    """Check that all shards of a model are there, with the index of their contents."""
     index, shards = path / WEIGHT_INDEX_FILE, sorted(file.name for file in path.glob("*-of-*.safetensors"))
     if index.is_file():
         named = _read_json(index, label).get("weight_map", {})
@@ -151,8 +151,10 @@ def _read_json(path: Path, label: str) -> dict[str, Any]:
 
 
 def check_model_supported(config: Config) -> None:
-    """The backend trains models of that kind, on the ranks that there are. A dense model whose numbers are not known is not
-    judged."""
+    """Check that the backend trains this kind of model on the given ranks.
+
+    A dense model whose numbers are unknown is not judged.
+    """
     name, described = Path(config.model.path).name, _read_json(Path(config.model.path) / "config.json", "`model.path`")
     check_model_type(described, name)
     try:
@@ -169,7 +171,10 @@ def check_model_supported(config: Config) -> None:
 
 
 def check_engine_config(config: Config) -> None:
-    """What vLLM reads of `config.json`, and transformers does not, is there: without it vLLM computes another model."""
+    """Check for the entries of `config.json` that vLLM reads and transformers does not.
+
+    Without them vLLM would compute another model.
+    """
     found = _read_json(Path(config.model.path) / "config.json", "`model.path`")
     known = find_architecture(found.get("model_type", ""))
     if known is None or config.generator.engine != "vllm":
@@ -188,7 +193,7 @@ def check_engine_config(config: Config) -> None:
 
 
 def check_custom_loss(config: Config) -> None:
-    """A policy loss of the user's own returns what a step takes."""
+    """Check that a custom policy loss returns what a step needs."""
     if ":" not in config.algorithm.policy_loss:
         return
     from r3async.learner.policy_loss import check_custom_loss
@@ -201,7 +206,7 @@ def check_custom_loss(config: Config) -> None:
 
 @functools.cache
 def list_engine_arguments() -> frozenset[str]:
-    """What vLLM's AsyncEngineArgs has, read without importing it, which takes seconds. Empty where vLLM is not installed."""
+    """Return the fields of vLLM's AsyncEngineArgs without its slow import (seconds); empty without vLLM."""
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None:
         return frozenset()
@@ -214,7 +219,7 @@ def list_engine_arguments() -> frozenset[str]:
 
 
 def check_engine_arguments(config: Config) -> None:
-    """Every key of `generator.engine_args` is one of vLLM's."""
+    """Check that every key of `generator.engine_args` is an argument of vLLM."""
     if config.generator.engine != "vllm" or not config.generator.engine_args or not list_engine_arguments():
         return
     for name in config.generator.engine_args:
@@ -224,12 +229,15 @@ def check_engine_arguments(config: Config) -> None:
 
 
 def has_gpu() -> bool:
-    """Whether processes that start here may see one."""
+    """Return whether processes started here may see a GPU."""
     return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def check_cluster_address(address: str) -> None:
-    """Somebody answers at HOST:PORT: Ray itself tries for minutes, and then ends this process. Other forms are Ray's to judge."""
+    """Check that something listens at HOST:PORT, because Ray itself tries for minutes and then ends this process.
+
+    Other forms of an address are left to Ray.
+    """
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdigit():
         return
@@ -243,7 +251,7 @@ def check_cluster_address(address: str) -> None:
 
 
 def check_devices(config: Config) -> None:
-    """Learner and engines fit what this machine has, where it has no GPU."""
+    """Check that learner and engines fit this machine, if it has no GPU."""
     if has_gpu() or config.generator.engine == "scripted":
         return
     if config.weights.backend == "nccl":
@@ -269,8 +277,11 @@ def check_devices(config: Config) -> None:
 
 
 def check_cpu_engine(config: Config, shape: ModelShape) -> None:
-    """What vLLM's CPU engine would start with, and then fail at: its workers crash at the first request, or the first new weights
-    do not fit into experts that it has padded."""
+    """Refuse settings with which vLLM's CPU engine would start and then fail.
+
+    Its workers would crash at the first request, or the first new weights would not fit into experts that it has
+    padded.
+    """
     args = config.generator.engine_args
     if args.get("enable_expert_parallel"):
         raise ConfigError(
@@ -289,7 +300,7 @@ def check_cpu_engine(config: Config, shape: ModelShape) -> None:
 
 
 def check_addresses(config: Config) -> None:
-    """What the run listens on is of this machine, and free."""
+    """Check that the addresses on which the run listens belong to this machine and are free."""
     serving = config.serving
     if serving.enabled or is_agent(config.env):
         if serving.port and config.generator.count > 1:
@@ -331,10 +342,13 @@ def _is_local_host(host: str) -> bool:
 
 
 async def try_environments(config: Config) -> None:
-    """Play one turn of each environment with the best answer it knows, which of a row is the row's own; an empty one if it knows
-    none. Raises `ConfigError` where the environment breaks the protocol (a `step` that returns a tuple, a reward that is a text,
-    None or not finite, `sys.exit`), and where it fails with its own best answer. Time-outs, connections, and what goes wrong with
-    an empty answer are not judged: it may be no answer to it."""
+    """Play one turn of each environment with the best answer it knows, or an empty one if it knows none.
+
+    The best answer to a row is the row's own. Raises `ConfigError` if the environment breaks the protocol (a `step`
+    that returns a tuple, a reward that is a text, None or not finite, `sys.exit`), or if it fails with its own best
+    answer. Time-outs, connection errors, and errors with an empty answer are not judged: an empty answer may not be
+    a valid one.
+    """
     for each in resolve_envs(config):
         if not is_agent(each.env):
             await _try_environment(each.env)

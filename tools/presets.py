@@ -1,4 +1,4 @@
-"""`r3async presets`: what each is for, from the comment at its head."""
+"""Describe presets from the comments at their heads: `r3async presets`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PresetHeader(msgspec.Struct, frozen=True):
 
 
 def read_preset_header(path: Path) -> PresetHeader:
-    """Raises `ValueError` naming the part that is missing: every preset says all four."""
+    """Read the head of a preset. Raises `ValueError` naming the missing part; every preset has all four."""
     lines = []
     for line in path.read_text().splitlines():
         if not line.startswith("#"):
@@ -43,12 +43,12 @@ def read_preset_header(path: Path) -> PresetHeader:
 
 
 def list_preset_paths() -> list[Path]:
-    """All presets, the quickstart first."""
+    """Return the paths of all presets, the quickstart first."""
     return sorted(preset_directory().glob("*.toml"), key=lambda p: (p.stem != FIRST_PRESET, p.stem))
 
 
 def describe_presets() -> str:
-    """One paragraph each."""
+    """Describe all presets, one paragraph each."""
     out = []
     for path in list_preset_paths():
         header = read_preset_header(path)
@@ -59,7 +59,7 @@ def describe_presets() -> str:
 
 
 def describe_preset(name: str) -> str:
-    """The file, and its plan as comments: what is printed is a valid file."""
+    """Return a preset's file with its plan as comments, so that the output is a valid file."""
     config = load_config(name)
     if is_dataset(config.env) and not config.env.args.get("path"):
         plan = f"your rows decide: r3async train {name} --dry-run data=FILE"

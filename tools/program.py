@@ -1,4 +1,4 @@
-"""The program `r3async`: the command line as a process of its own, with its end."""
+"""The program `r3async`: run the command line and end the process."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ def run_program() -> NoReturn:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process. The interpreter would take apart what torch and transformers made, object by object: a second of a dry
-    run, for memory that the system takes back anyway. Where Ray or a thread that must end is in this process, it ends as usual.
+    """End this process quickly.
+
+    The interpreter would free every object of torch and transformers, which takes a second of a dry run for memory
+    that the system reclaims anyway. If Ray or a non-daemon thread is in this process, it ends as usual.
     """
     others = [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
     if "torch" in sys.modules and "ray" not in sys.modules and not others:
@@ -30,7 +32,7 @@ def end_process(code: int) -> NoReturn:
         try:
             sys.stdout.flush()
             sys.stderr.flush()
-        except (OSError, ValueError):  # nobody reads any more: the interpreter has its own way for that
+        except (OSError, ValueError):  # the reader is gone; the interpreter handles that
             sys.exit(code)
         os._exit(code)
     sys.exit(code)

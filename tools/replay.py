@@ -1,6 +1,7 @@
-"""`r3async replay`: the steps of a recorded run made again from what it trained on, and compared with it bit by bit.
+"""Repeat the steps of a recorded run from its recorded data, and compare them with it bit by bit: `r3async replay`.
 
-No engine, no environment; Ray only where the learner has several ranks. The state that is trained is never the run's own.
+No engine and no environment are used; Ray only where the learner has several ranks. The run's own state is never
+trained.
 """
 
 from __future__ import annotations
@@ -35,14 +36,19 @@ SHOWN_METRICS = ("loss/policy", "rollout_kl/k3", "grad_norm")
 
 
 MAX_METRICS_SHOWN = 12
-"""Metrics that are listed where a step differs."""
+"""Maximum number of metrics that are listed where a step differs."""
 STEP_SETTINGS = ("learner", "algorithm", "routing", "schedule", "episode", "seed")
-"""Settings that a step follows from."""
+"""Settings that determine a step."""
 
 
 class ReplayDifference(msgspec.Struct, frozen=True):
-    """Where a replay first parts from its run: in `stage` of `minibatch`, from 1, of `step`. See `learner.digests.DIGEST_STAGES`.
-    `metrics`: `[name, run's, replay's]` of those that differ in that step."""
+    """The first difference between a replay and its run, in `stage` of `minibatch` (from 1) of `step`.
+
+    The stages are `learner.digests.DIGEST_STAGES`.
+
+    Attributes:
+        metrics: `[name, run's, replay's]` of the metrics that differ in that step.
+    """
 
     step: int
     minibatch: int
@@ -51,8 +57,13 @@ class ReplayDifference(msgspec.Struct, frozen=True):
 
 
 class ReplayResult(msgspec.Struct, frozen=True):
-    """Steps `first` to `last` of `run`, each of its minibatches compared in every stage, until one differed. `changed`: settings
-    that were not the run's; then nothing was compared."""
+    """The result of replaying steps `first` to `last` of `run`.
+
+    Every minibatch is compared in every stage, until one differs.
+
+    Attributes:
+        changed: Settings that differ from the run's; if there are any, nothing is compared.
+    """
 
     run: str
     first: int
@@ -72,11 +83,15 @@ def replay_run(
     out: Path | None = None,
     progress: Callable[[RecordedStep, Mapping[str, float | None]], object] = lambda recorded, metrics: None,
 ) -> ReplayResult:
-    """Make the recorded steps again, from the start model, or from the run's checkpoint of step `start_step`; at most `steps`.
+    """Repeat the recorded steps, from the start model or from the run's checkpoint of step `start_step`.
 
-    `changed_settings`: settings, as `key=value`, that are not the run's: a counterfactual on the same data. `model`: where
-    the start model is now. `out`: directory for the metrics and the model of the replay. Raises `RecordingError`, `ConfigError`,
-    `CheckpointError` or `LearnerError`.
+    Args:
+        changed_settings: Settings, as `key=value`, that differ from the run's: a counterfactual on the same data.
+        steps: Maximum number of steps.
+        model: The current location of the start model.
+        out: Directory for the metrics and the model of the replay.
+
+    Raises `RecordingError`, `ConfigError`, `CheckpointError` or `LearnerError`.
     """
     began, files = time.monotonic(), find_recorded_steps(run, start_step)[:steps]
     if not files:
@@ -106,7 +121,7 @@ def replay_run(
 
 
 def describe_replay(done: ReplayResult) -> str:
-    """For people."""
+    """Describe the result as readable text."""
     what = f"steps {done.first} to {done.last} of {done.run}, in {done.seconds:.1f} s"
     if done.changed:
         return f"{what}, with {', '.join(done.changed)}: nothing is compared"
@@ -121,10 +136,10 @@ def describe_replay(done: ReplayResult) -> str:
 def compare_step(
     recorded: RecordedStep, digests: Sequence[Mapping[str, int]], metrics: Mapping[str, float | None]
 ) -> ReplayDifference | None:
-    """The first stage in which a step is not the recorded one."""
+    """Return the first stage in which a step differs from the recorded one."""
     from r3async.learner.digests import DIGEST_STAGES
 
-    # What was replaced when it arrived is in the recording as it was trained.
+    # A trajectory that was replaced on arrival is recorded as it was trained.
     metrics = {name: value for name, value in metrics.items() if name != "batch/quarantined"}
     odd = [(name, recorded.metrics.get(name), value) for name, value in metrics.items()]
     odd = [each for each in odd if each[1] != each[2]]
@@ -143,7 +158,7 @@ class _ReplaySession:
         from r3async.checkpoint.directory import CheckpointDirectory
 
         self._run, self._changed, self._lineage = run, changed_settings, lineage
-        self._scratch = tempfile.TemporaryDirectory(prefix="r3async-replay-")  # for logs of several ranks
+        self._scratch = tempfile.TemporaryDirectory(prefix="r3async-replay-")  # for the logs of several ranks
         self.config = self._read_settings(lineage)
         self._model = _find_start_model(run, self.config, model)
         checkpoints = CheckpointDirectory.from_config(self.config, run)
@@ -169,7 +184,7 @@ class _ReplaySession:
         return learner, Trainer(config, cost, learner, NullTracer(), NullReporter(), _refuse_placeholder)
 
     def enter_lineage(self, lineage: int, step: int) -> None:
-        """From `step` on that lineage's settings hold. Raises `RecordingError` if they make other steps."""
+        """Apply the settings of a lineage from `step` on. Raises `RecordingError` if they would change the steps."""
         if lineage == self._lineage:
             return
         self._lineage, config = lineage, self._read_settings(lineage)
@@ -184,7 +199,7 @@ class _ReplaySession:
     def train_step(
         self, recorded: RecordedStep, groups: list[list[Trajectory]]
     ) -> tuple[dict[str, float | None], list[dict[str, int]]]:
-        """Its metrics as they would be written, and digests."""
+        """Train a recorded step. Returns its metrics as they would be written, and its digests."""
         done = self._trainer.train_step(recorded.step, recorded.version, self._trainer.prepare_step(groups))
         return {name: value if math.isfinite(value) else None for name, value in done.metrics.items()}, done.digests
 
@@ -215,7 +230,7 @@ class NullTracer:
 
 
 class NullReporter:
-    """What the trainer reports, the run has reported."""
+    """A reporter that drops events, because the run has already reported them."""
 
     def warning(self, event: str, **facts: Any) -> None:
         pass

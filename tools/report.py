@@ -1,4 +1,4 @@
-"""`r3async report`: write the page of a run, or one that compares several; or serve them while they go on."""
+"""Write the page of a run or a comparison of several, or serve them during the runs: `r3async report`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .terminal import SafeConsole
 
 
 class ServeError(ValueError):
-    """The message says why."""
+    """An error of the page server; the message gives the reason."""
 
 
 def report_command(
@@ -46,8 +46,11 @@ def report_command(
 
 
 def write_report_page(names: Sequence[str], output: Path | None, root: Path) -> Path:
-    """The page's path: `output`, or `report.html` of the one run or sweep, or `compare.html` of the first of several. Raises
-    `InspectError` for a run that is not there."""
+    """Write a report page and return its path.
+
+    The path is `output`, or `report.html` of the one run or sweep, or `compare.html` of the first of several. Raises
+    `InspectError` for an unknown run.
+    """
     from r3async.views.report import write_report
 
     from .inspect.run import find_run
@@ -60,12 +63,12 @@ def write_report_page(names: Sequence[str], output: Path | None, root: Path) -> 
 
 
 def serve_runs(names: Sequence[str], output: Path | None, port: int, root: Path) -> None:
-    """Serve until Ctrl-C; the address goes to stdout. Raises `InspectError` for a run that is not there, and `ServeError`."""
+    """Serve until Ctrl-C; print the address to stdout. Raises `ServeError`, or `InspectError` for an unknown run."""
     from .inspect.run import find_run
     from .live import serve_live_pages
 
     if output is not None:
         raise ServeError("--serve writes no file: leave out --output")
-    # A link like `latest` may point to another run later: the page stays with the one that it was asked for.
+    # A link like `latest` may point to another run later; the page stays with the present one.
     directories = list(dict.fromkeys(find_run(name, root).resolve() for name in names))
     serve_live_pages(directories, port, typer.echo)

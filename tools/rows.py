@@ -1,4 +1,4 @@
-"""What a run's `data` comes to, before anything starts: how many rows are trained and evaluated, and how many are too long."""
+"""Count a run's rows of `data` before anything starts: the trained, the evaluated, and those that are too long."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from r3async.rollout.evaluation import drop_long_prompts
 
 
 def add_row_digests(config: Config, print_line: Callable[[str], object]) -> Config:
-    """`config` with the digest of its rows, which a resumed run has to find again; as it is without rows. `print_line` gets
-    the counts.
+    """Return `config` with the digest of its rows, which must be the same at a resume; unchanged if there are no rows.
 
-    Raises `ConfigError` for rows that cannot be read or do not fit, if all prompts are too long, and for a tokenizer that cannot
-    be used.
+    Raises `ConfigError` for rows that cannot be read or do not fit, if all prompts are too long, and for a tokenizer
+    that cannot be used.
+
+    Args:
+        print_line: Called with the counts.
     """
     for line in describe_rows(config):
         print_line(line)
@@ -40,8 +42,10 @@ def _add_digest(env: EnvConfig) -> dict[str, Any]:
 
 
 def describe_rows(config: Config) -> list[str]:
-    """A line for each part of the rows of each environment; see `add_row_digests`. Prompts are measured where the model's
-    tokenizer is."""
+    """Describe each part of the rows of each environment in a line; see `add_row_digests`.
+
+    Prompts are measured if the model's tokenizer is available.
+    """
     return [
         line
         for each in resolve_envs(config)
@@ -69,7 +73,7 @@ def _describe_environment_rows(config: Config, env_entry: RunEnv) -> list[str]:
 
 
 def _make_renderer(config: Config) -> ChatRenderer | None:
-    """None if the model is not on this machine."""
+    """Return the model's renderer; None if the model is not on this machine."""
     path = config.model.path
     if not path:
         from .init_model import build_byte_tokenizer

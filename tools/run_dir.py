@@ -1,4 +1,4 @@
-"""Which directory a command's run gets: by name, under the directory of runs; and whether its disk has free bytes for it."""
+"""Choose the directory of a command's run, by name under the directory of runs, and check its disk space."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from r3async.world.appending import EventReporter
 from r3async.world.files import DISK_FULL_ERRNOS
 
 MIN_FREE_BYTES = 2**20
-"""For the configuration, logs and records of the first steps; models and checkpoints come on top."""
+"""Free bytes needed for the configuration, logs and records of the first steps, besides models and checkpoints."""
 
 
 def open_named_run(
@@ -28,7 +28,7 @@ def open_named_run(
     root: Path = Path("runs"),
     report_event: EventReporter = ignore_event,
 ) -> run_dir.RunDirectory:
-    """`runs/NAME`, see `r3async.actors.driver.open_run_directory`; `runs/latest` points at it."""
+    """Open `runs/NAME` with `r3async.actors.driver.open_run_directory`, and point `runs/latest` at it."""
     name = config.name or f"{Path(preset).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     run = asyncio.run(run_dir.open_run_directory(config, root / name, print_line, report_event))
     try:
@@ -41,15 +41,17 @@ def open_named_run(
 
 def _link_latest(root: Path, name: str) -> None:
     scratch = root / f".latest-{os.getpid()}"
-    with contextlib.suppress(FileNotFoundError):  # of a process with this id that was killed here
+    with contextlib.suppress(FileNotFoundError):  # of a killed process with the same id
         scratch.unlink()
     scratch.symlink_to(name)
     scratch.replace(root / "latest")
 
 
 def check_disk_space(directory: Path, needed: int = MIN_FREE_BYTES) -> None:
-    """Raise `ConfigError` if nothing can be written there; with path, free bytes and what is needed, if the disk, or this user's
-    quota, does not have `needed`."""
+    """Raise `ConfigError` if the directory is not writable, or if the disk or the user's quota lacks `needed` bytes.
+
+    The error about a full disk names the path, the free bytes and the needed bytes.
+    """
     there = _find_existing_parent(directory)
     probe = there / f".capacity-{os.getpid()}"
     try:
@@ -70,11 +72,11 @@ def check_disk_space(directory: Path, needed: int = MIN_FREE_BYTES) -> None:
 
 @contextlib.contextmanager
 def explain_full_disk(directory: Path) -> Iterator[None]:
-    """Turns the error of a disk that fills up while the run starts into a `ConfigError` that says so."""
+    """Convert the error of a disk that fills up during the start into a `ConfigError` that says so."""
     try:
         yield
     except Exception as error:
-        # safetensors has an error of its own, recognized by its text alone.
+        # safetensors raises its own error, recognizable only by its text.
         if getattr(error, "errno", None) in DISK_FULL_ERRNOS or "No space left on device" in str(error):
             raise _make_full_disk_error(directory, MIN_FREE_BYTES) from error
         raise

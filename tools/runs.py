@@ -1,4 +1,4 @@
-"""Where run directories are: one answer for every command, and for Python."""
+"""The location of run directories, the same for every command and for Python."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ RUNS_VARIABLE = "R3ASYNC_RUNS"
 DEFAULT_RUNS_DIRECTORY = Path("runs")
 
 RunsOption = Annotated[Path, typer.Option("--runs", help="where run directories are", envvar=RUNS_VARIABLE)]
-"""`--runs` of a command that takes a run's name."""
+"""The option `--runs` of a command that takes a run's name."""
 NewRunsOption = Annotated[Path, typer.Option("--runs", help="where run directories are made", envvar=RUNS_VARIABLE)]
 
 
 def get_runs_directory() -> Path:
-    """Where a run is by its name, if nobody says otherwise: R3ASYNC_RUNS, or `runs` here."""
+    """Return the default directory of runs: R3ASYNC_RUNS, or `runs` in the current directory."""
     return Path(os.environ.get(RUNS_VARIABLE) or DEFAULT_RUNS_DIRECTORY)

@@ -1,5 +1,7 @@
-"""`r3async scale`: more generators for a running run, or fewer. Asked for by a file in its directory (`actors/driver.py`), and
-answered by its events."""
+"""Change the number of generators of a running run: `r3async scale`.
+
+The request is a file in the run's directory (`actors/driver.py`), and the answer comes in the run's events.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,18 @@ from r3async.views.follow import FollowedFile, FollowedRun
 from r3async.world.real import REAL_WORLD
 
 MAX_GENERATORS = 4096
-"""Generators of a run."""
+"""Maximum number of generators of a run."""
 ANSWER_TIMEOUT_SECONDS = 60.0
-"""In which the command of a run answers, also while it starts Ray."""
+"""Seconds within which the run's command answers, even while it starts Ray."""
 POLL_SECONDS = 0.2
 REFUSED_EXIT_CODE, PENDING_EXIT_CODE = 1, 3
-"""Exit codes."""
+"""Exit codes of a refused request, and of one that is not fulfilled yet."""
 SHOWN_EVENTS = ("scale_waits", "generator_joined", "generator_left", "generator_refused", "generator_lost")
-"""Events that are shown."""
+"""Events that are printed."""
 
 
 def parse_generators(arguments: Sequence[str]) -> int:
-    """Of `generators=N`. Raises `ConfigError`."""
+    """Parse `generators=N`. Raises `ConfigError`."""
     name, equals, number = arguments[0].partition("=") if len(arguments) == 1 else ("", "", "")
     if name != "generators" or not equals or not number.isascii() or not number.isdigit():
         raise ConfigError(
@@ -39,12 +41,14 @@ def parse_generators(arguments: Sequence[str]) -> int:
 
 
 def scale_run(run_dir: Path, count: int, wait: float, print_line: Callable[[str], object]) -> int:
-    """Ask for `count` generators, and say what becomes of it for `wait` seconds. Returns the exit code. Raises `ConfigError` if
-    nobody runs the run."""
+    """Request `count` generators, and print the progress for `wait` seconds. Returns the exit code.
+
+    Raises `ConfigError` if no process runs the run.
+    """
     if (run := _read_run(run_dir)).has_ended:
         raise ConfigError(f"{run_dir} is not running ({run.status}): set `generator.count` where it is started again")
     events = FollowedFile(run_dir / "events.jsonl")
-    list(events.read_objects())  # what was before
+    list(events.read_objects())  # earlier events
     wish = ScaleRequest(count, REAL_WORLD.unique_id())
     write_scale_request(run_dir, wish)
     if not wait:
@@ -80,7 +84,7 @@ def _read_run(run_dir: Path) -> FollowedRun:
 
 
 def _iter_events(events: FollowedFile, answers: Sequence[str], wait: float) -> Iterator[dict[str, Any]]:
-    """Events as they come, for `wait` seconds; for `ANSWER_TIMEOUT_SECONDS`, if there are no `answers` by then."""
+    """Yield events as they come, for `wait` seconds, or `ANSWER_TIMEOUT_SECONDS` if `answers` is empty by then."""
     began = time.monotonic()
     while (passed := time.monotonic() - began) < wait and (answers or passed < ANSWER_TIMEOUT_SECONDS):
         yield from events.read_objects()
@@ -88,7 +92,7 @@ def _iter_events(events: FollowedFile, answers: Sequence[str], wait: float) -> I
 
 
 def _describe_event(event: dict[str, Any]) -> str:
-    """In words."""
+    """Describe an event in words."""
     who = event.get("generator", "")
     match event["event"]:
         case "scale_waits":

@@ -1,7 +1,8 @@
-"""`r3async sft`: supervised training of the answers in rows of your own.
+"""Supervised training of the answers in your own rows: `r3async sft`.
 
-A run like any other: a directory with its configuration, metrics, checkpoints and the trained model; a stop finishes the step,
-and the same command with its name resumes. Nothing is generated, so there are no engines; with one rank all of it is one process.
+It is a run like any other: a directory with its configuration, metrics, checkpoints and the trained model. A stop
+finishes the step, and the same command with the run's name resumes. Nothing is generated, so there are no engines;
+with one rank, everything is in one process.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def run_sft(config: Config, preset: str, console: Console | None = None, root: Path = Path("runs")) -> Path:
-    """Train to the end; returns the run directory. Raises `ConfigError`, `CheckpointError` or `LearnerError` with what to do."""
+    """Train to the end and return the run directory.
+
+    Raises `ConfigError`, `CheckpointError` or `LearnerError` with a remedy.
+    """
     request = StopRequest()
     with handle_stop_signals(request), LiveView(console or SafeConsole(file=sys.stderr), config.steps) as view:
         try:
@@ -87,7 +91,7 @@ def _prepare_and_run(config: Config, preset: str, view: LiveView, root: Path, re
 
 
 class SupervisedRun:
-    """One start of a supervised run. The event loop only waits for checkpoints; everything of torch is in its thread."""
+    """One start of a supervised run. The event loop only waits for checkpoints; all torch work is in its thread."""
 
     def __init__(
         self,
@@ -104,10 +108,10 @@ class SupervisedRun:
         self._step = run.resume_from.state.steps if run.resume_from else 0
         self._elapsed = run.resume_from.state.elapsed if run.resume_from else 0.0
         self._made = 0
-        """Updates of this start."""
+        """Updates made since this start."""
 
     async def run(self) -> None:
-        """All steps, or those before a stop; then the model and a checkpoint."""
+        """Run all steps, or those before a stop; then write the model and a checkpoint."""
         config, directory = self._config, self._run.path
         lineage = self._take_lineage(self._run.resume_from)
         self._view.rewind_to_step(self._step)
@@ -166,7 +170,7 @@ class SupervisedRun:
             raise StoppedWhileLoading
 
     def _train_step(self, learner: Any, lineage: Lineage) -> dict[str, Any]:
-        """One step, and its row."""
+        """Train one step and return its row of metrics."""
         began = time.monotonic()
         metrics = learner.train_supervised(self._pack_for_ranks(self._data.select_step_samples(self._step)))
         seconds = time.monotonic() - began

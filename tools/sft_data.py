@@ -1,4 +1,4 @@
-"""What a supervised run learns: rows of the user's own as samples, in the order of steps."""
+"""The data of a supervised run: the user's rows as samples, in the order of steps."""
 
 from __future__ import annotations
 
@@ -21,8 +21,13 @@ from r3async.untrusted import decode_python_json
 
 @dataclass(frozen=True)
 class SupervisedRows:
-    """`rows`: the samples of each row; one, or several where the template rewrites history. `held_out`: those that are never
-    trained. `digest`: of the rows. Rows of a step follow from the seed and the step alone."""
+    """The rows of a supervised run. The rows of a step depend only on the seed and the step.
+
+    Attributes:
+        rows: The samples of each row; one, or several where the template rewrites history.
+        held_out: Samples that are never trained.
+        digest: Digest of the rows.
+    """
 
     rows: list[list[Sample]]
     held_out: list[Sample]
@@ -33,7 +38,10 @@ class SupervisedRows:
 
     @staticmethod
     def from_config(config: Config, print_line: Callable[[str], object]) -> SupervisedRows:
-        """Rows that do not fit into `episode.max_total_tokens` are dropped, and counted. Raises `ConfigError`."""
+        """Read the rows; those that do not fit into `episode.max_total_tokens` are dropped and counted.
+
+        Raises `ConfigError`.
+        """
         if not is_dataset(config.env):
             raise ConfigError(
                 "`data` names no rows to learn: set `data` = FILE, a directory, or the id of a dataset on the hub"
@@ -56,7 +64,7 @@ class SupervisedRows:
         )
 
     def update_config(self, config: Config) -> Config:
-        """With the rows' digest, which a resumed run has to find again, and with the steps that `sft.epochs` means."""
+        """Return the configuration with the steps for `sft.epochs` and the rows' digest, fixed for any resume."""
         steps = config.steps
         if config.sft.epochs:
             steps = max(1, math.ceil(config.sft.epochs * len(self.rows) / self.rows_per_step))
@@ -66,7 +74,7 @@ class SupervisedRows:
         return config
 
     def select_step_samples(self, step: int) -> list[Sample]:
-        """Step `step`, from 0: the next rows, each epoch in an order of its own."""
+        """Return the samples of step `step` (from 0): the next rows, with another order in each epoch."""
         count, out = len(self.rows), []
         first, orders = step * self.rows_per_step, dict[int, Sequence[int]]()
         for at in range(first, first + self.rows_per_step):
@@ -83,7 +91,7 @@ class SupervisedRows:
 
 
 def _rename_sample(sample: Sample, prefix: str) -> Sample:
-    """A row that a step has twice is two samples."""
+    """Rename a sample, so that a row that occurs twice in a step gives two samples."""
     return Sample(f"{prefix}:{sample.sample_id}", sample.table, sample.temperature)
 
 

@@ -1,5 +1,7 @@
-"""What a dry run looks at besides numbers: whether the model that is here could be built, loaded and divided as the run would do
-it. Nothing is allocated: tensors have shapes only."""
+"""Check for a dry run that a local model can be built, loaded and sharded as in the run.
+
+Nothing is allocated: tensors have shapes only.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from .preflight import check_engine_config, check_model_directory, check_teacher
 
 
 def check_local_models(config: Config) -> None:
-    """The directories of the model and its teacher, if they are on this machine: see `preflight`."""
+    """Check the directories of the model and its teacher, if they are on this machine; see `preflight`."""
     if config.model.path and Path(config.model.path).exists():
         check_model_directory(config.model.path)
     if (teacher := config.algorithm.distillation.teacher) and Path(teacher).exists():
@@ -21,7 +23,7 @@ def check_local_models(config: Config) -> None:
 
 
 def check_model_structure(config: Config) -> None:
-    """Raise `ConfigError` for what the start would refuse, or be stuck with."""
+    """Raise `ConfigError` for a model that the start would refuse or get stuck with."""
     shape, _ = find_model_shape(config)
     check_router_settings(shape, config)
     if config.model.path and Path(config.model.path).exists():
@@ -30,7 +32,7 @@ def check_model_structure(config: Config) -> None:
 
 
 def check_buildable(config: Config, path: Path) -> None:
-    """The backend has all that it makes the model of, or builds it."""
+    """Check that the backend can build the model, or has everything for it."""
     from r3async.learner import LearnerError
 
     try:
@@ -41,7 +43,7 @@ def check_buildable(config: Config, path: Path) -> None:
 
 
 def _check_backend_build(config: Config, path: Path) -> None:
-    """Raises `LearnerError`."""
+    """Check the model with its backend. Raises `LearnerError`."""
     if config.learner.backend == "megatron":
         from r3async.learner.model import check_model_directory as fits
 

@@ -1,4 +1,4 @@
-"""What commands have in common. Where they print: nothing that they were given by others reaches the terminal unescaped."""
+"""Safe output for commands: text from elsewhere never reaches the terminal unescaped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from r3async.world.processes import escape_control_characters
 
 
 class SafeConsole(Console):
-    """Rich's, in which the text of what is printed is `escape_control_characters`; its own colours and movements are not text."""
+    """A rich console that escapes control characters in text; its own colours and cursor movements are not text."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
@@ -22,11 +22,11 @@ class SafeConsole(Console):
 
 
 def echo_printable(text: Any = "", **options: Any) -> None:
-    """`typer.echo_printable` of text that may come from others."""
+    """Print text that may come from others, with control characters escaped."""
     typer.echo(escape_control_characters(str(text)), **options)
 
 
 def escape_text(text: Text) -> Text:
-    """For a display that is not a `SafeConsole`: as it is, if all of it is printable; else escaped, in one style."""
+    """Escape text for a display that is not a `SafeConsole`: unchanged if it is printable, else in one style."""
     plain = escape_control_characters(text.plain)
     return text if plain == text.plain else Text(plain, text.style)

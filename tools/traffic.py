@@ -1,7 +1,8 @@
-"""What a run needs of its hosts' memory, and how many bytes a step moves: from the settings and the model's shape alone.
+"""Estimate a run's host memory and the bytes that a step moves, from the settings and the model's shape alone.
 
-Bytes are at most: every episode as long as it may be. A ring of n ranks that sums x bytes, or gathers them, moves
-x (n - 1) / n from each rank, and twice that to leave the sum on all (Patarasu and Yuan 2009, doi.org/10.1016/j.jpdc.2008.09.002).
+Bytes are upper bounds: every episode as long as allowed. A ring of n ranks that sums or gathers x bytes moves
+x (n - 1) / n from each rank, and twice that to leave the sum on all (Patarasu and Yuan 2009,
+doi.org/10.1016/j.jpdc.2008.09.002).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from .memory import count_replicas
 
 
 def format_bytes(count: float) -> str:
-    """Bytes for a person."""
+    """Format a number of bytes for display."""
     for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= factor:
             return f"{count / factor:.1f} {unit}"
@@ -22,7 +23,7 @@ def format_bytes(count: float) -> str:
 
 
 def describe_host_memory(shape: ModelShape, config: Config) -> list[str]:
-    """Lines: what is in the memory of the learner's hosts, all together, besides the processes themselves and /dev/shm."""
+    """Describe the memory of all the learner's hosts, besides the processes themselves and /dev/shm, in lines."""
     learner, version = config.learner, shape.num_parameters * DTYPE_BYTES[config.generator.dtype]
     ranks = learner.parallel.world_size
     lines = [
@@ -38,7 +39,7 @@ def describe_host_memory(shape: ModelShape, config: Config) -> list[str]:
 
 
 def describe_step_traffic(shape: ModelShape, config: Config, tokens: int) -> list[str]:
-    """Lines: what ranks move among them in a step of `tokens`."""
+    """Describe the data that ranks exchange in a step of `tokens`, in lines."""
     learner, p = config.learner, config.learner.parallel
     width = DTYPE_BYTES[learner.dtype]
     lines = []
@@ -47,13 +48,13 @@ def describe_step_traffic(shape: ModelShape, config: Config, tokens: int) -> lis
     if learner.backend == "megatron" and max(many, of_experts) > 1 and not learner.lora.rank:
         rest, experts = _count_parameters(shape, config)
         shares = ((rest, many), (experts, of_experts))
-        # Sums in float32, to each rank its share; then the sums to all, or the updated weights.
+        # Sums in float32, to each rank its share; then the sums, or the updated weights, to all.
         each = sum(held * (4 + (width if learner.shard_optimizer else 4)) * (n - 1) / n for held, n in shares)
         lines.append(
             f"{format_bytes(updates * each)} from each rank to those that hold copies: gradients, and what they become"
         )
     if p.ep > 1 and shape.moe_layers:
-        passes = 2 * (2 if learner.recompute == "none" else 3)  # there and back, forward, backward, and once again
+        passes = 2 * (2 if learner.recompute == "none" else 3)  # there and back; forward, backward, and a recomputation
         sent = tokens / (p.dp * p.cp * p.tp) * len(shape.moe_layers) / p.pp * shape.top_k * shape.hidden_size * width
         sent *= passes * (p.ep - 1) / p.ep * config.schedule.epochs_per_step
         lines.append(
@@ -63,7 +64,7 @@ def describe_step_traffic(shape: ModelShape, config: Config, tokens: int) -> lis
 
 
 def _count_parameters(shape: ModelShape, config: Config) -> tuple[int, int]:
-    """Parameters of a rank: no experts, and experts, of the stage with most."""
+    """Count the parameters of a rank of the largest stage: outside experts, and in experts."""
     p = config.learner.parallel
     stages = [
         (sum(i in shape.moe_layers for i in range(s * shape.num_layers // p.pp, (s + 1) * shape.num_layers // p.pp)), s)
@@ -81,7 +82,7 @@ def _count_rank_parameters(shape: ModelShape, config: Config) -> int:
 
 
 def _count_updated(shape: ModelShape, config: Config) -> int:
-    """Values of a rank that have moments."""
+    """Count the values of a rank that have moments."""
     learner = config.learner
     many, of_experts = count_replicas(learner)
     if learner.lora.rank:

@@ -1,4 +1,4 @@
-"""`r3async train`: from a configuration to a finished run directory."""
+"""Train from a configuration to a finished run directory: `r3async train`."""
 
 from __future__ import annotations
 
@@ -30,20 +30,24 @@ if TYPE_CHECKING:
 
 
 class StoppedWhileLoading(BaseException):
-    """A stop was requested before the actors could be told: nothing has to be finished."""
+    """A stop that was requested before the actors could be told: nothing has to be finished."""
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequest:
-    """First Ctrl-C, SIGTERM or SIGHUP (the terminal was closed): end in order, by `StoppedWhileLoading` while `is_loading`.
-    Second Ctrl-C or SIGTERM: `KeyboardInterrupt` at once. The kernel and the shell both send SIGHUP: once more means nothing."""
+    """The signal handler of a run, and its record of a requested stop.
+
+    The first Ctrl-C, SIGTERM or SIGHUP (the terminal was closed) requests an orderly end, and raises
+    `StoppedWhileLoading` while `is_loading`. A second Ctrl-C or SIGTERM raises `KeyboardInterrupt` at once. A second
+    SIGHUP means nothing, because the kernel and the shell both send one.
+    """
 
     def __init__(self) -> None:
         self.requested = False
         self.is_loading = True
-        """The main thread is in calls that take long and look at no flag."""
+        """True while the main thread is in long calls that check no flag."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
@@ -55,8 +59,10 @@ class StopRequest:
             raise StoppedWhileLoading
 
     def install_handlers(self) -> dict[int, Any]:
-        """Obey these signals, if this is the main thread; not a SIGHUP that is ignored, as `nohup` has it. Returns who did
-        before."""
+        """Handle these signals, if this is the main thread; but not a SIGHUP that is ignored, as under `nohup`.
+
+        Returns the previous handlers.
+        """
         if threading.current_thread() is not threading.main_thread():
             return {}
         ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -66,7 +72,7 @@ class StopRequest:
 
 @contextmanager
 def handle_stop_signals(request: StopRequest) -> Iterator[None]:
-    """Have it obey signals meanwhile."""
+    """Let the request handle signals inside this block."""
     old = request.install_handlers()
     try:
         yield
@@ -76,7 +82,7 @@ def handle_stop_signals(request: StopRequest) -> Iterator[None]:
 
 
 class TerminalUI:
-    """The terminal, the outlets and the signals: what a run's driver knows of the person; see `driver.DriverUI`."""
+    """The terminal, the outlets and the signals: the driver's interface to the user; see `driver.DriverUI`."""
 
     def __init__(self, view: LiveView, forwarder: MetricsForwarder, request: StopRequest, callbacks: CallbackRunner):
         self.view, self.forwarder, self.request, self.callbacks = view, forwarder, request, callbacks
@@ -91,11 +97,11 @@ class TerminalUI:
         return self.view.shown_step
 
     def begin_loading(self) -> None:
-        """A stop is obeyed at once."""
+        """Obey a stop at once from now on."""
         self.request.is_loading = True
 
     def confirm_started(self) -> None:
-        """Raises `StoppedWhileLoading` if a stop was requested meanwhile."""
+        """Confirm the start. Raises `StoppedWhileLoading` if a stop was requested meanwhile."""
         self.request.install_handlers()  # Ray installed its own handlers when it started
         self.request.is_loading = False
         if self.request.requested:
@@ -121,11 +127,15 @@ def train(
     callbacks: Sequence[Any] = (),
     request: StopRequest | None = None,
 ) -> Path:
-    """Run to the end; returns the run directory. `pipeline`: with other actors than usual. `callbacks`: see `CallbackRunner`.
-    `request`: by which another thread may ask for a stop.
+    """Run to the end and return the run directory.
 
-    Raises `ConfigError`, `CheckpointError` or `RunFailed` with what to do about it. `NotTrained` (no step made an update),
-    `StoppedBeforeStep` and `CallbackFailed` are `RunFailed`, too.
+    Args:
+        pipeline: Launcher with other actors than usual.
+        callbacks: Callbacks as in `CallbackRunner`.
+        request: The request through which another thread may ask for a stop.
+
+    Raises `ConfigError`, `CheckpointError` or `RunFailed` with a remedy. `NotTrained` (no step made an update),
+    `StoppedBeforeStep` and `CallbackFailed` are subclasses of `RunFailed`.
     """
     from r3async.actors.process import StoppedBeforeStep
 
@@ -195,7 +205,7 @@ def _prepare_and_train(
             except RunFailed:
                 diagnose_failed_run(run.path, view.print_line, view.show_phase)
                 raise
-    except SystemExit as error:  # of the handlers that Ray installs while it starts: it has ended its processes
+    except SystemExit as error:  # from the handlers that Ray installs while it starts, which has ended its processes
         if not request.is_loading:
             raise
         raise StoppedWhileLoading from error
@@ -207,7 +217,7 @@ def _prepare_and_train(
 
 
 def make_reporter(view: LiveView) -> EventReporter:
-    """Tells the person what was found among the checkpoints."""
+    """Return a reporter that tells the user what was found among the checkpoints."""
 
     def report(event: str, /, **facts: object) -> None:
         view.print_line(f"{event.replace('_', ' ')}: {' '.join(f'{k}={v}' for k, v in facts.items())}")
@@ -216,7 +226,7 @@ def make_reporter(view: LiveView) -> EventReporter:
 
 
 def _make_start_model(config: Config, run_dir: Path, view: LiveView, request: StopRequest) -> Path:
-    """The start model of a run that has none. While it is made, Ray starts."""
+    """Make the start model of a run that has none. Ray starts meanwhile."""
     from r3async.actors.driver import connect_cluster
 
     from .init_model import init_model_in_process, init_or_copy_model
@@ -232,7 +242,7 @@ def _make_start_model(config: Config, run_dir: Path, view: LiveView, request: St
 
 
 def report_ended_run(run_dir: Path, view: LiveView) -> None:
-    """Write the report of a run that ended, and print what it comes to."""
+    """Write the report of a run that ended, and print its summary."""
     from r3async.views.report import write_report
     from r3async.views.summary import format_summary, summarize_run
 

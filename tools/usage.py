@@ -1,4 +1,4 @@
-"""How a command line is meant, and what is said of one that no command understands."""
+"""Default subcommands, and explanations of command lines that no command understands."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from r3async.config.others import find_equivalent_setting
 
 HELP_OPTIONS = ("-h", "--help")
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-"""Of the click that typer uses, which is another package from one version of typer to the next."""
+"""Usage error of the click that typer uses, which is another package from one version of typer to the next."""
 
 
 class DefaultCommandGroup(TyperGroup):
-    """Subcommands, of which the first is meant where none is named: `submit PRESET` beside `submit status JOB`. Its help is that
-    of the first, and then of all."""
+    """A group whose first subcommand is the default: `submit PRESET` beside `submit status JOB`.
+
+    Its help is that of the first subcommand, and then of all.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in HELP_OPTIONS:
@@ -33,8 +35,10 @@ class DefaultCommandGroup(TyperGroup):
 
 
 def explain_usage_error(error: Any, arguments: Sequence[str]) -> str:
-    """One line about a `UsageError` of the command line `arguments`: what is wrong, and where the help is. "" where typer has
-    printed the help itself."""
+    """Explain a `UsageError` of the command line `arguments` in one line: what is wrong, and where the help is.
+
+    Returns "" if typer has printed the help itself.
+    """
     if type(error).__name__ == "NoArgsIsHelpError":
         return ""
     option = getattr(error, "option_name", "")
@@ -46,7 +50,7 @@ def explain_usage_error(error: Any, arguments: Sequence[str]) -> str:
 
 
 def _suggest_setting(option: str, arguments: Sequence[str]) -> str:
-    """`--steps 10` is `steps=10` here. "" if no setting is like it."""
+    """Suggest a setting for an option: `--steps 10` is `steps=10` here. Returns "" if no setting is similar."""
     name = option.lstrip("-").replace("-", "_")
     keys = flatten_section(config_to_dict(Config()))
     if name in keys:
@@ -61,6 +65,6 @@ def _suggest_setting(option: str, arguments: Sequence[str]) -> str:
 
 
 def _find_option_value(arguments: Sequence[str]) -> str:
-    """Of the option that the words begin with."""
+    """Return the value of the option with which the words begin."""
     _, equals, value = arguments[0].partition("=")
     return value if equals else next(iter(arguments[1:]), "…")

@@ -1,7 +1,8 @@
-"""Code that a configuration names, and whether a command may import it.
+"""Find code that a configuration names, and decide whether a command may import it.
 
-A configuration can come from somebody else, and to import a module runs it. So a command that only shows imports no module that a
-file alone names. `r3async train … --dry-run` does where the person typed the name, or confirms it. What runs, imports.
+A configuration can come from somebody else, and importing a module runs it. So a command that only shows something
+imports no module that only a file names. `r3async train … --dry-run` imports it if the user typed the name or
+confirms it. Commands that run import it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from r3async.rollout.agents import FUNCTION_AGENT_PREFIX, is_agent
 
 
 def find_named_code(config: Config) -> dict[str, str]:
-    """Every name by which a run with `config` would import somebody's code, with the setting that has it."""
+    """Return every name by which a run with `config` would import somebody's code, by the setting that has it."""
     found: dict[str, str] = {}
     for each in resolve_envs(config):
         found |= _find_environment_code(each.env, f"env.args.{each.label}." if each.label else "env.")
@@ -37,7 +38,7 @@ def _find_environment_code(env: EnvConfig, prefix: str) -> dict[str, str]:
     kind, colon, target = env.name.partition(":")
     if kind == DATASET_ENV:
         named = []
-        with contextlib.suppress(ValueError):  # what cannot be read is refused where it is used
+        with contextlib.suppress(ValueError):  # unreadable values are refused where they are used
             rewards = parse_rewards(parse_data_config(env.args).reward)
             named = [each.fn for each in rewards if ":" in each.fn and not is_object_name(each.fn)]
         return {"reward": ", ".join(named)} if named else {}
@@ -51,14 +52,16 @@ def _find_environment_code(env: EnvConfig, prefix: str) -> dict[str, str]:
     ours = env.name in BUILTIN_ENVIRONMENTS or is_object_name(env.name) or kind == "reasoning-gym"
     if not colon or ours or (is_agent(env) and not env.name.startswith(FUNCTION_AGENT_PREFIX)):
         return {}
-    if kind == "gymnasium" and ":" not in target:  # of the installed package
+    if kind == "gymnasium" and ":" not in target:  # from the installed package
         return {}
     return {f"{prefix}name": env.name}
 
 
 def may_import_code(config: Config, overrides: Sequence[str]) -> bool:
-    """Whether the code that `config` names may be imported to check it: all of it was typed, in `overrides`, or the person at the
-    terminal confirms."""
+    """Return whether code that `config` names may be imported to check it.
+
+    It may if all of it was typed, in `overrides`, or if the user at the terminal confirms.
+    """
     files_name = {
         setting: names
         for setting, names in find_named_code(config).items()
@@ -71,7 +74,7 @@ def may_import_code(config: Config, overrides: Sequence[str]) -> bool:
 
 
 def _is_typed(name: str, overrides: Sequence[str]) -> bool:
-    """Whether `name` stands in one of these by itself, and not as a part of another name."""
+    """Return whether `name` occurs in an override as a whole, and not as part of another name."""
     return any(re.search(rf"(?<![\w./:-]){re.escape(name)}(?![\w.:-])", text) for text in overrides)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: a run's weights, optimizer and state in one directory that is complete or not there."""
+"""Checkpoints of a run: weights, optimizer and state in one directory, which is either complete or absent."""
 
 from r3async.checkpoint.directory import (
     Checkpoint,

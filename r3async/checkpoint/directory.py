@@ -1,9 +1,10 @@
-"""The directory of a run's checkpoints: written aside and renamed, verified when opened, pruned, resumed from.
+"""The directory of a run's checkpoints, which are written aside and renamed, verified when opened, pruned, and resumed
+from.
 
-`checkpoints/step-00000010/` is complete whenever it has that name. Everything else has a name that says so: `.partial` is
-being written, `.removing` is being removed (both are removed at the next start), `.bad` could not be read when it was the
-newest, `.superseded` was made by steps that a resume from an older checkpoint took back (both stay until a person removes
-them).
+A checkpoint named `checkpoints/step-00000010/` is always complete. All others have a suffix: `.partial` is being
+written, `.removing` is being removed (both are removed at the next start), `.bad` could not be read when it was the
+newest, and `.superseded` was made by steps that a resume from an older checkpoint took back (both stay until a person
+removes them).
 """
 
 from __future__ import annotations
@@ -53,16 +54,16 @@ if TYPE_CHECKING:
 STATE_FILE = "run.json"
 _STEP_PATTERN = re.compile(r"step-(\d{8,})")
 READ_ATTEMPTS = 3
-"""To read a checkpoint that the disk does not give."""
+"""Attempts to read a checkpoint when the disk fails to return it."""
 
 
 def ignore_event(event: str, /, **facts: object) -> None:
-    """A `EventReporter` to nobody."""
+    """Discard an event; the default `EventReporter`."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose every byte is as it was written. `path`: its directory."""
+    """A verified checkpoint, every byte of which is as it was written; `path` is its directory."""
 
     path: Path
     state: RunState
@@ -70,7 +71,8 @@ class Checkpoint:
     files: Files = REAL_WORLD.files
 
     def open_learner_state(self) -> LearnerStateReader:
-        """What the ranks wrote, for `LearnerBackend.restore_state`. Raises `CheckpointError`."""
+        """Return a reader for the files that the learner's ranks wrote, for `LearnerBackend.restore_state`. Raises
+        `CheckpointError`."""
         from r3async.checkpoint.tensors import LearnerStateReader
 
         names = [f.name for f in self.manifest.files if f.name.startswith("learner-")]
@@ -78,9 +80,13 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path, *, check_tensors: bool = True, files: Files = REAL_WORLD.files) -> Checkpoint:
-    """Read and verify one. `check_tensors`: also the learner's files, which takes as long as reading them.
+    """Read and verify the checkpoint in the directory `path`.
 
-    Raises `CheckpointError` naming the file and what is wrong with it; `CheckpointUnreadable` if the disk does not give it.
+    Raises `CheckpointError` naming the file and what is wrong with it; `CheckpointUnreadable` if the disk fails to
+    return a file.
+
+    Args:
+        check_tensors: Also verify the learner's files, which takes as long as reading them.
     """
     try:
         data = read_file(path / MANIFEST_FILE, files=files)
@@ -107,7 +113,7 @@ def open_checkpoint(path: Path, *, check_tensors: bool = True, files: Files = RE
 
 
 class CheckpointDirectory:
-    """A run's checkpoints. One process at a time writes, prunes or opens them for resuming."""
+    """The checkpoints of a run. One process at a time writes, prunes or opens them for resuming."""
 
     def __init__(
         self,
@@ -128,28 +134,28 @@ class CheckpointDirectory:
     def from_config(
         cls, config: Config, run_dir: Path, *, report: EventReporter = ignore_event, files: Files = REAL_WORLD.files
     ) -> CheckpointDirectory:
-        """Those of a run, where `checkpoint.directory` says."""
+        """Return the checkpoints of a run, in the directory that `checkpoint.directory` names."""
         settings = config.checkpoint
         where = Path(settings.directory) if settings.directory else run_dir / "checkpoints"
         last, every, best = settings.keep_last, settings.keep_every, settings.keep_best
         return cls(where, keep_last=last, keep_every=every, keep_best=best, report=report, files=files)
 
     def list_steps(self) -> list[int]:
-        """Of the complete checkpoints, oldest first."""
+        """Return the steps of the complete checkpoints, oldest first."""
         return sorted(
             int(m[1]) for name in self.files.list_names(self.directory) if (m := _STEP_PATTERN.fullmatch(name))
         )
 
     @property
     def is_empty(self) -> bool:
-        """There is no checkpoint, and none that could not be read."""
+        """True if there is no checkpoint, and none that was set aside as unreadable."""
         return not self.list_steps() and not self._list_bad()
 
     def step_path(self, step: int) -> Path:
         return self.directory / f"step-{step:08d}"
 
     def remove_leftovers(self) -> None:
-        """Remove what a process that was killed left behind. At the start of a run, before anything else."""
+        """Remove what a killed process left behind. Call this at the start of a run, before anything else."""
         for path in (self.directory / name for name in self.files.list_names(self.directory)):
             if path.suffix in (".partial", ".removing") and _STEP_PATTERN.fullmatch(path.stem):
                 self.files.remove_tree(path)
@@ -157,26 +163,30 @@ class CheckpointDirectory:
         remove_evaluations(self.directory, files=self.files)  # those that were not finished
 
     def remove_later_evaluations(self, resume: Checkpoint | None) -> None:
-        """The run goes on from `resume`, or from its start: evaluations of later steps are of weights that no longer exist."""
+        """Remove the evaluations of steps after `resume`, or of all steps if the run goes on from its start: their
+        weights no longer exist."""
         remove_evaluations(self.directory, after=resume.state.steps if resume else 0, files=self.files)
 
     def begin_checkpoint(self, step: int) -> Path:
-        """An empty directory, in which all files of that step's checkpoint are to be written."""
+        """Make and return an empty directory in which all files of a step's checkpoint are to be written."""
         make_directory(self.directory, files=self.files)
         partial = self.discard_partial(step)
         self.files.create_directory(partial)
         return partial
 
     def discard_partial(self, step: int) -> Path:
-        """Remove what has been written of a checkpoint that was begun. Returns where that was."""
+        """Remove what has been written of a checkpoint that was begun. Returns its former path."""
         partial = self.directory / f"step-{step:08d}.partial"
         self.files.remove_tree(partial)
         return partial
 
     def commit_checkpoint(self, state: RunState, parts: Iterable[FileEntry]) -> Path:
-        """Make the checkpoint that was begun visible. When this returns it outlives a power failure.
+        """Make the checkpoint that was begun visible. When this returns, it survives a power failure.
 
-        `parts`: what has been written to it, and is on the disk. One of the same step, from before a resume, is superseded.
+        An older checkpoint of the same step, from before a resume, is superseded.
+
+        Args:
+            parts: Files that have been written to the checkpoint and are on the disk.
         """
         partial, final = self.directory / f"step-{state.steps:08d}.partial", self.step_path(state.steps)
         records = [*parts, write_checkpoint_file(partial / STATE_FILE, encode_state(state), files=self.files)]
@@ -193,17 +203,19 @@ class CheckpointDirectory:
         return final
 
     def open_step(self, step: int) -> Checkpoint:
-        """That of `step`, verified. Raises `CheckpointError`; `CheckpointUnreadable` if the disk does not give it, asked
-        `READ_ATTEMPTS` times."""
+        """Open and verify the checkpoint of `step`. Raises `CheckpointError`; `CheckpointUnreadable` if the disk fails
+        to return it in `READ_ATTEMPTS` attempts."""
         for _ in range(READ_ATTEMPTS - 1):
             with contextlib.suppress(CheckpointUnreadable):
                 return open_checkpoint(self.step_path(step), files=self.files)
         return open_checkpoint(self.step_path(step), files=self.files)
 
     def find_newest_intact(self, on_bad: Callable[[int, CheckpointError], object]) -> Checkpoint | None:
-        """The newest checkpoint that is intact; `on_bad(step, error)` for each newer one. Raises `CheckpointUnreadable` or
-        `IncompatibleCheckpoint`: a checkpoint that the disk does not give, or that another version wrote, may be intact, and
-        an older one must not take its place in silence."""
+        """Return the newest intact checkpoint, or None, after calling `on_bad(step, error)` for each newer one.
+
+        Raises `CheckpointUnreadable` or `IncompatibleCheckpoint`: a checkpoint that the disk fails to return, or that
+        another version wrote, may be intact, and an older one must not silently take its place.
+        """
         for step in reversed(self.list_steps()):
             try:
                 return self.open_step(step)
@@ -219,11 +231,11 @@ class CheckpointDirectory:
         return None
 
     def recover_newest(self) -> Checkpoint | None:
-        """The newest checkpoint that is intact; None if there never was one. Those that are not are set aside and reported.
+        """Return the newest intact checkpoint, or None if there never was one. Damaged ones are set aside and reported.
 
-        Raises `CheckpointError` if there are some and none is intact: to start over would throw the run away in silence. Raises
-        `CheckpointUnreadable` or `IncompatibleCheckpoint`, and sets nothing aside for it, if the disk does not give one, or
-        another version wrote it.
+        Raises `CheckpointError` if there are some and none is intact: starting over would silently discard the run.
+        Raises `CheckpointUnreadable` or `IncompatibleCheckpoint` if the disk fails to return a checkpoint or another
+        version wrote it; such a checkpoint is not set aside.
         """
         reasons: list[str] = []
 
@@ -242,13 +254,13 @@ class CheckpointDirectory:
         return found
 
     def _list_bad(self) -> list[Path]:
-        """Those set aside because they could not be read."""
+        """Return the checkpoints that were set aside because they could not be read."""
         names = self.files.list_names(self.directory)
         return [self.directory / name for name in names if name.startswith("step-") and ".bad" in name]
 
     def supersede_later(self, step: int) -> None:
-        """Set aside all checkpoints of later steps: the run resumes from `step`, and makes them again. Before step 0, where
-        a run begins, also those that could not be read."""
+        """Set aside all checkpoints of later steps: the run resumes from `step`, and makes them again. With a `step`
+        before 0, where a run begins, also set aside those that could not be read."""
         for later in self.list_steps():
             if later > step:
                 aside = self._set_aside(self.step_path(later), "superseded")
@@ -267,7 +279,8 @@ class CheckpointDirectory:
         return aside
 
     def find_best(self) -> tuple[int, float] | None:
-        """The step of the checkpoint that is the best by its evaluation's `keep_best`, and that figure. None without either."""
+        """Return the step of the best checkpoint by its evaluation's `keep_best`, and that figure; None if there is no
+        such setting or no such evaluation."""
         if not self._keep_best:
             return None
         return find_best_evaluation(
@@ -275,7 +288,7 @@ class CheckpointDirectory:
         )
 
     def _protected_steps(self) -> set[int]:
-        """Steps of the best, and of those that are being evaluated."""
+        """Return the steps of the best checkpoint, and of those that are being evaluated."""
         if not self._keep_best:
             return set()
         evaluations, best = read_evaluations(self.directory, files=self.files), self.find_best()
@@ -283,10 +296,11 @@ class CheckpointDirectory:
         return playing | ({best[0]} if best else set())
 
     def prune_old(self) -> list[int]:
-        """Remove all but the last `keep_last`, every step that `keep_every` divides, the newest that is intact, and with
-        `keep_best` the best and those that are being evaluated.
+        """Remove old checkpoints, and return their steps.
 
-        Nothing is removed before one of those that stay has been read again and is intact. Returns the steps removed.
+        The last `keep_last` stay, every step that `keep_every` divides, the newest that is intact, and with `keep_best`
+        the best and those that are being evaluated. Nothing is removed before one of those that stay has been read
+        again and found intact.
         """
         steps = self.list_steps()
         kept = set(steps[-self._keep_last :])
@@ -299,7 +313,7 @@ class CheckpointDirectory:
         )
         removed = [s for s in extra if intact is not None and s != intact.state.steps]
         for step in removed:
-            # Renamed first: a directory half removed must not pass for a checkpoint.
+            # Rename first: a half-removed directory must not look like a checkpoint.
             going = self.step_path(step).with_suffix(".removing")
             self.files.remove_tree(going)
             self.files.rename(self.step_path(step), going)
@@ -309,7 +323,7 @@ class CheckpointDirectory:
 
 
 def find_checkpoint(path: Path, *, files: Files = REAL_WORLD.files) -> Checkpoint:
-    """The checkpoint at `path`, or the newest intact one of the run at `path`. Changes nothing.
+    """Return the checkpoint at `path`, or the newest intact one of the run at `path`. This changes nothing.
 
     Raises `CheckpointError` if there is none.
     """
@@ -334,9 +348,10 @@ LOCK_POLL_SECONDS = 0.1
 
 
 class RunLock:
-    """`flock` on a file in the run's directory. The kernel lets go of it when the process ends, however it ends.
+    """A `flock` on a file in the run's directory, which the kernel releases when the process ends, however it ends.
 
-    Whoever prepares the directory holds it alone; every process that writes the run's records then shares it.
+    The process that prepares the directory holds it exclusively; then all processes that write the run's records share
+    it.
     """
 
     def __init__(self, run_dir: Path, *, files: Files = REAL_WORLD.files):
@@ -349,9 +364,11 @@ class RunLock:
         *,
         clock: Callable[[], float] = REAL_WORLD.clock.monotonic,
     ) -> bool:
-        """Hold it alone, as soon as nobody else has it; False if that takes longer than `timeout` seconds.
+        """Acquire the lock exclusively, as soon as nobody else has it. Returns False if that takes longer than
+        `timeout` seconds.
 
-        `on_wait` is called once if it is not free at once. One that was held beside others is given up for that.
+        A shared lock that this process holds is given up for it. `on_wait` is called once if the lock is not free at
+        once.
         """
         deadline, reported = clock() + timeout, False
         while True:
@@ -367,10 +384,10 @@ class RunLock:
                 await asyncio.sleep(LOCK_POLL_SECONDS)
 
     def acquire_shared(self) -> None:
-        """Hold it beside others, from now on; one that was held alone is given up for that.
+        """Acquire the lock together with others. An exclusive lock that this process holds is given up for it.
 
-        Raises `BlockingIOError`, at once, if another process holds it alone: that one prepares the directory for another start,
-        to which the process that asks does not belong.
+        Raises `BlockingIOError`, at once, if another process holds the lock exclusively: that process prepares the
+        directory for another start, to which this process does not belong.
         """
         try:
             self._file.lock(shared=True)
@@ -379,19 +396,22 @@ class RunLock:
             raise BlockingIOError(errno.EWOULDBLOCK, said) from error
 
     def close(self) -> None:
-        """Let go. Idempotent."""
+        """Release the lock. Idempotent."""
         self._file.close()
 
 
-# When a checkpoint is due, and writing it while training goes on: copied between two steps, written beside those that follow.
+# Checkpoint schedule, and writing while training goes on: the state is copied between two steps and written during the
+# following ones.
 
 
 WriteRankFiles = Callable[[Path], Sequence[FileEntry]]
-"""Writes what the learner's ranks copied into a directory, to the disk, and says what that was. It may raise."""
+"""Function that writes the copies of the learner's ranks into a directory, durably, and returns the files written. It
+may raise."""
 
 
 class CheckpointSchedule:
-    """Whether a step is followed by a checkpoint. Pure but for the clock (seconds, monotonic) that it is given."""
+    """The schedule of checkpoints: decides after which steps one is made. Pure except for its clock (seconds,
+    monotonic)."""
 
     def __init__(
         self,
@@ -400,30 +420,38 @@ class CheckpointSchedule:
         evaluated_every: int = 0,
         last_step: int = 0,
     ):
-        """`evaluated_every`: `evaluation.every`; with `checkpoint.keep_best` each evaluated step has one. `last_step`: the
-        step that the run resumes from."""
+        """Begin the schedule after `last_step`.
+
+        Args:
+            evaluated_every: `evaluation.every`; with `checkpoint.keep_best` each evaluated step has a checkpoint.
+            last_step: The step that the run resumes from.
+        """
         self._config, self._clock = config, clock
         self._evaluation_interval = evaluated_every if config.keep_best else 0
         self.last_step, self._last_time = last_step, clock()
         """Step of the last checkpoint that was begun."""
 
     def __call__(self, step: int) -> bool:
-        """`step` was just made. `checkpoint.every_steps` counts from step 0, so that a resumed run keeps its rhythm."""
+        """Return True if a checkpoint is due after `step`, which was just made. `checkpoint.every_steps` counts from
+        step 0, so that a resumed run keeps its rhythm."""
         every, minutes = self._config.every_steps, self._config.every_minutes
         by_steps = bool(every) and step // every > self.last_step // every
         evaluated = bool(self._evaluation_interval) and step % self._evaluation_interval == 0
         return by_steps or evaluated or (bool(minutes) and self._clock() - self._last_time >= 60 * minutes)
 
     def mark_begun(self, step: int) -> None:
-        """A checkpoint of `step` was begun."""
+        """Record that a checkpoint of `step` was begun."""
         self.last_step, self._last_time = step, self._clock()
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints in a thread of its own, one at a time. Belongs to the learner's event loop.
+    """A writer of a run's checkpoints, one at a time, in its own thread. It belongs to the learner's event loop.
 
-    A failure is reported at once, and training goes on: the next checkpoint is the next try. It leaves nothing behind that
-    could be taken for a checkpoint, and those that are there stay. `events`: a structlog logger.
+    A failure is reported at once, and training goes on: the next checkpoint is the next attempt. A failure leaves
+    nothing behind that could be taken for a checkpoint, and existing checkpoints stay.
+
+    Args:
+        events: A structlog logger.
     """
 
     def __init__(
@@ -438,11 +466,11 @@ class CheckpointWriter:
         )
         self._thread = world.threads.new_worker("checkpoint")
         self._fingerprint = ""
-        """Of the start model, once it has been taken."""
+        """Fingerprint of the start model, once it has been taken."""
         self._pending: tuple[int, asyncio.Task[None]] | None = None
-        """The step of the checkpoint that is being written, and who writes it."""
+        """Step of the checkpoint that is being written, and the task that writes it."""
         self._failure: CheckpointError | None = None
-        """Of the last one that has ended."""
+        """Failure of the last checkpoint that has ended, if it failed."""
 
     def _report_event(self, event: str, /, **facts: object) -> None:
         report = self._events.error if event.endswith(("_failed", "_bad")) else self._events.info
@@ -455,11 +483,16 @@ class CheckpointWriter:
         write_files: WriteRankFiles,
         on_committed: Callable[[], object] = lambda: None,
     ) -> None:
-        """Copy what the ranks have (`copy_state`), and begin to write it, as soon as the checkpoint before is written.
+        """Copy the state of the ranks (`copy_state`) and begin to write it, as soon as the previous checkpoint is
+        written.
 
-        `write_files` is called once, in the writer's thread; what it writes must be a copy that later steps do not change. With
-        `checkpoint.asynchronous` off it has been written when this returns. `on_committed` is called on the event loop, once the
-        checkpoint is visible and on the disk. Raises `CheckpointError` if one takes longer than `checkpoint.write_timeout`.
+        With `checkpoint.asynchronous` off, the checkpoint has been written when this returns. Raises `CheckpointError`
+        if one takes longer than `checkpoint.write_timeout`.
+
+        Args:
+            write_files: Called once, in the writer's thread; what it writes must be a copy that later steps do not
+                change.
+            on_committed: Called on the event loop once the checkpoint is visible and on the disk.
         """
         await self._wait_for_pending()
         if not self._fingerprint:
@@ -478,7 +511,8 @@ class CheckpointWriter:
             await self._wait_for_pending()
 
     async def wait_until_written(self) -> None:
-        """Wait for what is being written. Raises `CheckpointError` if the last one failed, or takes too long."""
+        """Wait for the checkpoint that is being written. Raises `CheckpointError` if the last one failed, or takes too
+        long."""
         await self._wait_for_pending()
         if self._failure is not None:
             raise self._failure
@@ -517,7 +551,7 @@ class CheckpointWriter:
         try:
             if removed := await self._thread.run(self._checkpoints.prune_old):
                 self._report_event("checkpoints_pruned", steps=removed)
-        except (OSError, CheckpointError) as error:  # what was written is there all the same; the next one prunes again
+        except (OSError, CheckpointError) as error:  # the checkpoint is written anyway; the next one prunes again
             self._report_event("checkpoint_prune_failed", error=str(error))
 
     def _write_and_commit(self, state: RunState, write_files: WriteRankFiles) -> tuple[Path, int]:
@@ -526,17 +560,17 @@ class CheckpointWriter:
             records = write_files(partial)
             return self._checkpoints.commit_checkpoint(state, records), sum(r.size for r in records)
         except BaseException:
-            with contextlib.suppress(OSError):  # else at the next start
+            with contextlib.suppress(OSError):  # otherwise removed at the next start
                 self._checkpoints.discard_partial(state.steps)
             raise
 
 
-# Whether a checkpoint may be continued with this configuration and model, how records and leases go back to that step, and the
+# Resuming a run: checks of configuration and model, rewinding records and leases to the checkpoint's step, and the
 # starts of a run.
 #
-# Each start is a line of a file in the run's directory, which is on the disk before any process of that start exists: so two
-# crashes without a checkpoint between them still leave two lineages. The file also tells the directory of a run from any other:
-# it is made with the directory.
+# Each start is a line of a file in the run's directory, which is on the disk before any process of that start exists:
+# so two crashes without a checkpoint between them still leave two lineages. The file also distinguishes the directory
+# of a run from any other: it is made with the directory.
 
 
 LINEAGES_FILE = "lineages.json"
@@ -558,8 +592,8 @@ FIXED_SETTINGS = (
     "learner.freeze_router",
     "sft",
 )
-"""Settings, and whole sections, that a run keeps: which tasks come next, slots and leases, what is trained, and the layout
-of the tensors."""
+"""Settings, and whole sections, that may not change during a run: they determine which tasks come next, slots and
+leases, what is trained, and the layout of the tensors."""
 
 CHANGEABLE_SETTINGS = (
     "steps, learner.lr and the rest of learner (parallel, dtype, …), algorithm, generator, checkpoint, supervise"
@@ -567,11 +601,12 @@ CHANGEABLE_SETTINGS = (
 
 
 def find_changed_settings(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
-    """By dotted key: the value saved and the value now, where they are not the same.
+    """Return the settings that have changed: the saved and the current value, by dotted key.
 
-    A setting that the saved configuration does not know has its default. `name` and `resume` are no settings of training.
+    A setting that the saved configuration does not know has its default. `name` and `resume` are not training settings,
+    and are ignored.
     """
-    # As a checkpoint has them: without tuples.
+    # In the form that a checkpoint has: without tuples.
     old, new, defaults = (
         flatten_section(decode_json(msgspec.json.encode(each)))
         for each in (saved, config_to_dict(config), config_to_dict(Config()))
@@ -585,15 +620,15 @@ def find_changed_settings(saved: Mapping[str, Any], config: Config) -> dict[str,
 
 
 def _may_be_equal(was: Any, value: Any) -> bool:
-    """What a secret was is not known any more."""
+    """Return True if two values are equal, or if one is a redacted secret, whose value is no longer known."""
     if isinstance(was, list) and isinstance(value, list) and len(was) == len(value):
         return all(map(_may_be_equal, was, value))
     return was == value or REDACTED in (was, value)
 
 
 def check_resume_settings(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
-    """The settings that differ from those `saved` (`config_to_dict`) and may. Raises `CheckpointError` naming those that
-    may not."""
+    """Return the settings that differ from those `saved` (`config_to_dict`) and may differ. Raises `CheckpointError`
+    naming those that may not."""
     changed = find_changed_settings(saved, config)
     refused = {k: v for k, v in changed.items() if any(k == f or k.startswith(f"{f}.") for f in FIXED_SETTINGS)}
     if "env.args.digest" in refused:
@@ -612,7 +647,8 @@ def check_resume_settings(saved: Mapping[str, Any], config: Config) -> dict[str,
 
 
 def check_start_model(state: RunState, model_path: Path, *, files: Files = REAL_WORLD.files) -> None:
-    """Raises `CheckpointError` if the start model is not the one that the run began with, which is its reference model."""
+    """Raise `CheckpointError` if the start model is not the one that the run began with, which is its reference
+    model."""
     fingerprint = fingerprint_model(model_path, files=files)
     if fingerprint != state.model_fingerprint:
         raise CheckpointError(
@@ -625,10 +661,11 @@ _SAMPLE_BLOCKS, _BLOCK_BYTES = 64, 65536
 
 
 def fingerprint_model(directory: Path, *, files: Files = REAL_WORLD.files) -> str:
-    """SHA-256 over the names and sizes of the model's files, all of `config.json`, and a sample of each weight file.
+    """Return the SHA-256 over names and sizes of the model's files, all of `config.json`, and a sample of each weight
+    file.
 
-    A sample: 64 blocks of 64 KiB spread evenly, the header among them. All of a small file, and of a large one enough to tell
-    trained weights from others, without reading hundreds of gigabytes at every start.
+    A sample is 64 blocks of 64 KiB spread evenly, the header among them. This covers all of a small file, and enough of
+    a large one to tell trained weights from others, without reading hundreds of gigabytes at every start.
     """
     digest = hashlib.sha256()
     names = files.list_names(directory)
@@ -653,10 +690,15 @@ def rewind_records(
     *,
     files: Files = REAL_WORLD.files,
 ) -> dict[str, int]:
-    """Cut the run's records back to the lengths they had, and write the lines behind them that were `pending_lines` in memory
-    then. Returns the bytes cut off, by file. Raises `OSError`.
+    """Cut the run's records back to their lengths at the checkpoint, and append the lines that were still in memory
+    then.
 
-    A record that is shorter than it was, or lost, stays as it is: figures are lost, but training is not.
+    Returns the bytes cut off, by file. Raises `OSError`. A record that is shorter than it was, or lost, stays as it is:
+    figures are lost, but training is not.
+
+    Args:
+        record_bytes: Length of each record at the checkpoint, by file name.
+        pending_lines: Lines of each record that were in memory, by file name.
     """
     cut = {}
     for name in files.list_names(run_dir):
@@ -673,8 +715,8 @@ def rewind_records(
 
 
 def restore_admission(admission: AdmissionController, state: RunState) -> None:
-    """Slots and leases as they were, and the checkpoint's weights in every engine. Raises `CheckpointError` if these
-    do not add up."""
+    """Restore slots and leases as they were, with the checkpoint's weights in every engine. Raises `CheckpointError` if
+    they are inconsistent."""
     try:
         admission.load_state_dict(state.admission, state.consumed, state.consumed_beyond)
         admission.version_published(state.version)
@@ -687,8 +729,8 @@ class _StartsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_run_starts(run_dir: Path, *, files: Files = REAL_WORLD.files) -> list[RunStart] | None:
-    """All starts of the run, oldest first; None if this is not the directory of a run. Raises `CheckpointError` for a file that
-    cannot be read."""
+    """Return all starts of the run, oldest first; None if this is not the directory of a run. Raises `CheckpointError`
+    for a file that cannot be read."""
     try:
         return decode_json(read_file(run_dir / LINEAGES_FILE, files=files), _StartsFile).starts
     except FileNotFoundError:
@@ -702,7 +744,7 @@ def read_run_starts(run_dir: Path, *, files: Files = REAL_WORLD.files) -> list[R
 
 
 def mark_run_directory(run_dir: Path, *, files: Files = REAL_WORLD.files) -> None:
-    """`run_dir` is the directory of a run, if it was not one before."""
+    """Mark `run_dir` as the directory of a run, unless it is one already."""
     if read_run_starts(run_dir, files=files) is None:
         _write_starts(run_dir, [], files)
 
@@ -710,9 +752,16 @@ def mark_run_directory(run_dir: Path, *, files: Files = REAL_WORLD.files) -> Non
 def begin_lineage(
     run_dir: Path, resume: Checkpoint | None, model: str, origin: str = "", *, files: Files = REAL_WORLD.files
 ) -> Lineage:
-    """The lineage of a start that begins now, from a checkpoint (of the run `origin`, if it is another one) or, without one, from
-    the start model of fingerprint `model`. Its number was never taken in this directory before, and is on the disk when this
-    returns. Raises `CheckpointError`."""
+    """Return the lineage of a start that begins now. Its number was never used in this directory before, and is on the
+    disk when this returns.
+
+    Raises `CheckpointError`.
+
+    Args:
+        resume: Checkpoint to start from; without one, the run starts from the start model.
+        model: Fingerprint of the start model.
+        origin: The checkpoint's run, if it is another one.
+    """
     starts = read_run_starts(run_dir, files=files) or []
     parent, version = (resume.state.lineage, resume.state.version) if resume else (Lineage(), 0)
     lineage, start = parent.start_child(starts, version, model, origin)
@@ -721,7 +770,7 @@ def begin_lineage(
 
 
 def describe_origin(resume: Checkpoint, checkpoints: Path) -> str:
-    """Names the run and step of a checkpoint that is not in `checkpoints`, the run's own; "" for one that is."""
+    """Return the run and step of a checkpoint that is not in `checkpoints`, the run's own; "" for one that is."""
     ours = resume.path.parent.absolute() == checkpoints.absolute()
     return "" if ours else f"{resume.state.run_id} step {resume.state.steps}"
 
@@ -732,9 +781,9 @@ def _write_starts(run_dir: Path, starts: list[RunStart], files: Files) -> None:
     )
 
 
-# Results of evaluations beside the checkpoints, `evaluation-00000010.json` each, and which checkpoint is the best by them.
+# Results of evaluations beside the checkpoints (`evaluation-00000010.json`), and the best checkpoint according to them.
 #
-# A file is there from when its evaluation begins, so that the checkpoint of that step is not removed before it is known
+# A file exists as soon as its evaluation begins, so that the checkpoint of that step is not removed before it is known
 # whether it is the best.
 
 
@@ -742,8 +791,13 @@ _FILE_PATTERN = re.compile(r"evaluation-(\d{8,})\.json")
 
 
 class EvaluationFile(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Of the evaluation after `step`. `time`: when it was written, in unix seconds. `figures`: of its row in `evaluation.jsonl`;
-    `result`: all of it, with the rewards of each task. Both are empty while it is played."""
+    """The file of the evaluation after `step`.
+
+    Attributes:
+        time: When the file was written, in unix seconds.
+        figures: Figures of the evaluation's row in `evaluation.jsonl`; empty while it is played.
+        result: The whole result, with the rewards of each task; empty while it is played.
+    """
 
     step: int
     time: float
@@ -756,12 +810,12 @@ class EvaluationFile(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def evaluation_path(directory: Path, step: int) -> Path:
-    """`directory`: of the checkpoints."""
+    """Return the path of a step's evaluation file in `directory`, the directory of the checkpoints."""
     return directory / f"evaluation-{step:08d}.json"
 
 
 def write_evaluation(directory: Path, evaluation: EvaluationFile, *, files: Files = REAL_WORLD.files) -> Path:
-    """Raises `OSError`."""
+    """Write the file of an evaluation, and return its path. Raises `OSError`."""
     make_directory(directory, files=files)
     path = evaluation_path(directory, evaluation.step)
     replace_file(path, msgspec.json.format(msgspec.json.encode(evaluation)) + b"\n", files=files)
@@ -769,7 +823,7 @@ def write_evaluation(directory: Path, evaluation: EvaluationFile, *, files: File
 
 
 def read_evaluations(directory: Path, *, files: Files = REAL_WORLD.files) -> dict[int, EvaluationFile]:
-    """By step, oldest first. What cannot be read, or is none, is left out."""
+    """Return the evaluations by step, oldest first. Files that cannot be read, or are not evaluations, are left out."""
     found = {}
     for name in files.list_names(directory):
         if not _FILE_PATTERN.fullmatch(name):
@@ -783,7 +837,8 @@ def read_evaluations(directory: Path, *, files: Files = REAL_WORLD.files) -> dic
 
 
 def remove_evaluations(directory: Path, *, after: int | None = None, files: Files = REAL_WORLD.files) -> None:
-    """Those that were not finished; with `after` those of later steps, which a resume takes back."""
+    """Remove the evaluations that were not finished; with `after`, those of later steps instead, which a resume takes
+    back."""
     for step, one in read_evaluations(directory, files=files).items():
         if step > after if after is not None else not one.is_finished:
             files.remove(evaluation_path(directory, step))
@@ -792,7 +847,8 @@ def remove_evaluations(directory: Path, *, after: int | None = None, files: File
 def find_best_evaluation(
     evaluations: dict[int, EvaluationFile], metric: str, steps: list[int]
 ) -> tuple[int, float] | None:
-    """Of the checkpoints of `steps`, the first whose evaluation has the largest `metric`, and that. None: none was evaluated."""
+    """Return the first of `steps` whose evaluation has the largest `metric`, and that value; None if none was
+    evaluated."""
     values = {step: evaluations[step].figures.get(metric) for step in sorted(steps) if step in evaluations}
     known = {step: float(value) for step, value in values.items() if isinstance(value, int | float)}
     if not known:

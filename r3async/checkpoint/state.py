@@ -1,7 +1,8 @@
-"""The state of a run at one step: everything but tensors. Each part of it is declared once, by whoever knows it.
+"""The state of a run at one step, without tensors, and the manifest of a checkpoint. Each part of the state is declared
+once, by the component that knows it.
 
-And the manifest: what a checkpoint consists of, with names, sizes and checksums of its files, in a file that carries its own
-checksum; and how a checkpoint is said to be damaged.
+The manifest lists a checkpoint's files with names, sizes and checksums, in a file that carries its own checksum. This
+module also has the errors that report a damaged checkpoint.
 """
 
 from __future__ import annotations
@@ -22,34 +23,38 @@ from r3async.world.appending import RecordFlusher
 from r3async.world.real import REAL_WORLD
 
 STATE_SCHEMA = 2
-"""Raised by whoever changes what a field means. New fields have defaults and need no new schema."""
+"""Schema version of the state, to be raised when the meaning of a field changes. New fields have defaults and need no
+new schema."""
 
 CONDUCTOR_RECORD_FILES = ("metrics.jsonl", "episodes.jsonl", "evaluation.jsonl")
 LEARNER_RECORD_FILES = ("routing.jsonl", "trained.jsonl")
 RECORD_FILES = CONDUCTOR_RECORD_FILES + LEARNER_RECORD_FILES
-"""Files of a run with something for each step: a resume takes back what came after its checkpoint."""
+"""Record files of a run with an entry for each step: a resume takes back what came after its checkpoint."""
 
 
 class ConductorState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the conductor knows of a run between two steps."""
+    """The conductor's part of a run's state between two steps."""
 
     admission: dict[str, Any] = {}
-    """`AdmissionController.state_dict()`: slots and leases. Nobody who held a lease outlives the run; see
+    """Slots and leases, from `AdmissionController.state_dict()`. No holder of a lease outlives the run; see
     `AdmissionController.requeue_after_resume`."""
     tasks: dict[str, Any] = {}
-    """`TaskHistory.state_dict()`: what tasks scored, if that changes which are posed."""
+    """Scores of tasks, from `TaskHistory.state_dict()`, if they influence which tasks are posed."""
     record_bytes: dict[str, int] = {}
-    """By file name, for example `metrics.jsonl`: how long that record was. `rewind_records` cuts off what came later."""
+    """Length of each record in bytes, by file name, for example `metrics.jsonl`. `rewind_records` cuts off what came
+    later."""
     record_kept: dict[str, list[str]] = {}
-    """Lines behind them that the disk had not taken yet, each with its end. `rewind_records` writes them."""
+    """Lines behind these lengths that the disk had not taken yet, each with its line end. `rewind_records` writes
+    them."""
     pending_rows: list[dict[str, Any]] = []
-    """Rows of steps whose weights had not been delivered: not in the record yet."""
+    """Rows of steps whose weights had not been delivered; they are not in the record yet."""
     elapsed: float = 0.0
-    """Seconds of running, over all processes that the run had so far."""
+    """Seconds of running, summed over all processes that the run has had so far."""
     generated_tokens: int = 0
 
     async def with_record_positions(self, run_dir: Path, names: Sequence[str], *, keeper: RecordFlusher) -> Self:
-        """And where these records of the run are now, to which this process alone appends; so far they are on the disk, too."""
+        """Return the state with the current positions of these records, which are then on the disk up to there. Only
+        this process appends to the records."""
         positions = {name: keeper.file_position(run_dir / name) for name in names}
         await keeper.fsync_files(run_dir, names)
         kept = {
@@ -65,22 +70,22 @@ class ConductorState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class TrainingState(ConductorState, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """And what the learner adds.
+    """The state of a run's training: the conductor's part and what the learner adds.
 
-    What its ranks hold (optimizer steps and with them the learning rate, the trust region's controller, random number
-    generators) is in their files, see `LearnerMetadata`.
+    What the learner's ranks hold (optimizer steps and with them the learning rate, the trust region's controller,
+    random number generators) is in their files, see `LearnerMetadata`.
     """
 
     steps: int
     """Steps made."""
     version: int
-    """Published last. Engines are given the checkpoint's weights under this number again."""
+    """Version published last. Engines get the checkpoint's weights under this number again."""
     lineage: Lineage = Lineage()
-    """In which `version` is counted, with its ancestors."""
+    """Lineage in which `version` is counted, with its ancestors."""
     consumed: int
-    """The data cursor: every group before this one has been trained."""
+    """Data cursor: every group before this one has been trained."""
     consumed_beyond: list[int] = []
-    """Groups that overtook it, and have been trained too (`schedule.window`)."""
+    """Groups beyond the cursor that have been trained too (`schedule.window`)."""
     since_publication: tuple[int, int] = (0, 0)
     """Steps made and groups consumed since `version` was published."""
 
@@ -95,9 +100,16 @@ class TrainingState(ConductorState, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class TrustRegionState(TypedDict):
-    """`coef`: of the KL term. `error`: of the last step; None before the first. `gaps`: see
-    `TrustRegion.extrapolate_served_drift`; empty before they are known. `variances`: of the last measurements, see
-    `TrustRegion.record_served_gaps`. `reach`: see there. All three are missing where an older release wrote the state."""
+    """The state of the trust region's controller. `gaps`, `variances` and `reach` are missing where an older release
+    wrote the state.
+
+    Attributes:
+        coef: Coefficient of the KL term.
+        error: Error of the last step; None before the first.
+        gaps: Gaps by age, see `TrustRegion.extrapolate_served_drift`; empty before they are known.
+        variances: Variances of the last measurements, see `TrustRegion.record_served_gaps`.
+        reach: See `TrustRegion.max_share`.
+    """
 
     coef: float
     error: float | None
@@ -107,16 +119,16 @@ class TrustRegionState(TypedDict):
 
 
 class RunState(TrainingState, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """And whose it is: all of `run.json`."""
+    """The whole content of `run.json`: the training state, and the run that it belongs to."""
 
     schema: int = STATE_SCHEMA
     run_id: str
     config: dict[str, Any]
-    """The resolved configuration (`config_to_dict`)."""
+    """Resolved configuration (`config_to_dict`)."""
     model_path: str
-    """The start path: where configuration, tokenizer and the reference model come from."""
+    """Start path, from which configuration, tokenizer and the reference model come."""
     model_fingerprint: str
-    """Of that directory; see `fingerprint_model`."""
+    """Fingerprint of that directory, see `fingerprint_model`."""
 
 
 class _SchemaOnly(msgspec.Struct):
@@ -128,7 +140,7 @@ def encode_state(state: RunState) -> bytes:
 
 
 def decode_state(data: bytes) -> RunState:
-    """Raises `CheckpointError` with what is wrong."""
+    """Decode the content of `run.json`. Raises `CheckpointError` that says what is wrong."""
     try:
         schema = decode_json(data, _SchemaOnly).schema
         if schema != STATE_SCHEMA:
@@ -143,35 +155,37 @@ def decode_state(data: bytes) -> RunState:
 
 MANIFEST_FILE = "manifest.json"
 MANIFEST_SCHEMA = 1
-"""Of the directory. A later one is refused; whoever changes the layout raises it."""
+"""Layout version of a checkpoint's directory, to be raised when the layout changes. A later one is refused."""
 
 _FILE_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _READ_BLOCK_BYTES = 2**20
 
 MISSING_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
-"""There is no such file, and there will be none however often it is asked for."""
+"""Error numbers of a file that does not exist, and will not however often it is tried."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, read or continued from; the message says which file, why, and what to do."""
+    """Failure to write a checkpoint, to read it or to continue from it; the message says which file, why, and what to
+    do."""
 
 
 class CheckpointUnreadable(CheckpointError):
-    """The disk did not give a file of it. Nothing is known against the checkpoint: it may be intact."""
+    """Failure of the disk to return a file of a checkpoint, which may be intact: nothing is known against it."""
 
 
 class IncompatibleCheckpoint(CheckpointError):
-    """Another version of r3async wrote it, and can read it: it is not damaged."""
+    """Failure to read an undamaged checkpoint that another version of r3async wrote, and can read."""
 
 
 def make_read_error(name: str, error: OSError) -> CheckpointError:
-    """What reading the file `name` failed with: `CheckpointUnreadable`, except for a file that is not there, which is damage."""
+    """Return the error for a failed read of the file `name`: `CheckpointUnreadable`, or `CheckpointError` if the file
+    does not exist, which is damage."""
     kind = CheckpointError if error.errno in MISSING_ERRNOS else CheckpointUnreadable
     return kind(f"{name}: {error.strerror or error}")
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One file: its name without any folder, its bytes, and their SHA-256 in hexadecimal."""
+    """One file of a checkpoint: its name without any folder, its size in bytes, and its SHA-256 in hexadecimal."""
 
     name: str
     size: int
@@ -179,20 +193,21 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of the checkpoint made after `step` steps."""
+    """The manifest of the checkpoint made after `step` steps."""
 
     schema: int
     step: int
     files: list[FileEntry]
 
     def encode(self) -> bytes:
-        """Two lines: JSON, and the SHA-256 of that line."""
+        """Return two lines: JSON, and the SHA-256 of that line."""
         line = msgspec.json.encode(self)
         return line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n"
 
 
 def decode_manifest(data: bytes) -> CheckpointManifest:
-    """Raises `CheckpointError` unless every byte of `data` is as `CheckpointManifest.encode` wrote it."""
+    """Decode a manifest. Raises `CheckpointError` unless every byte of `data` is as `CheckpointManifest.encode` wrote
+    it."""
     line, _, rest = data.partition(b"\n")
     if rest != hashlib.sha256(line).hexdigest().encode() + b"\n":
         raise CheckpointError(
@@ -216,8 +231,8 @@ def decode_manifest(data: bytes) -> CheckpointManifest:
 
 
 def verify_checkpoint_file(directory: Path, file: FileEntry, *, files: Files = REAL_WORLD.files) -> None:
-    """Raises `CheckpointError` if the file is not there, or not as it was written, `CheckpointUnreadable` if the disk does
-    not give it."""
+    """Raise `CheckpointError` if the file is missing or not as it was written, `CheckpointUnreadable` if the disk fails
+    to return it."""
     path = directory / file.name
     try:
         with files.open(path) as stream:
@@ -236,7 +251,7 @@ def verify_checkpoint_file(directory: Path, file: FileEntry, *, files: Files = R
 
 
 def write_checkpoint_file(path: Path, data: bytes, *, files: Files = REAL_WORLD.files) -> FileEntry:
-    """Write a new file, to the disk."""
+    """Write a new file, durably, and return its entry."""
     with files.open(path, exclusive=True) as stream:
         stream.append([data])
         stream.fsync()

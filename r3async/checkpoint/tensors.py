@@ -1,8 +1,8 @@
-"""Tensors of a checkpoint: one safetensors file a rank, each with that rank's pieces of whole tensors.
+"""Tensors of a checkpoint: one safetensors file per rank, with that rank's slices of whole tensors.
 
-A piece is named by its whole tensor and says where in it it lies, so that any number of ranks can read what any other number
+A slice has the name of its whole tensor and its place in it, so that any number of ranks can read what any other number
 wrote. The format is what `torch.distributed.checkpoint` calls a distributed safetensors checkpoint, and its
-`HuggingFaceStorageReader` reads it. Writing needs no other rank and nothing is pickled.
+`HuggingFaceStorageReader` reads it. Writing needs no other rank, and nothing is pickled.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _WRITE_BLOCK_BYTES = 2**26
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """A box of the tensor `name`, which has `shape` as a whole: `size` from `offset` on, along each dimension."""
+    """A box of the tensor `name`, whose whole shape is `shape`: along each dimension, `size` elements from `offset`
+    on."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,17 +49,21 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class SliceValues:
-    """The values of a place; `values` is a copy in host memory."""
+    """The values of a tensor slice; `values` is a copy in host memory."""
 
     tensor_slice: TensorSlice
     values: Tensor
 
 
 class LearnerMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is not a tensor, the same on every rank.
+    """The learner's state that is not a tensor, the same on every rank.
 
-    `backend`: `learner.backend`. `model`: SHA-256 of the model's `config.json`. `steps`: optimizer steps taken, from which the
-    learning rate follows. `world`: ranks. `trust_region`: see `TrustRegion.state_dict`.
+    Attributes:
+        backend: `learner.backend`.
+        model: SHA-256 of the model's `config.json`.
+        steps: Optimizer steps taken, from which the learning rate follows.
+        world: Number of ranks.
+        trust_region: See `TrustRegion.state_dict`.
     """
 
     backend: str
@@ -82,7 +87,8 @@ def rank_file_name(rank: int, world: int) -> str:
 
 
 def write_rank_file(directory: Path, state: RankState, *, files: Files = REAL_WORLD.files) -> FileEntry:
-    """Write one rank's file into `directory`, to the disk. From any thread; most of its time it holds no lock."""
+    """Write one rank's file into `directory`, durably. May be called from any thread; most of the time it holds no
+    lock."""
     pieces = sorted(
         (p for p in state.slices if p.values.numel()), key=lambda p: (-p.values.element_size(), p.tensor_slice.name)
     )
@@ -127,7 +133,7 @@ class _SliceOffsets(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RankFile:
-    """One rank's file: the facts and places that its header names. The values stay in the file until they are read.
+    """One rank's file: the metadata and slices that its header names. The values stay in the file until they are read.
 
     Raises `CheckpointError` for a header that cannot be read.
     """
@@ -154,7 +160,7 @@ class RankFile:
         self.metadata, self._data = saved.facts, data[end:]
 
     def check_slices(self) -> None:
-        """Raises `CheckpointError` unless every piece is within its tensor, and its values within the file."""
+        """Raise `CheckpointError` unless every slice is within its tensor, and its values are within the file."""
         for name, tensor in self.tensors.items():
             place = self.slices[name]
             if not len(place.shape) == len(place.offset) == len(place.size):
@@ -177,15 +183,18 @@ class RankFile:
         return _DTYPES[self.tensors[name].dtype]
 
     def read_tensor(self, name: str) -> np.ndarray:
-        """uint8 `[*size, bytes of a value]`, not copied: NumPy does not know every dtype."""
+        """Return the values as uint8 `[*size, bytes of a value]`, not copied; NumPy does not know every dtype."""
         data = np.frombuffer(self._data[slice(*self.tensors[name].data_offsets)], np.uint8)
         return data.reshape(*self.slices[name].size, self.get_dtype(name).itemsize)
 
 
 @dataclass(frozen=True)
 class RankCopy:
-    """The same of a rank's copy that never was in a file. It passes between processes: the NumPy arrays of `arrays`, uint8
-    `[*size, bytes of a value]` by name, are mapped by whoever gets them, not copied."""
+    """A counterpart of `RankFile` for a rank's copy that never was in a file.
+
+    It passes between processes: the receiver maps the NumPy arrays of `arrays`, uint8 `[*size, bytes of a value]` by
+    name, without copying them.
+    """
 
     name: str
     metadata: LearnerMetadata
@@ -195,7 +204,7 @@ class RankCopy:
 
     @staticmethod
     def from_state(state: RankState) -> RankCopy:
-        """Of what that rank copied, whose memory it shares."""
+        """Return the copy that a rank took, sharing its memory."""
         kept = {p.tensor_slice.name: p for p in state.slices if p.values.numel()}
         return RankCopy(
             rank_file_name(state.rank, state.metadata.world),
@@ -206,22 +215,25 @@ class RankCopy:
         )
 
     def check_slices(self) -> None:
-        """A rank of this very start made it."""
+        """Accept the slices unchecked: a rank of this very start made them."""
 
     def get_dtype(self, name: str) -> torch.dtype:
         return self.dtypes[name]
 
     def read_tensor(self, name: str) -> np.ndarray:
-        """See `RankFile.read_tensor`."""
+        """Implement `RankFile.read_tensor`."""
         return self.arrays[name]
 
 
 class LearnerStateReader:
-    """The learner's files of a checkpoint, or copies that never were in one, whatever ranks made them. Reads what is asked for,
-    and nothing twice.
+    """A reader of the learner's state from a checkpoint's files, or from copies that were never in one, whatever ranks
+    made them. It reads only what is requested, and nothing twice.
 
-    `parts`: files that the manifest lists, whose checksums have been compared; or what ranks copied after the same step. Every
-    method raises `CheckpointError`.
+    Every method raises `CheckpointError`.
+
+    Args:
+        parts: Files that the manifest lists, whose checksums have been compared; or what ranks copied after the same
+            step.
     """
 
     def __init__(self, parts: Sequence[Path] | Sequence[RankCopy], *, files: Files = REAL_WORLD.files):
@@ -249,11 +261,11 @@ class LearnerStateReader:
         return name in self._sources
 
     def tensor_names(self) -> set[str]:
-        """Of all whole tensors."""
+        """Return the names of all whole tensors."""
         return set(self._sources)
 
     def tensor_shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Return the shape of the whole tensor `name`."""
         return self._find_sources(name)[0][1].shape
 
     def _find_sources(self, name: str) -> list[tuple[RankFile | RankCopy, TensorSlice]]:
@@ -262,7 +274,7 @@ class LearnerStateReader:
         return self._sources[name]
 
     def read_slice(self, wanted: TensorSlice, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values of that place, which must be of `dtype`, from however many pieces."""
+        """Return the values of a slice, assembled from any number of saved slices, all of which must be of `dtype`."""
         name = wanted.name
         found = self._find_sources(name)
         out = torch.empty(wanted.size, dtype=dtype)
@@ -287,7 +299,7 @@ class LearnerStateReader:
 
 
 def _intersect_slices(a: TensorSlice, b: TensorSlice) -> tuple[list[int], list[int]] | None:
-    """First and last corner, in the whole tensor, of what both cover. None if that is nothing."""
+    """Return the first and last corner, in the whole tensor, of what both slices cover; None if that is nothing."""
     begin = [max(x, y) for x, y in zip(a.offset, b.offset, strict=True)]
     ends = zip(a.offset, a.size, b.offset, b.size, strict=True)
     end = [min(x + n, y + m) for x, n, y, m in ends]

@@ -1,4 +1,4 @@
-"""Sections of the configuration about how the policy is trained: the algorithm, corrections, the trust region, the learner."""
+"""Configuration sections for training the policy: the algorithm, its corrections, the trust region and the learner."""
 
 from __future__ import annotations
 
@@ -22,55 +22,61 @@ from r3async.config.section import (
 
 
 class RolloutKLConfig(Section):
-    """The trust region: a term `coef * KL(rollout || learner)` on every trained token, and bounds of the drift."""
+    """The trust region: a term `coef * KL(rollout || learner)` on every trained token, and bounds on the drift."""
 
     estimator: Literal["k1", "abs", "k2", "k3"] = "k2"
-    """Of the term in the loss. What is measured, for `target` and `max`, is always k3's mean over trained tokens."""
+    """Estimator of the KL term in the loss. The drift measured for `target` and `max` is always k3's mean over
+    trained tokens."""
     coef: float = 0.01
-    """Weight of the term; with `target`, where it starts, and the least that it is."""
+    """Weight of the term. With `target`, its initial value and its minimum."""
     target: PositiveFloat | None = None
-    """Drift, in nats per token, above which the coefficient is raised after a step. Unset: the coefficient stays."""
+    """Drift, in nats per token, above which the coefficient is raised after a step. Unset: the coefficient stays
+    constant."""
     limit: PositiveFloat | None = None
-    """The hard bound: a step is shortened, before it is published, if the next one would have more served drift, as probed
-    episodes predict. Unset: the `target`, if there is one."""
+    """Hard bound: a step is shortened before it is published if the next one would have more served drift than this,
+    as predicted on the probed episodes. Unset: the `target`, if there is one."""
     max: PositiveFloat | None = None
-    """A step whose measured drift is above this, or not finite, makes no optimizer update. Unset: none is refused."""
+    """Measured drift above which a step makes no optimizer update; nor does one whose drift is not finite. Unset: no
+    step is refused."""
     measure: Literal["served", "replayed"] = "served"
-    """Which drift `target` and `max` are about: `served_kl/k3`, with the routers' own choice, or `rollout_kl/k3`, with the routes
-    of the rollout. `limit` is always about what is served."""
+    """Drift that `target` and `max` refer to. `served`: `served_kl/k3`, with the routers' own choice. `replayed`:
+    `rollout_kl/k3`, with the routes of the rollout. `limit` always refers to served drift."""
     probe_share: UnitFraction = 0.04
-    """Share of a step's tokens on which served drift is measured, by a forward pass more. 0: it is not measured."""
+    """Share of a step's tokens on which served drift is measured, with one more forward pass. 0: it is not measured."""
     probe_tokens: int = 640
-    """At least so many tokens of a step are probed, prompts included, but no more than a quarter of them: of fewer, a single one
-    with a large drift is most of the mean."""
+    """Minimum number of tokens that are probed in a step, prompts included, but at most a quarter of the step's
+    tokens: among few tokens, a single one with a large drift would dominate the mean."""
     probe_every: PositiveInt = 4
-    """Steps from one such pass to the next. In between, `target` is held against the replayed drift and what the served one was
-    above it in the last of them; with `max` and no `limit` there is one in every step. `limit` has its own after every step."""
+    """Steps from one such pass to the next. In between, `target` is compared with the replayed drift plus the excess
+    of served over replayed drift in the last pass. With `max` and no `limit` there is a pass in every step. `limit`
+    has its own after every step."""
     token_limit: PositiveFloat = 100.0
-    """The most that one token's k3 counts in what is measured; k3 as the `estimator` is a straight line from there."""
+    """Maximum that one token's k3 contributes to the measured drift. As the `estimator`, k3 continues as a straight
+    line from there."""
     coef_max: PositiveFloat = 1.0
-    """The most that the adapted coefficient is."""
+    """Maximum of the adapted coefficient."""
     gain: PositiveFloat = 0.2
-    """Of the adaptation: e-folds by which the coefficient rises in a step when drift is twice its target."""
+    """Rate at which the coefficient rises: e-folds per step when drift is twice its target."""
     gain_down: PositiveFloat = 0.1
-    """The same where it falls, back to `coef` at the least."""
+    """Rate at which the coefficient falls, in the same unit; it never falls below `coef`."""
 
     @property
     def update_limit(self) -> float | None:
-        """Above which a step is shortened."""
+        """The drift above which a step is shortened."""
         return self.limit if self.limit is not None or self.target is None else self.target
 
     @property
     def measurement_interval(self) -> int:
-        """Steps from one measurement of served drift before the update to the next. With a `limit` it is always predicted, so a
-        failure that routes alone show waits for none; with `max` alone every step is measured."""
+        """The number of steps from one measurement of served drift before the update to the next. With a `limit`
+        served drift is always predicted, so a failure that only routes show does not go unnoticed in between; with
+        `max` alone every step is measured."""
         return (
             1 if self.measure == "served" and self.max is not None and self.update_limit is None else self.probe_every
         )
 
     @property
     def needs_served_drift(self) -> bool:
-        """Whether a bound needs served drift: then there is always a probed episode."""
+        """True if a bound needs served drift; then there is always a probed episode."""
         soft = self.measure == "served" and (self.target is not None or self.max is not None)
         return soft or self.update_limit is not None
 
@@ -87,25 +93,26 @@ class RolloutKLConfig(Section):
 
 class ReferenceKLConfig(Section):
     coef: float = 0.0
-    """Weight of KL(learner || frozen reference model); 0 does without that model."""
+    """Weight of KL(learner || frozen reference model). 0: that model is not loaded."""
     weighted: bool = True
-    """Weigh each token's term by learner / rollout, with gradient: right for tokens that older weights sampled, in value and
-    gradient (DeepSeek-V3.2). Off is GRPO's term, which takes them for the learner's own."""
+    """Weight each token's term by learner / rollout, with gradient. This is right, in value and gradient, for tokens
+    that older weights sampled (DeepSeek-V3.2). Off is GRPO's term, which treats them as the learner's own samples."""
     weight_cap: PositiveFloat = 5.0
     """Truncation of these weights."""
 
 
 class DistillationConfig(Section):
-    """On-policy distillation: a teacher judges each token that was sampled. The difference of its log-prob and the engine's is
-    added to the token's advantage: in the mean, the gradient of KL(learner || teacher)."""
+    """Distillation on the policy's own samples (on-policy distillation): a teacher scores each sampled token. The
+    difference between its log-prob and the engine's is added to the token's advantage: in the mean, this is the
+    gradient of KL(learner || teacher)."""
 
     teacher: str = ""
-    """Directory of a Hugging Face model with the same tokenizer, which each rank of the learner holds beside its own part of the
-    model, frozen; empty: none."""
+    """Directory of a Hugging Face model with the same tokenizer. Each rank of the learner holds it, frozen, beside
+    its own part of the model. Empty: no teacher."""
     coef: PositiveFloat = 1.0
-    """What that difference is multiplied by."""
+    """Factor by which that difference is multiplied."""
     rewards: bool = True
-    """Whether what follows from rewards is trained as well."""
+    """Train on rewards as well. Off: distillation alone."""
 
 
 class ClipConfig(Section):
@@ -113,7 +120,7 @@ class ClipConfig(Section):
 
     clip_low: PositiveFloat = 0.2
     clip_high: PositiveFloat = 0.2
-    """Of a token's ratio; DAPO (arXiv 2503.14476) takes 0.28."""
+    """Upper end of the clip range of a token's ratio; DAPO (arXiv 2503.14476) takes 0.28."""
 
 
 class TruncatedPGConfig(Section):
@@ -123,7 +130,8 @@ class TruncatedPGConfig(Section):
 
 class PPOConfig(ClipConfig):
     dual_clip: float | None = None
-    """If set, bounds the loss of tokens with negative advantage to this many times the advantage (3 in arXiv 1912.09729)."""
+    """Bound on the loss of tokens with negative advantage, as a multiple of the advantage (3 in arXiv 1912.09729).
+    Unset: no bound."""
 
     def check_values(self) -> None:
         if self.dual_clip is not None and self.dual_clip <= 1:
@@ -142,19 +150,21 @@ class TISConfig(PPOConfig):
 
 class GSPOConfig(ClipConfig):
     clip_low: PositiveFloat = 3e-4
-    """Of the ratio of a whole episode, by token: 3e-4 and 4e-4 in arXiv 2507.18071."""
+    """Clip range of the ratio of a whole episode, per token: 3e-4 and 4e-4 in arXiv 2507.18071."""
     clip_high: PositiveFloat = 4e-4
-    """A token's range, such as 0.28, would clip nothing here."""
+    """Upper end of that range. A range meant for single tokens, such as 0.28, would clip nothing here."""
     noise: float = 0.0
-    """Standard deviation of a token's log-ratio between equal weights, as the square root of twice `rollout_kl/k3_age_0` has it.
-    The range of an episode of n tokens is no narrower than 3 noise / sqrt(n) to each side, so that rounding alone clips none."""
+    """Standard deviation of a token's log-ratio between equal weights: the square root of twice
+    `rollout_kl/k3_age_0`. The range of an episode of n tokens is at least 3 noise / sqrt(n) to each side, so that
+    rounding alone clips none."""
 
 
 class CISPOConfig(ClipConfig):
     clip_low: PositiveFloat = 1.0
-    """1: no lower bound."""
+    """Lower end of the clip range. 1: no lower bound."""
     clip_high: PositiveFloat = 4.0
-    """The weight of a token is at most 1 more than this; its gradient stays (arXiv 2506.13585)."""
+    """Upper end of the clip range: a token's weight is at most 1 more than this, and its gradient stays (arXiv
+    2506.13585)."""
 
 
 class SAPOConfig(Section):
@@ -166,37 +176,41 @@ class SAPOConfig(Section):
 class DPPOConfig(Section):
     threshold_low: PositiveFloat = 0.2
     threshold_high: PositiveFloat = 0.2
-    """|difference of probability| above which a token is pushed no further down, and no further up."""
+    """Threshold of |difference of probability|, above which a token is pushed no further down, and no further up."""
 
 
 class CorrectionConfig(Section):
-    """Trained tokens that the policy loss leaves out because learner and rollout policy differ on them too much. The KL
-    terms keep them, and denominators stay. Each is off unless set; a ratio is learner / rollout, and bounds are inclusive."""
+    """Masks for trained tokens that the policy loss leaves out because learner and rollout policy differ on them too
+    much. The KL terms keep them, and denominators stay unchanged. Each mask is off unless set. A ratio is learner /
+    rollout, and bounds are inclusive."""
 
     icepop_low: float | None = None
     icepop_high: float | None = None
-    """A token is kept if its ratio is within these. IcePop: 0.5 and 5."""
+    """A token is kept if its ratio is within these bounds. IcePop: 0.5 and 5."""
     kpop: float | None = None
     """A token is kept if the binary KL, in both directions, is at most this. KPop: 0.1."""
     geometric_low: float | None = None
     geometric_high: float | None = None
-    """An episode is kept if the geometric mean of its tokens' ratios is within these, 0.99 and 1.001, say."""
+    """An episode is kept if the geometric mean of its tokens' ratios is within these bounds, for example 0.99 and
+    1.001."""
     product_low: float | None = None
     product_high: float | None = None
-    """An episode is kept if the product of its tokens' ratios is within these."""
+    """An episode is kept if the product of its tokens' ratios is within these bounds."""
     max_token_kl: float | None = None
-    """An episode is kept if none of its tokens' k3 is above this."""
+    """An episode is kept if none of its tokens has a k3 above this."""
     anchor: Literal["learner", "recomputed"] = "learner"
-    """Numerator of the ratios of all these and of `weight`: the learner as it is, which has drift by age and by the step's
-    minibatches, or as it was before the step, which is what the sources correct (one more forward pass)."""
+    """Numerator of the ratios of all these masks and of `weight`. `learner`: the current learner, which has drifted
+    with age and over the step's minibatches. `recomputed`: the learner before the step, which is what the sources
+    correct (one more forward pass)."""
     weight: Literal["none", "token", "sequence"] = "none"
-    """Multiply the policy loss by importance weights recomputed / rollout, of each token or of its whole episode, truncated at
-    `weight_cap` and without gradient. Needs both anchors to be `recomputed`: else the loss's own ratio has that factor."""
+    """Multiply the policy loss by importance weights recomputed / rollout, per token or per whole episode, truncated
+    at `weight_cap` and without gradient. Needs both anchors to be `recomputed`; otherwise the loss's own ratio
+    already has that factor."""
     weight_cap: PositiveFloat = 2.0
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether the learner's log-probs before the step are compared."""
+        """True if the learner's log-probs before the step are compared."""
         return self.anchor == "recomputed"
 
     def check_values(self) -> None:
@@ -214,48 +228,51 @@ class OverlongPenaltyConfig(Section):
     """DAPO's soft punishment of long answers (arXiv 2503.14476, eq. 13)."""
 
     buffer: int = 0
-    """Tokens before `episode.max_new_tokens` over which the penalty grows from 0 to `factor`; 0: no penalty."""
+    """Tokens before `episode.max_new_tokens` over which the penalty grows from 0 to `factor`. 0: no penalty."""
     factor: PositiveFloat = 1.0
 
 
 GROUP_RELATIVE_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl")
-"""Values of `algorithm.advantage` that compare an episode with the others of its group, of which there have to be some."""
+"""Values of `algorithm.advantage` that compare an episode with the others of its group, so that a group needs
+several episodes."""
 
 BUILTIN_POLICY_LOSSES = ("truncated_pg", "ppo", "tis", "gspo", "cispo", "sapo", "dppo", "decoupled_ppo")
 """The built-in values of `algorithm.policy_loss`."""
 
 
 class RouterAuxConfig(Section):
-    """Load balance of the routers, with the experts that were replayed as the load."""
+    """Load-balancing loss of the routers, with the replayed experts as the load."""
 
     coef: float = 0.0
-    """Weight of `experts * sum_i f_i P_i` of every MoE layer: `f_i` the share of the step's choices that fell on expert i,
-    `P_i` the router's mean probability of it (Switch Transformer, arXiv 2101.03961, eq. 4). 1 is even. Needs
-    `routing.replay`, whose routes are known before the step's first forward pass."""
+    """Weight of `experts * sum_i f_i P_i` of every MoE layer: `f_i` is the share of the step's choices that fell on
+    expert i, `P_i` the router's mean probability of it (Switch Transformer, arXiv 2101.03961, eq. 4). A value of 1
+    means an even load. Needs `routing.replay`, whose routes are known before the step's first forward pass."""
 
 
 class AlgorithmConfig(Section):
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl"] = "grpo"
-    """How scores become advantages; formulas and sources in `learner.advantages`."""
+    """Advantage estimator; formulas and sources are in `learner.advantages`."""
     credit: Literal["trajectory", "turn", "token"] = "trajectory"
-    """`trajectory`: all turns share the episode's advantage. `turn`: a turn's is relative to the same turn of its group; only
-    for environments that reward every turn for its own answer.
+    """Unit of credit assignment. `trajectory`: all turns share the episode's advantage. `turn`: a turn's advantage
+    is relative to the same turn of its group; only for environments that reward every turn for its own answer.
     `token`: a token's score is the reward from it to the episode's end, relative to the same turn of its group."""
     normalize_std: bool = True
-    """With `advantage = "grpo"`, divide by the group's standard deviation; off gives Dr.GRPO's."""
+    """Divide by the group's standard deviation, with `advantage = "grpo"`. Off gives Dr.GRPO's advantage."""
     filter_zero_variance: bool = False
-    """Do not train groups whose episodes all scored the same. `schedule.replaced_groups` takes others in their place."""
+    """Leave groups out of training whose episodes all have the same score. `schedule.replaced_groups` takes others
+    in their place."""
     overlong_filter: bool = False
-    """Do not train episodes that ended because an answer, or the context, became too long. They still count as scores."""
+    """Leave episodes out of training that ended because an answer, or the context, became too long. Their scores
+    still count."""
     overlong_penalty: OverlongPenaltyConfig = msgspec.field(default_factory=OverlongPenaltyConfig)
     reduction: Literal["token_mean", "sequence_mean", "sequence_mean_token_sum_norm", "prompt_mean"] = "token_mean"
-    """What the loss is a mean over; formulas in `learner.loss`."""
+    """Aggregation of the loss: what it is a mean over. Formulas are in `learner.loss`."""
     policy_loss: str = "truncated_pg"
-    """`truncated_pg`, `ppo`, `tis`, `gspo`, `cispo`, `sapo`, `dppo`, `decoupled_ppo` (formulas and sources in
-    `learner.policy_loss`), or your own as `module:function`, of the type `PolicyLossFunction` there."""
+    """Policy loss: `truncated_pg`, `ppo`, `tis`, `gspo`, `cispo`, `sapo`, `dppo`, `decoupled_ppo` (formulas and
+    sources in `learner.policy_loss`), or your own as `module:function`, of the type `PolicyLossFunction` there."""
     anchor: Literal["rollout", "recomputed"] = "rollout"
-    """Denominator of the policy loss's ratio: the log-probs that the engine sampled with, or those that the learner
-    recomputes before the step's first update (one more forward pass)."""
+    """Denominator of the policy loss's ratio. `rollout`: the log-probs that the engine sampled with. `recomputed`:
+    those that the learner recomputes before the step's first update (one more forward pass)."""
     truncated_pg: TruncatedPGConfig = msgspec.field(default_factory=TruncatedPGConfig)
     ppo: PPOConfig = msgspec.field(default_factory=PPOConfig)
     tis: TISConfig = msgspec.field(default_factory=TISConfig)
@@ -265,7 +282,7 @@ class AlgorithmConfig(Section):
     dppo: DPPOConfig = msgspec.field(default_factory=DPPOConfig)
     decoupled_ppo: DecoupledPPOConfig = msgspec.field(default_factory=DecoupledPPOConfig)
     loss_args: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Passed to your own policy loss, as `inputs.config.loss_args`."""
+    """Arguments for your own policy loss, passed as `inputs.config.loss_args`."""
     correction: CorrectionConfig = msgspec.field(default_factory=CorrectionConfig)
     entropy_coef: SignedFloat = 0.0
     """Weight of the entropy bonus."""
@@ -294,13 +311,14 @@ class AlgorithmConfig(Section):
 
 
 def check_policy_loss(config: AlgorithmConfig) -> None:
-    """Import a loss of the user's own. Raises `ConfigError`. To read a configuration does not: it may be a stranger's."""
+    """Import a user-defined policy loss. Raises `ConfigError`. Reading a configuration does not do this, as the
+    configuration may come from a stranger."""
     if config.policy_loss not in BUILTIN_POLICY_LOSSES:
         import_policy_loss(config.policy_loss)
 
 
 def import_policy_loss(path: str) -> Callable[..., Any]:
-    """The function at `module:function`. Raises `ConfigError` if there is none that takes one argument."""
+    """Return the function at `module:function`. Raises `ConfigError` if there is none that takes one argument."""
     try:
         function = import_object(path)
     except (Exception, SystemExit) as error:  # importing somebody's module may raise anything
@@ -314,37 +332,39 @@ def import_policy_loss(path: str) -> Callable[..., Any]:
     return function
 
 
-# Sections about what trains, besides the algorithm: routes, the learner's ranks, its optimizer and adapters.
+# Sections for training besides the algorithm: routes, the learner's ranks, its optimizer and adapters.
 
 
 class RoutingConfig(Section):
     replay: Literal["rollout", "learner", "off"] = "rollout"
-    """`rollout`: the learner uses the experts that the engine chose (R3). `learner`: those that it chose itself in a pass
-    before the step (R2). `off`: every pass routes by itself."""
+    """Routes that the learner's forward passes use. `rollout`: the experts that the engine chose (R3). `learner`:
+    the experts that the learner itself chose in a pass before the step (R2). `off`: every pass computes its own
+    routes."""
     min_recorded_fraction: UnitFraction = 0.9
-    """With replay, a step whose recorded share of trained tokens' inputs is below this stops the run."""
+    """Minimum share of trained tokens' inputs with recorded routes: a step below it stops the run. Used with replay."""
     trace: Literal["off", "sample", "all"] = "sample"
-    """Whose routes are kept in `runs/NAME/routes`, as the engine returned them and as the learner used them. `sample`: the
-    first trajectory's of every `trace_every`-th step. `all`: every trajectory's; `r3async inspect verify NAME`
-    then verifies that they are equal. Per token 25 bytes and 3 ids for each MoE layer and expert it is sent to."""
+    """Trajectories whose routes are kept in `runs/NAME/routes`, as the engine returned them and as the learner used
+    them. `sample`: the first trajectory of every `trace_every`-th step. `all`: every trajectory; `r3async inspect
+    verify NAME` then verifies that they are equal. Each token takes 25 bytes, and 3 ids for each MoE layer and
+    expert it is sent to."""
     trace_every: PositiveInt = 10
 
 
 class ParallelConfig(Section):
-    """How the learner's ranks divide the model and the batch; there are `dp * cp * tp * pp` of them."""
+    """Division of the model and the batch among the learner's ranks; there are `dp * cp * tp * pp` of them."""
 
     dp: PositiveInt = 1
-    """Data parallel: ranks (or groups of ranks) that train different micro-batches. With `backend = "torch"` the weights
-    are sharded among them (FSDP2)."""
+    """Data parallel: ranks (or groups of ranks) that train different micro-batches. With `backend = "torch"` the
+    weights are sharded among them (FSDP2)."""
     tp: PositiveInt = 1
     """Tensor parallel, always with sequence parallelism."""
     pp: PositiveInt = 1
     """Pipeline stages (1F1B)."""
     ep: PositiveInt = 1
-    """Expert parallel: among how many of the `dp * cp * tp` ranks of a stage the experts are divided."""
+    """Expert parallel: how many of the `dp * cp * tp` ranks of a stage the experts are divided among."""
     cp: PositiveInt = 1
-    """Context parallel: ranks among which the tokens of each micro-batch are divided, and their heads while they attend
-    (Ulysses). For long samples: each rank has `1 / cp` of the activations."""
+    """Context parallel: ranks among which the tokens of each micro-batch are divided, and the attention heads during
+    attention (Ulysses). For long samples: each rank has `1 / cp` of the activations."""
     vpp: PositiveInt = 1
     """Virtual pipeline stages: not supported."""
 
@@ -370,17 +390,17 @@ ALL_LINEAR = "all-linear"
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (LoRA, arXiv 2106.09685): `W + alpha / rank * B A` in the place of each targeted matrix `W`, of which
+    """Low-rank adapters (LoRA, arXiv 2106.09685): `W + alpha / rank * B A` replaces each targeted matrix `W`, and
     only `A` and `B` are trained. Engines are given the merged weights."""
 
     rank: int = 0
-    """Columns of `B` and rows of `A`; 0: no adapters, all weights are trained."""
+    """Columns of `B` and rows of `A`. 0: no adapters; all weights are trained."""
     alpha: PositiveFloat = 32.0
-    """What the adapters add is multiplied by `alpha / rank`."""
+    """Scale of the adapters: their output is multiplied by `alpha / rank`."""
     targets: list[str] = msgspec.field(default_factory=lambda: [ALL_LINEAR])
-    """Matrices that get adapters, by a part of their names in the checkpoint, between dots: `q_proj`, `self_attn`, `experts`,
-    `layers.3.mlp`. `all-linear`: all but routers, embeddings and the output layer. A router (`mlp.gate`) is targeted by name
-    only; embeddings and the output layer cannot be."""
+    """Matrices that get adapters, by a part of their names in the checkpoint, between dots: `q_proj`, `self_attn`,
+    `experts`, `layers.3.mlp`. `all-linear`: all but routers, embeddings and the output layer. A router (`mlp.gate`)
+    is targeted only by name; embeddings and the output layer cannot be targeted."""
 
     def check_values(self) -> None:
         if not self.targets or not all(target.strip(".") for target in self.targets):
@@ -388,55 +408,58 @@ class LoraConfig(Section):
 
 
 def matches_target(target: str, name: str, *, router: bool) -> bool:
-    """Whether one of `LoraConfig.targets` names a matrix, by its name in the checkpoint without `.weight`."""
+    """Return whether one of `LoraConfig.targets` matches a matrix, given its name in the checkpoint without
+    `.weight`."""
     return not router if target == ALL_LINEAR else f".{target.strip('.')}." in f".{name}."
 
 
 class LearnerConfig(Section):
     backend: Literal["megatron", "torch", "scripted"] = "megatron"
-    """`megatron`: the models of docs/models.md on megatron-core. `torch`: these and others of transformers, with FSDP2.
-    `scripted`: no model at all, for tests and simulation. Its weights are a digest of what it trained; nothing is learnt."""
+    """Training backend. `megatron`: the models of docs/models.md on megatron-core. `torch`: these and other models
+    of transformers, with FSDP2. `scripted`: no model at all, for tests and simulation. Its weights are a digest of
+    what it trained; nothing is learnt."""
     parallel: ParallelConfig = msgspec.field(default_factory=ParallelConfig)
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations made again in the backward pass: `selective` those of MoE layers, `full` those of whole layers."""
+    """Activations that are recomputed in the backward pass. `selective`: those of MoE layers. `full`: those of whole
+    layers."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Compute dtype; the optimizer keeps fp32 master weights."""
+    """Compute dtype. The optimizer keeps fp32 master weights."""
     lr: PositiveFloat = 1e-6
-    """The highest learning rate: of every step with `lr_schedule = "constant"` and no warm-up."""
+    """Peak learning rate. It is the rate of every step with `lr_schedule = "constant"` and no warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls after the warm-up: not at all, or in a line or half a cosine down to `min_lr_ratio * lr` at the
-    run's last update (`steps * schedule.minibatches_per_step * schedule.epochs_per_step`). It counts updates that were made, so
-    skipped ones delay it."""
+    """Decay of the learning rate after the warm-up: none, linear, or half a cosine, down to `min_lr_ratio * lr` at
+    the run's last update (`steps * schedule.minibatches_per_step * schedule.epochs_per_step`). The schedule counts
+    updates that were made, so skipped ones delay it."""
     warmup_steps: int = 0
-    """Updates in which it rises in a line, the last of them with `lr` itself."""
+    """Updates over which the learning rate rises linearly; the last of them uses `lr` itself."""
     min_lr_ratio: UnitFraction = 0.0
-    """Where `linear` and `cosine` end, as a share of `lr`."""
+    """Final learning rate of `linear` and `cosine`, as a share of `lr`."""
     weight_decay: float = 0.0
     betas: tuple[AdamBeta, AdamBeta] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     max_grad_norm: PositiveFloat = 1.0
     max_tokens_per_micro_batch: PositiveInt = 16384
-    """Tokens that are fed forward at once; those of a shared prefix count once."""
+    """Maximum number of tokens in one forward pass; tokens of a shared prefix count once."""
     share_prefixes: bool = True
-    """Feed what samples have in common, a group's prompt above all, forward once: tokens that are not trained, with the same
-    routes. The gradient is the same."""
+    """Run what samples have in common, a group's prompt above all, through the forward pass once: tokens that are
+    not trained, with the same routes. The gradient is the same."""
     lora: LoraConfig = msgspec.field(default_factory=LoraConfig)
     freeze_router: bool = False
     """Leave the routers' weights as they are in the start model."""
     expert_bias_rate: UnitFraction = 0.0
-    """Of models in which a bias of each expert decides who is chosen (DeepSeek-V3, GLM-4.5): after each update the bias of an
-    expert that got fewer tokens than the mean of its layer rises by this, and that of the others falls (arXiv 2408.15664). 0:
-    they stay as they are."""
+    """Step of the expert bias, in models in which a bias of each expert decides which experts are chosen
+    (DeepSeek-V3, GLM-4.5): after each update the bias of an expert that got fewer tokens than the mean of its layer
+    rises by this, and that of the others falls (arXiv 2408.15664). 0: the biases stay as they are."""
     offload_moments: bool = False
-    """Keep Adam's moments (8 bytes a parameter) in host memory between updates. The updates are the same bit by bit, and take as
-    long again as moving 16 bytes a parameter."""
+    """Keep Adam's moments (8 bytes a parameter) in host memory between updates. The updates are bit for bit the
+    same; each takes longer by the time of moving 16 bytes a parameter."""
     shard_optimizer: bool = False
-    """Divide master weights and moments (12 bytes a parameter in bfloat16, 8 in float32) among the ranks that hold copies of a
-    parameter (ZeRO stage 1). With `backend = "torch"` FSDP2 always does. The updates are those of copies that are all kept, as
-    far as sums of gradients are."""
+    """Divide master weights and moments (12 bytes a parameter in bfloat16, 8 in float32) among the ranks that hold
+    copies of a parameter (ZeRO stage 1). With `backend = "torch"` FSDP2 always does this. The updates equal those
+    without sharding, as far as the sums of gradients do."""
     deterministic: bool = False
-    """Let torch use only kernels that give the same bits at every call: a step that a resumed run makes again on GPUs is then the
-    one that was lost. Slower. docs/scaling.md says where it ends; on CPU bits are the same without it."""
+    """Let torch use only kernels that give the same bits at every call: a step that a resumed run repeats on GPUs is
+    then the one that was lost. Slower. docs/scaling.md describes the limits; on CPU bits are the same without it."""
     threads: PositiveInt = 1
     """Torch threads of the learner on CPU."""
     start_timeout: PositiveFloat = 600.0
@@ -464,13 +487,14 @@ class LearnerConfig(Section):
             )
 
 
-# What `r3async sft` takes besides the model, the data and the learner.
+# Settings of `r3async sft` besides the model, the data and the learner.
 
 
 class SftConfig(Section):
-    """Supervised training (`r3async sft`): answers of `data`, or of the environment's oracle, are learnt as they stand."""
+    """Supervised training (`r3async sft`): answers of `data`, or of the environment's oracle, are learnt as they
+    are."""
 
     rows_per_step: PositiveInt = 32
     """Conversations that a step trains."""
     epochs: float = 0.0
-    """How often each row is trained; `steps` follows from it. 0: `steps` counts, however many epochs that is."""
+    """Number of times each row is trained; `steps` follows from it. 0: `steps` counts, however many epochs that is."""

@@ -1,4 +1,5 @@
-"""Loads a configuration: a preset or a file, then overrides, then checks; a setting that nothing reads is refused."""
+"""Loading of a configuration: a preset or a file, then overrides, then checks. A setting that nothing reads is
+refused."""
 
 from __future__ import annotations
 
@@ -61,11 +62,12 @@ from r3async.config.section import (
 )
 from r3async.untrusted import MalformedError, decode_toml, format_value
 
-# A whole run's configuration, read from a preset or file with `key=value` overrides.
+# Configuration of a whole run, read from a preset or file with `key=value` overrides.
 
 
 def explain_bad_name(name: str) -> str:
-    """Why no run can have that name; "" for a good one, and for none, which means preset and time."""
+    """Return why no run can have this name. "" for a valid name, and for the empty one, which stands for preset and
+    time."""
     if name == "latest":
         return "is the link to the newest run"
     if name and (name in (".", "..") or Path(name).name != name or "\\" in name):
@@ -76,15 +78,15 @@ def explain_bad_name(name: str) -> str:
 
 
 class Config(Section):
-    """A whole run."""
+    """Configuration of a whole run."""
 
     name: str = ""
     """Run directory in `runs/`, a plain name without separators; default: preset and time."""
     seed: Seed = 0
     steps: PositiveInt = 100
     resume: str = "auto"
-    """`auto`: resume from the newest intact checkpoint of this run, if it has any. `none`: start from step 0. Or the path of a
-    checkpoint, or of a run, to resume from."""
+    """Checkpoint to start from. `auto`: the newest intact one of this run, if it has any. `none`: start from step 0.
+    Otherwise the path of a checkpoint, or of a run, to resume from."""
     model: ModelConfig = msgspec.field(default_factory=ModelConfig)
     env: EnvConfig = msgspec.field(default_factory=EnvConfig)
     episode: EpisodeConfig = msgspec.field(default_factory=EpisodeConfig)
@@ -149,7 +151,7 @@ class Config(Section):
 
 
 UNSET_WORD = "null"
-"""What unsets a setting that a file below has set: TOML has no word for it."""
+"""Value that unsets a setting of a file or preset below: TOML has no null."""
 
 REMOVED_KEYS = {
     "algorithm.correction.max_token_age": "it is `schedule.max_token_age` now",
@@ -158,7 +160,7 @@ REMOVED_KEYS = {
     "observe.sink_queue": "a sink always keeps 1024 rows that wait",
     "observe.sink_timeout": "the end of a run always waits 15 s for sinks",
 }
-"""Keys that there were, and what holds now."""
+"""Keys that no longer exist, and what replaces them."""
 
 
 @functools.cache
@@ -171,7 +173,7 @@ def _make_unknown_key_error(path: str, key: str, inner: Any, names: Sequence[str
     if (now := REMOVED_KEYS.get(f"{prefix}{key}")) is not None:
         return ConfigError(f"unknown key `{prefix}{key}`: {now}")
     whole = f"{prefix}{key}"
-    while isinstance(inner, Mapping) and len(inner) == 1:  # as much of the name as it has alone
+    while isinstance(inner, Mapping) and len(inner) == 1:  # extend the name while the table has a single key
         ((more, inner),) = inner.items()
         whole = f"{whole}.{more}"
     if instead := find_equivalent_setting(whole):
@@ -182,14 +184,14 @@ def _make_unknown_key_error(path: str, key: str, inner: Any, names: Sequence[str
 
 
 def _convert_value(target_type: Any, value: Any, path: str) -> Any:
-    """Build section `target_type` from plain data, with dotted paths in every error."""
+    """Build section `target_type` from plain data. Every error names the dotted path of its key."""
     if typing.get_origin(target_type) is dict and _is_section(inner := typing.get_args(target_type)[1]):
         if not isinstance(value, Mapping):
             raise ConfigError(f"`{path}` holds sections by name, not the value {value!r}")
         return {name: _convert_value(inner, each, f"{path}.{name}") for name, each in value.items()}
     if not _is_section(target_type):
         if value == UNSET_WORD and type(None) in (members := typing.get_args(target_type)) and str not in members:
-            return None  # what TOML has no word for, over a value below
+            return None  # unset a value below; TOML has no null
         try:
             return msgspec.convert(value, target_type, dec_hook=_decode_secret)
         except msgspec.ValidationError as error:
@@ -228,7 +230,7 @@ _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", 
 
 
 def _explain_type_error(target_type: Any, message: str) -> str:
-    """Why a value is not of that type. `message`: what msgspec says of it."""
+    """Return why a value is not of type `target_type`, given msgspec's error `message`."""
     if typing.get_origin(target_type) is Literal:
         return f"it must be one of {', '.join(map(repr, typing.get_args(target_type)))}"
     if target_type in _TYPE_NAMES:
@@ -247,7 +249,8 @@ def _explain_type_error(target_type: Any, message: str) -> str:
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:
-    """`learner.lr=1e-4` -> (["learner", "lr"], 0.0001). Values are TOML; a bare word is a string."""
+    """Parse one override: `learner.lr=1e-4` -> (["learner", "lr"], 0.0001). Values are TOML; a bare word is a
+    string."""
     path, equals, raw = text.partition("=")
     keys = [part.strip() for part in path.split(".")]
     dashes = ": settings have no dashes" if text.startswith("-") else ""
@@ -260,10 +263,11 @@ def parse_override(text: str) -> tuple[list[str], Any]:
 
 
 def _merge_layer(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
-    """`overlay` merged over `base`. `env.args` belong to the environment that they were given with: another one has its own."""
+    """Return `base` with `overlay` merged over it. `env.args` belong to the environment that they were set for, and
+    are dropped when `overlay` names another one."""
     env, other = base.get("env"), overlay.get("env")
     if isinstance(env, Mapping) and isinstance(other, Mapping) and other.get("name") == MIX_ENV:
-        env = {**env, "name": ""}  # what [[env]] names replaces what there was
+        env = {**env, "name": ""}  # `[[env]]` replaces the environment below
     if (
         isinstance(env, Mapping)
         and isinstance(other, Mapping)
@@ -274,7 +278,8 @@ def _merge_layer(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[st
 
 
 def parse_mix_entries(env: EnvConfig) -> dict[str, EnvEntryConfig]:
-    """The environments of a mix, in the order of their labels; none of any other. Raises `ConfigError` that names the entry."""
+    """Return the environments of a mix, in the order of their labels; none if `env` is no mix. Raises `ConfigError`
+    that names the entry."""
     if env.name != MIX_ENV:
         return {}
     if not env.args:
@@ -285,7 +290,8 @@ def parse_mix_entries(env: EnvConfig) -> dict[str, EnvEntryConfig]:
 
 
 def resolve_envs(config: Config) -> list[RunEnv]:
-    """What the run trains: one environment, or those of a mix. Raises as `parse_mix_entries`."""
+    """Return the environments that the run trains on: a single one, or those of a mix. Raises the errors of
+    `parse_mix_entries`."""
     parts = parse_mix_entries(config.env)
     if not parts:
         return [RunEnv("", config.env, 1.0, config.episode)]
@@ -293,17 +299,18 @@ def resolve_envs(config: Config) -> list[RunEnv]:
 
 
 def parse_data_config(args: Mapping[str, Any]) -> DataConfig:
-    """`env.args` of a dataset. Raises `ConfigError` that names `data.KEY`."""
+    """Return the `env.args` of a dataset as a section. Raises `ConfigError` that names `data.KEY`."""
     return _convert_value(DataConfig, args, "data")
 
 
 def preset_directory() -> Path:
-    """Where the presets are: in the package, which in a checkout is a link to `configs/`."""
+    """Return the directory of the presets. It is in the package; in a checkout it is a link to `configs/`."""
     return Path(__file__).parent.parent / "presets"
 
 
 def find_config(name_or_path: str) -> Path:
-    """A TOML file, or the preset of that name. Raises `ConfigError` with the nearest preset's name."""
+    """Return the path of a TOML file, or of the preset of that name. Raises `ConfigError` with the nearest preset's
+    name."""
     path = Path(name_or_path)
     if path.suffix == ".toml":
         if not path.is_file():
@@ -323,15 +330,21 @@ def find_config(name_or_path: str) -> Path:
 
 
 class _ConfigLayer(NamedTuple):
-    """What a file, or the overrides, say. `is_explicit`: a person set each of it."""
+    """The settings of one file, or of the overrides.
+
+    Attributes:
+        data: The settings, as nested tables.
+        is_explicit: True if a person set each of them.
+    """
 
     data: dict[str, Any]
     is_explicit: bool
 
 
 def _read_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[_ConfigLayer]:
-    """A file and those that it extends, the last of them first. A preset has values for other ways to run, and a run's own
-    `config.toml` says all that there is, so nobody set them one by one."""
+    """Return the layers of a file and of those that it extends, the base first. Settings of a preset, and of a run's
+    own `config.toml`, are not explicit: a preset has values for other ways to run, and a `config.toml` lists every
+    setting, so nobody set them one by one."""
     if path in seen:
         raise ConfigError(f"`extends` goes in a circle: {' -> '.join(str(p) for p in (*seen, path))}")
     try:
@@ -356,8 +369,8 @@ def _build_config(layers: Sequence[_ConfigLayer]) -> Config:
 
 
 def _refuse_unread_settings(config: Config, layers: Sequence[_ConfigLayer], command: CommandName | None) -> None:
-    """Raise `ConfigError` for what a person set in vain. What a file sets may be turned off by what is over it: it has to have
-    been read there, or to be read now."""
+    """Raise `ConfigError` for a setting that a person set without effect. What a file sets may be turned off by a
+    layer above it: it must have been read in the file's own layers, or be read now."""
     if command is None:
         return
     *files, overrides = layers
@@ -378,7 +391,7 @@ def _refuse_unread_settings(config: Config, layers: Sequence[_ConfigLayer], comm
 def _is_unread_in_files(setting: str, files: Sequence[_ConfigLayer]) -> bool:
     try:
         return bool(explain_unread(setting, _build_config(files), in_file=True))
-    except ConfigError:  # what it lacks is set over it
+    except ConfigError:  # a layer above sets what is missing
         return False
 
 
@@ -388,7 +401,8 @@ Overrides = Sequence[str] | Mapping[str, Any]
 
 
 def nest_overrides(overrides: Overrides) -> dict[str, Any]:
-    """As they stand in a TOML file. Raises `ConfigError` for a text that is not `key=value`, and for a key within a value."""
+    """Return the overrides as nested tables, as they would stand in a TOML file. Raises `ConfigError` for a text
+    that is not `key=value`, and for a key within a value."""
     if isinstance(overrides, Mapping):
         given = [(key.split("."), value) for key, value in overrides.items()]
     else:
@@ -402,11 +416,16 @@ def nest_overrides(overrides: Overrides) -> dict[str, Any]:
 
 
 def load_config(name_or_path: str, overrides: Overrides = (), command: CommandName | None = "train") -> Config:
-    """The configuration of a preset or TOML file (which may `extends` another), with `overrides` over it, for a command; None
-    trains nothing, and reads what it needs.
+    """Return the configuration of a preset or TOML file (which may `extends` another), with `overrides` over it.
 
-    Raises `ConfigError` that names the setting and the fix, also for a setting that this command does not read beside the
-    others, if a person set it."""
+    Raises `ConfigError` that names the setting and the fix, also for an explicit setting that has no effect for this
+    command in combination with the others.
+
+    Args:
+        name_or_path: A preset's name, or the path of a TOML file.
+        overrides: Settings that take precedence.
+        command: The command that reads the configuration. None trains nothing, and reads what it needs.
+    """
     config, layers = _load_layers(name_or_path, overrides)
     _refuse_unread_settings(config, layers, command)
     return config
@@ -418,7 +437,7 @@ def _load_layers(name_or_path: str, overrides: Overrides) -> tuple[Config, list[
 
 
 def apply_overrides(config: Config, overrides: Overrides, command: CommandName | None = None) -> Config:
-    """`config` with `overrides` over it. Raises `ConfigError` as `load_config` does."""
+    """Return `config` with `overrides` over it. Raises `ConfigError` as `load_config` does."""
     layers = [_ConfigLayer(config_to_dict(config, reveal=True), False), _ConfigLayer(nest_overrides(overrides), True)]
     config = validate_config(_build_config(layers))
     _refuse_unread_settings(config, layers, command)
@@ -426,7 +445,8 @@ def apply_overrides(config: Config, overrides: Overrides, command: CommandName |
 
 
 def validate_config(config: Config) -> Config:
-    """`config`, as it was read from what a person wrote. Raises `ConfigError` for what the engine has to decide itself."""
+    """Return `config` after checks of what a person wrote. Raises `ConfigError` for a setting that the engine has to
+    decide itself."""
     if config.generator.engine == "vllm":
         check_engine_args(config.generator.engine_args)
     for each in resolve_envs(config):
@@ -436,8 +456,8 @@ def validate_config(config: Config) -> Config:
 
 
 def load_command_config(name_or_path: str, overrides: Sequence[str] = (), command: CommandName = "train") -> Config:
-    """`load_config` of what a command line says. Raises `ConfigError` also for a secret in it, which other users of the machine,
-    and all who see a job of the cluster, could read there."""
+    """Load a configuration as `load_config` does, for a command line. Raises `ConfigError` also for a literal secret
+    in the overrides, which other users of the machine, and everyone who sees a job of the cluster, could read there."""
     config, layers = _load_layers(name_or_path, overrides)
     refuse_literal_secrets(config, overrides)
     _refuse_unread_settings(config, layers, command)
@@ -462,8 +482,8 @@ def config_from_dict(data: Mapping[str, Any]) -> Config:
 
 
 def config_to_dict(config: Section, *, reveal: bool = False) -> dict[str, Any]:
-    """Plain data, every key resolved. Secrets are `***`, so that it may be written anywhere; with `reveal` they are as they
-    were given, for the process that needs them."""
+    """Return plain data with every key resolved. Secrets are `***`, so that the result may be written anywhere; with
+    `reveal` they are as they were given, for the process that needs them."""
 
     def encode_secret(value: Any) -> str:
         if not isinstance(value, Secret):
@@ -474,7 +494,7 @@ def config_to_dict(config: Section, *, reveal: bool = False) -> dict[str, Any]:
 
 
 def config_to_toml(config: Config) -> str:
-    """The resolved configuration as TOML. Unset (None) values are left out: TOML has no null."""
+    """Return the resolved configuration as TOML. Unset (None) values are left out: TOML has no null."""
 
     def drop_none(value: Any) -> Any:
         if isinstance(value, dict):
@@ -484,22 +504,28 @@ def config_to_toml(config: Config) -> str:
     return msgspec.toml.encode(drop_none(config_to_dict(config))).decode()
 
 
-# Which settings nothing reads beside the others: what a person sets in vain is refused, with what would have it read.
+# Settings that have no effect in combination with the others: they are refused, with the condition under which they are read.
 
 
 CommandName = Literal["train", "sft", "eval", "init-model"]
-"""Who reads the settings."""
+"""Command that reads the settings."""
 
 
 class ReadCondition(NamedTuple):
-    """`settings`, sections or single ones, by their dotted names, are read where `is_met`; `requirement` says when, after
-    "it needs"."""
+    """The condition under which some settings are read.
+
+    Attributes:
+        settings: Dotted names of sections or single settings.
+        requirement: The condition in words, as a continuation of "it needs".
+        is_met: Returns whether a configuration meets the condition.
+    """
 
     settings: tuple[str, ...]
     requirement: str
     is_met: Callable[[Config], object]
     is_shared_in_files: bool = False
-    """Another command reads them, maybe from the same file, so that only the command line sets them in vain."""
+    """True if another command reads the settings too, maybe from the same file; only on the command line are they
+    then without effect."""
 
 
 def _has_agent_env(config: Config) -> bool:
@@ -509,7 +535,8 @@ def _has_agent_env(config: Config) -> bool:
 
 
 def _make_loss_predicate(name: str) -> Callable[[Config], bool]:
-    """A loss of one's own may read the section of any."""
+    """Return the condition for reading the section of policy loss `name`. A user-defined loss may read the section
+    of any."""
     return lambda c: c.algorithm.policy_loss == name or ":" in c.algorithm.policy_loss
 
 
@@ -632,21 +659,22 @@ READ_CONDITIONS = (
     ReadCondition(("serving.max_sessions",), "`serving.enabled` = true", lambda c: c.serving.enabled),
     ReadCondition(("evaluation",), "`evaluation.every`", lambda c: c.evaluation.every, is_shared_in_files=True),
 )
-"""All hold for a setting that is read; what a condition is about itself is always read."""
+"""Conditions for settings to be read: a setting is read if all of its conditions hold. The settings that a condition
+itself depends on are always read."""
 
 SECTIONS_OF_OTHER_COMMANDS: dict[CommandName, dict[str, str]] = {
     "train": {"sft": "`r3async sft`"},
     "sft": dict.fromkeys(("generator", "weights", "transport", "buffer", "serving", "schedule"), "`r3async train`"),
     "eval": dict.fromkeys(("sft", "algorithm", "schedule", "buffer", "transport", "supervise"), "training"),
 }
-"""Sections that a command does not read, and who does."""
+"""Sections that a command does not read, each with the command or activity that does."""
 
 ALWAYS_READ = frozenset({"evaluation.every", "serving.enabled"})
 
 
 def explain_unread(setting: str, config: Config, *, in_file: bool = False) -> str:
-    """What `setting`, of a file or of the command line, needs to be read in training, as `ReadCondition.requirement`; "" if
-    it is read."""
+    """Return what is missing for `setting`, of a file or of the command line, to be read in training, as
+    `ReadCondition.requirement`; "" if it is read."""
     if setting in ALWAYS_READ:
         return ""
     for condition in READ_CONDITIONS:
@@ -658,7 +686,7 @@ def explain_unread(setting: str, config: Config, *, in_file: bool = False) -> st
 
 
 def find_other_reader(setting: str, command: CommandName) -> str:
-    """Who reads `setting`, if this command does not; else ""."""
+    """Return which other command or activity reads `setting`, if this command does not; else ""."""
     return next((who for of, who in SECTIONS_OF_OTHER_COMMANDS.get(command, {}).items() if _is_within(setting, of)), "")
 
 

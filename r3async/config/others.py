@@ -1,8 +1,8 @@
-"""What other trainers call a setting, and ours in its place: said of a key that does not exist here.
+"""Equivalents of other trainers' settings, which the error about an unknown key names.
 
-A key of the table is the end of a dotted name (`rollout.n` is the end of verl's `actor_rollout_ref.rollout.n`); the longest end
-that is in it counts. Its value is our setting (`learner.lr`), or `a + b` for two of them, with what differs after a colon; or,
-after a dash, why there is none.
+A key of the table is the end of a dotted name (`rollout.n` is the end of verl's `actor_rollout_ref.rollout.n`); the
+longest end that is in the table counts. Its value is our setting (`learner.lr`), or `a + b` for two of them, with
+the difference after a colon; or, after a dash, the reason why there is none.
 """
 
 from __future__ import annotations
@@ -269,7 +269,8 @@ EQUIVALENT_SETTINGS = {
     "eval_base_model": "evaluation.at_start",
     "logging_steps": "- every step is logged, in runs/NAME/metrics.jsonl",
 }
-"""Of TRL (`GRPOConfig`, `AsyncGRPOConfig`), verl, SkyRL, prime-rl, AReaL, slime, miles, NeMo RL, ART and ROLL."""
+"""Equivalents of the settings of TRL (`GRPOConfig`, `AsyncGRPOConfig`), verl, SkyRL, prime-rl, AReaL, slime, miles,
+NeMo RL, ART and ROLL."""
 
 TARGET_SETTINGS = frozenset(
     setting
@@ -277,11 +278,12 @@ TARGET_SETTINGS = frozenset(
     if not words.startswith("- ")
     for setting in words.partition(":")[0].split(" + ")
 )
-"""Those of ours that the table names."""
+"""Settings of r3async that the table names."""
 
 
 def find_equivalent_setting(name: str) -> str:
-    """What to set instead of another trainer's `name`, dotted; "" if nobody's is known."""
+    """Return the text on what to set instead of another trainer's dotted `name`; "" if no trainer is known to have
+    it."""
     parts = name.split(".")
     for start in range(len(parts)):
         words = EQUIVALENT_SETTINGS.get(".".join(parts[start:]))

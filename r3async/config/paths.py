@@ -1,4 +1,4 @@
-"""Where a configuration's files are, and what a name in one of them stands for."""
+"""Resolution of a configuration's paths, and import of the objects that it names."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from r3async.config.rollout import MIX_ENV
 from r3async.config.section import DATASET_ENV, did_you_mean
 
 USER_PATH_VARIABLE = "R3ASYNC_USER_PATH"
-"""Environment variable of every process of a run: where it was started, and so where the user's own modules and files are."""
+"""Environment variable of every process of a run: the directory in which it was started, and so where the user's own
+modules and files are."""
 
 
 def resolve_user_path(path: str) -> Path:
-    """A relative path is one from where the run was started."""
+    """Return the path of a user's file. A relative path starts at the directory in which the run was started."""
     return Path(os.environ.get(USER_PATH_VARIABLE, os.getcwd())) / Path(path).expanduser()
 
 
@@ -28,8 +29,8 @@ def resolve_user_path(path: str) -> Path:
 
 
 def import_object(path: str) -> Any:
-    """What `module:name`, or `file.py:name`, stands for. Raises `ImportError`, `AttributeError` or `ValueError` if there is no
-    such thing, and what the module raises."""
+    """Return the object at `module:name` or `file.py:name`. Raises `ImportError`, `AttributeError` or `ValueError`
+    if it does not exist, and any error that the module raises."""
     place, _, name = path.rpartition(":")
     if not place.endswith(".py"):
         return pkgutil.resolve_name(path)
@@ -43,7 +44,7 @@ def import_object(path: str) -> Any:
 
 @functools.cache
 def _import_user_module(place: str) -> ModuleType:
-    """That of a file, which may import what lies beside it."""
+    """Return the module of a file, which may import modules beside it."""
     file = resolve_user_path(place)
     if not file.is_file():
         raise ImportError(f"there is no file {file}")
@@ -67,18 +68,18 @@ def _import_user_module(place: str) -> ModuleType:
 
 
 def resolve_relative_paths(layer: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """What a TOML file in `directory` says, with the files that lie beside it by their paths from here. What does not lie there
-    is looked for where the command is typed, and so is left as it is."""
+    """Return the settings of a TOML file in `directory`, with paths of files that exist beside it made relative to
+    the current directory. Other paths are left unchanged, as they are looked for where the command is typed."""
 
     def resolve_existing(value: Any) -> Any:
         return str(directory / value) if isinstance(value, str) and value and (directory / value).exists() else value
 
     def resolve_file(value: Any) -> Any:
-        """What may be a name of something else as well: a preset, a split."""
+        """Resolve a value that may also be the name of something else: a preset, a split."""
         return resolve_existing(value) if isinstance(value, str) and (directory / value).is_file() else value
 
     def resolve_code_path(value: Any) -> Any:
-        """`module:name` or `file.py:name`, with what may stand before it (`agent:`)."""
+        """Resolve `module:name` or `file.py:name`, with an optional prefix (`agent:`)."""
         if not isinstance(value, str) or ":" not in value:
             return value
         head, _, last = value.rpartition(":")
@@ -138,7 +139,7 @@ def resolve_relative_paths(layer: Mapping[str, Any], directory: Path) -> dict[st
 
 
 def _map_keys(section: Any, functions: Mapping[str, Callable[[Any], Any]]) -> Any:
-    """With what each of these makes of its key, as far as the section has it."""
+    """Return the section with each of `functions` applied to the value of its key, where the section has that key."""
     if not isinstance(section, Mapping):
         return section
     return {key: functions[key](value) if key in functions else value for key, value in section.items()}

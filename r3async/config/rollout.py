@@ -1,4 +1,4 @@
-"""Sections of the configuration about what is played: rows and rewards, environments, engines, sampling and evaluations."""
+"""Configuration sections for rollouts: rows and rewards, environments, engines, sampling and evaluations."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from r3async.config.section import (
     reveal_secrets,
 )
 
-# Sections about what plays: model, environment, episodes, generators, the endpoint.
+# Sections for model, environment, episodes, generators and the endpoint.
 
 
 class InitConfig(Section):
-    """A small random Qwen3-MoE, made and warmed up on the environment's oracle when `model.path` is not given."""
+    """A small random Qwen3-MoE, created and warmed up on the environment's oracle when `model.path` is not given."""
 
     seed: Seed = 0
-    """Of the random weights and the warm-up. Its own, so that runs with different `seed`s begin with the same model."""
+    """Seed of the random weights and the warm-up. It is separate from the run's `seed`, so that runs with different
+    seeds begin with the same model."""
     hidden_size: PositiveInt = 128
     layers: PositiveInt = 4
     heads: PositiveInt = 4
@@ -40,12 +41,12 @@ class InitConfig(Section):
     top_k: PositiveInt = 2
     expert_hidden_size: PositiveInt = 64
     gate_std: float = 0.1
-    """Standard deviation of the router weights: larger is a sharper router."""
+    """Standard deviation of the router weights: a larger value gives a sharper router."""
     max_positions: PositiveInt = 1024
     rope_theta: PositiveFloat = 10_000.0
-    """Base of the rotary positions. Small ones distinguish near positions more easily; large ones reach further."""
+    """Base of the rotary positions. Small values distinguish near positions more easily; large ones reach further."""
     warm_reward: SignedFloat = 0.4
-    """Supervised steps stop when the mean sampled reward reaches this."""
+    """Mean sampled reward at which supervised steps stop."""
     max_warm_steps: int = 2000
 
     def check_values(self) -> None:
@@ -57,26 +58,28 @@ class InitConfig(Section):
 
 class ModelConfig(Section):
     path: str = ""
-    """Directory of a Hugging Face model (safetensors + tokenizer with a chat template). Empty: make one from `init`."""
+    """Directory of a Hugging Face model (safetensors + tokenizer with a chat template). Empty: one is created from
+    `init`."""
     init: InitConfig = msgspec.field(default_factory=InitConfig)
 
 
 class EnvConfig(Section):
-    """Which environment. Several, with a weight each: `[[env]]`, see below."""
+    """The environment. For several, each with a weight, use `[[env]]`, see below."""
 
     name: str = "reverse-text"
-    """Built-in name; `module:Class` or `file.py:Class`; `dataset`, which `data=FILE` sets; or an adapter's: `reasoning-gym:TASK`,
-    `gymnasium:ID`, `textarena:ID`, `verifiers:ID`."""
+    """Name of the environment: a built-in one; `module:Class` or `file.py:Class`; `dataset`, which `data=FILE` sets;
+    or an adapter's: `reasoning-gym:TASK`, `gymnasium:ID`, `textarena:ID`, `verifiers:ID`."""
     args: dict[str, Any] = msgspec.field(default_factory=dict)
     workers: PositiveInt = 2
-    """Processes that play blocking environments (plain `def reset` and `def step`), in each generator."""
+    """Processes in each generator that play blocking environments (plain `def reset` and `def step`)."""
     step_timeout: PositiveFloat = 30.0
-    """Seconds that one call of a blocking environment may take; its process is then killed and replaced."""
+    """Seconds that one call of a blocking environment may take; after that its process is killed and replaced."""
     start_timeout: PositiveFloat = 120.0
     """Seconds that such a process may take to start and to import the environment."""
     variables: list[str] = msgspec.field(default_factory=list)
-    """Environment variables of the generator that these processes, and the programs of `agent-command`, get besides a few that
-    every program needs (PATH, HOME, LANG, TMPDIR, PYTHON…). No other is passed on."""
+    """Environment variables of the generator that are passed to these processes, and to the programs of
+    `agent-command`, besides a few that every program needs (PATH, HOME, LANG, TMPDIR, PYTHON…). No other variable is
+    passed on."""
 
     def check_values(self) -> None:
         self.args = _hide_secrets(self.name, self.args)
@@ -84,12 +87,13 @@ class EnvConfig(Section):
             self.args = {label: _hide_entry_secrets(entry) for label, entry in self.args.items()}
 
     def reveal_args(self, setting: str = "env.args") -> dict[str, Any]:
-        """`args` with their secrets revealed. Raises `ConfigError`."""
+        """Return `args` with their secrets revealed. Raises `ConfigError`."""
         return reveal_secrets(self.args, setting)
 
 
 def _hide_secrets(name: str, args: dict[str, Any]) -> dict[str, Any]:
-    """With the values of `args.environment` as secrets, and what may be one in a command, or in the servers of `mcp:TASK`."""
+    """Return `args` with the values of `args.environment` wrapped as secrets, and so those words that may be secrets
+    in a command, or in the servers of `mcp:TASK`."""
     if isinstance(environment := args.get("environment"), Mapping):
         args = {**args, "environment": {name: _wrap_secret(value) for name, value in environment.items()}}
     if name.startswith("mcp:") and isinstance(servers := args.get("servers"), Mapping):
@@ -105,14 +109,16 @@ _NAMES_A_SECRET = re.compile(r"--?[\w-]*(?:key|token|secret|password|credential)
 
 
 def _command_with_secrets(words: list[Any]) -> list[Any]:
-    """The words that a flag such as `--api-key` is given, behind it or in the same word. Others say which agent it is."""
+    """Return a command with those words wrapped as secrets that a flag such as `--api-key` is given, behind it or in
+    the same word. The other words show which agent it is."""
     flags = [_NAMES_A_SECRET.fullmatch(word) if isinstance(word, str) else None for word in words]
     behind = [False, *(flag is not None and flag[1] is None for flag in flags)]
     return [_wrap_secret(w) if after or (f and f[1]) else w for w, f, after in zip(words, flags, behind, strict=False)]
 
 
 def _hide_server_secrets(server: Any) -> Any:
-    """Headers that name no variable, the words of a command but for its program and flags, and a URL with a user or a query."""
+    """Return an MCP server's settings with secrets wrapped: headers that name no variable, the words of a command
+    except its program and flags, and a URL with a user or a query."""
     if not isinstance(server, Mapping):
         return server
     hidden = dict(server)
@@ -147,53 +153,55 @@ RowsMode = Literal["auto", "merged", "stepwise"]
 
 class EpisodeConfig(Section):
     max_turns: PositiveInt = 16
-    """Turns after which an episode ends, whatever the environment says."""
+    """Turns after which an episode ends, even if the environment would continue."""
     max_new_tokens: PositiveInt = 256
-    """Tokens sampled in one turn, at most; less when little context is left."""
+    """Maximum number of tokens sampled in one turn; fewer when little context is left."""
     max_prompt_tokens: PositiveInt = 3840
-    """Of any turn's prompt, with everything that the model is shown in it: a first prompt that is longer is an error, a later
-    one ends the episode (`stop_reason` `length`)."""
+    """Maximum number of tokens of any turn's prompt, including everything that the model is shown in it. A longer
+    first prompt is an error; a longer later one ends the episode (`stop_reason` `length`)."""
     max_total_tokens: PositiveInt = 4096
-    """Of any turn's prompt and its answer together: what a sample may have."""
+    """Maximum number of tokens of any turn's prompt and its answer together, and so of a sample."""
     rows: RowsMode = "auto"
-    """`auto`: turns are one sample as long as each prompt extends what the model has seen exactly, and a new sample where
-    one does not (a template or an environment that rewrites history). `merged`: the same, but that is an error.
-    `stepwise`: one sample a turn."""
+    """Division of an episode into samples. `auto`: turns form one sample as long as each prompt extends exactly what
+    the model has seen; otherwise a new sample begins (a template or an environment that rewrites history). `merged`:
+    the same, but a prompt that does not extend it is an error. `stepwise`: one sample a turn."""
     template_args: dict[str, Any] = msgspec.field(default_factory=dict)
     """Further variables of the chat template, for example `{ enable_thinking = false }`."""
     temperature: float = 1.0
     top_p: Annotated[float, NumberRange(0, 1, excludes_low=True)] = 1.0
-    """Sample among the most probable tokens that have this probability together; 1: among all."""
+    """Sample among the most probable tokens that together have this probability. 1: among all."""
     top_k: int = 0
-    """Sample among so many most probable tokens; 0: among all."""
+    """Sample among this many most probable tokens. 0: among all."""
     min_p: UnitFraction = 0.0
-    """Sample among tokens that have at least this share of the probability of the most probable one; 0: among all."""
+    """Sample among tokens that have at least this share of the probability of the most probable one. 0: among all."""
     keep_sampling_mask: bool = True
-    """With `top_p`, `top_k` or `min_p`: record which tokens could be sampled, and renormalise the learner's log-probs over the
-    same ones. Without it the learner's are of the whole vocabulary and the engine's are not: every importance ratio is too low,
-    and the trust region measures that as drift."""
+    """Record which tokens could be sampled with `top_p`, `top_k` or `min_p`, and renormalise the learner's log-probs
+    over the same ones. Otherwise the learner's log-probs cover the whole vocabulary and the engine's do not: every
+    importance ratio is too low, and the trust region measures that as drift."""
     stop: list[str] = msgspec.field(default_factory=list)
-    """Strings that end an answer, with the token that completes one. They were sampled, so they stay in the answer and are
-    trained. What the chat template adds to close the turn was not, and is not."""
+    """Strings that end an answer, with the token that completes one. They were sampled, so they stay in the answer
+    and are trained. The tokens that the chat template adds to close the turn were not sampled, and are not trained."""
     ignore_eos: bool = False
-    """Sample on where the model ends its turn, until `max_new_tokens` or a `stop`."""
+    """Continue sampling where the model ends its turn, until `max_new_tokens` or a `stop`."""
     timeout: PositiveFloat = 600.0
-    """Seconds one episode may take. One that has answers by then is trained on them; another is tried again."""
+    """Seconds that one episode may take. An episode that has answers by then is trained on them; another is tried
+    again."""
     retries: int = 2
-    """Times an episode in which the environment failed is tried again; not once more where its code raised twice at one place,
-    unless a connection or a time-out is behind it. What becomes of one that fails for good: `supervise.max_failed_fraction`."""
+    """Times an episode is tried again after the environment failed. It is not tried once more if the environment's
+    code raised twice at one place, unless a connection or a time-out is behind it. An episode that fails for good
+    counts for `supervise.max_failed_fraction`."""
     engine_retries: int = 2
-    """Times in an episode that a call at which the engine failed (an error, an aborted request) is made again. The turns before
-    it stay; an episode that needs more has failed."""
+    """Times in an episode that a call is repeated after the engine failed (an error, an aborted request). The turns
+    before it are kept; an episode that needs more has failed."""
 
     @property
     def truncates_sampling(self) -> bool:
-        """Whether tokens may be left out of what is sampled from."""
+        """True if sampling may exclude tokens."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
     def needs_sampling_mask(self) -> bool:
-        """Whether each sampled token has its support with it."""
+        """True if the set of tokens that could be sampled is recorded with each sampled token."""
         return self.keep_sampling_mask and self.truncates_sampling
 
     def check_values(self) -> None:
@@ -206,32 +214,34 @@ class EpisodeConfig(Section):
 class GeneratorConfig(Section):
     count: PositiveInt = 1
     concurrency: PositiveInt = 64
-    """Episodes that one generator plays at once, at most."""
+    """Maximum number of episodes that one generator plays at once."""
     concurrency_min: PositiveInt = 1
-    """Episodes that it plays at once at least, however full its engine's KV cache is: between the two the number follows
-    the cache. Set it to `concurrency` to keep the number fixed."""
+    """Minimum number of episodes that one generator plays at once, however full its engine's KV cache is; between
+    the two the number follows the cache. Set it to `concurrency` to keep the number fixed."""
     engine: Literal["vllm", "scripted"] = "vllm"
-    """`scripted`: no model at all. Answers are letters at random, and log-probs and routes are made up: for rehearsing how a run
-    fails and recovers where vLLM is not at hand, with `weights.probe=false` or `learner.backend="scripted"`. Nothing is
-    learnt."""
+    """Rollout engine. `scripted`: no model at all. Answers are random letters, and log-probs and routes are made up:
+    for rehearsing how a run fails and recovers where vLLM is not available, with `weights.probe=false` or
+    `learner.backend="scripted"`. Nothing is learnt."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     threads: PositiveInt = 1
     """OpenMP threads of one engine on CPU. More than one is slower beside a learner on the same cores."""
     kv_cache_gib: PositiveFloat = 1.0
-    """KV cache of one engine on CPU, GiB."""
+    """KV cache of one engine on CPU, in GiB."""
     on_update: Literal["keep", "recompute", "drain"] = "keep"
-    """Requests that run when new weights come. `keep`: they continue with the keys and values that the old weights made.
-    `recompute`: the new weights compute keys and values again; tokens, log-probs and routes that they have stay.
-    `drain`: the weights wait for them, and new requests wait for the weights."""
+    """Handling of requests that are running when new weights arrive. `keep`: they continue with the keys and values
+    that the old weights computed. `recompute`: the new weights compute keys and values again; the tokens, log-probs
+    and routes so far stay. `drain`: the weights wait for running requests, and new requests wait for the weights."""
     colocate: Literal["off", "share"] = "off"
-    """Whose GPUs engines use. `off`: their own. `share`: where there are too few for both, those of the learner's ranks; what
-    an engine takes of one says `engine_args.gpu_memory_utilization`. Has no effect without GPUs."""
+    """Placement of engines on GPUs. `off`: engines have their own GPUs. `share`: where there are too few for both,
+    engines use those of the learner's ranks; `engine_args.gpu_memory_utilization` sets how much of one an engine
+    takes. Has no effect without GPUs."""
     max_restarts: int = 8
-    """Times one generator process is restarted before the run continues without it; without the last one it stops."""
+    """Times one generator process is restarted before the run continues without it. Without the last generator the
+    run stops."""
     start_timeout: PositiveFloat = 600.0
     engine_args: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Passed to vLLM's AsyncEngineArgs as they are; refused where r3async sets or relies on a value of its own. The scripted
-    engine knows `token_seconds` and `install_seconds`."""
+    """Arguments passed unchanged to vLLM's AsyncEngineArgs; refused where r3async sets a value or relies on one. The
+    scripted engine knows `token_seconds` and `install_seconds`."""
 
     def check_values(self) -> None:
         if self.concurrency_min > self.concurrency:
@@ -242,9 +252,10 @@ class GeneratorConfig(Section):
 
 
 def is_loopback_host(host: str) -> bool:
-    """Only this machine can reach it. A name other than `localhost` counts as one that others can reach.
+    """Return whether only this machine can reach `host`. A name other than `localhost` counts as reachable by
+    others.
 
-    Takes IPv6 with and without brackets, and IPv4 that is mapped into it (`::ffff:127.0.0.1`).
+    Accepts IPv6 with and without brackets, and IPv4-mapped addresses (`::ffff:127.0.0.1`).
     """
     if host == "localhost":
         return True
@@ -257,44 +268,46 @@ def is_loopback_host(host: str) -> bool:
 
 
 def strip_brackets(host: str) -> str:
-    """Without the brackets of an IPv6 address, as sockets take it."""
+    """Return `host` without the brackets of an IPv6 address, as sockets take it."""
     return host.removeprefix("[").removesuffix("]")
 
 
 def bracket_ipv6(host: str) -> str:
-    """With the brackets that a URL puts around an IPv6 address."""
+    """Return `host` with the brackets that a URL puts around an IPv6 address."""
     return f"[{strip_brackets(host)}]" if ":" in host else host
 
 
 class ServingConfig(Section):
-    """An environment `agent:…` or `agent-command` has its endpoint in any case, for its own episodes; `enabled` opens the door
-    to agents that others start."""
+    """The generators' endpoint for agents. An environment `agent:…` or `agent-command` always has its endpoint, for
+    its own episodes; `enabled` opens it to agents that others start."""
 
     enabled: bool = False
-    """Whether who has the token may begin sessions. Address and token of each generator are in `runs/NAME/serving-*.json`."""
+    """Let anyone who has the token begin sessions. Address and token of each generator are in
+    `runs/NAME/serving-*.json`."""
     host: str = "127.0.0.1"
-    """Interface of the endpoint. Loopback unless named; any other needs a `token`."""
+    """Interface of the endpoint. Loopback unless set; any other needs a `token`."""
     port: Port = 0
-    """0: a free one. A number fits one generator a host only."""
+    """Port of the endpoint. 0: a free one. A fixed number allows only one generator a host."""
     token: Secret = msgspec.field(default_factory=Secret)
-    """A text: what beginning a session takes. Empty: a random one a generator. `$NAME`: that of an environment variable of the
-    generator. It is written to no file, so a run that is resumed has to be given it again, unless it is a `$NAME`."""
+    """Token that is needed to begin a session. Empty: a random one for each generator. `$NAME`: the value of an
+    environment variable of the generator. The token is not written to any file, so a resumed run has to be given it
+    again, unless it is a `$NAME`."""
     model_name: str = "policy"
-    """What `/v1/models` calls the model. Requests may name any."""
+    """Name of the model in `/v1/models`. Requests may name any."""
     tool_parser: str = "auto"
-    """Who reads tool calls. `auto`: by the form that the chat template writes them in. `builtin`: ours, of Hermes' and Qwen's
-    form. Any other: vLLM's parser of that name, such as `llama3_json`."""
+    """Parser of tool calls. `auto`: chosen by the form in which the chat template writes them. `builtin`: r3async's
+    own, for the form of Hermes and Qwen. Any other: vLLM's parser of that name, such as `llama3_json`."""
     max_body_bytes: PositiveInt = 4 * 2**20
-    """Of one request; a longer one is refused before it is read."""
+    """Maximum size of one request in bytes; a longer one is refused before it is read."""
     max_messages: PositiveInt = 1024
-    """In one request, and as many tools; more are refused before the chat template sees them."""
+    """Maximum number of messages, and of tools, in one request; more are refused before the chat template sees them."""
     max_connections: PositiveInt = 512
-    """To one generator's endpoint at once. A further one takes the place of the oldest that has shown no key, and is closed
-    where all have."""
+    """Maximum number of connections to one generator's endpoint at once. A further one replaces the oldest that has
+    shown no key; if all have, the new one is closed."""
     read_timeout: PositiveFloat = 30.0
     """Seconds that a connection may take for the head of a request, and for its body."""
     max_sessions: PositiveInt = 64
-    """Sessions that may be open at once for agents that others start."""
+    """Maximum number of sessions open at once for agents that others start."""
     unrewarded: SignedFloat | None = None
     """Reward of an episode whose agent gave none. Unset: such an episode is an error, and is tried again."""
 
@@ -344,17 +357,19 @@ OWNED_ENGINE_ARGS = {
     "knows of quantized ones",
     "enable_lora": "every version replaces all weights of the model",
 }
-"""Refused in `generator.engine_args`, with the setting to use instead or the reason. The engine takes what it sets itself from
-`declare_engine_args`, so it cannot set a key that is neither refused here nor named in `DEFAULT_ENGINE_ARGS`."""
+"""Arguments refused in `generator.engine_args`, each with the setting to use instead or the reason. The engine takes
+what it sets itself from `declare_engine_args`, so it cannot set a key that is neither refused here nor named in
+`DEFAULT_ENGINE_ARGS`."""
 
 DEFAULT_ENGINE_ARGS = frozenset(
     {"enforce_eager", "use_tqdm_on_load", "kv_cache_memory_bytes", "block_size", "load_format"}
 )
-"""What r3async sets and `generator.engine_args` may replace."""
+"""Arguments that r3async sets and `generator.engine_args` may replace."""
 
 
 def declare_engine_args(**values: Any) -> dict[str, Any]:
-    """Arguments that the engine sets itself. Raises `KeyError` for one that is neither refused nor a default here."""
+    """Return the arguments that the engine sets itself. Raises `KeyError` for one that is neither refused nor a
+    default here."""
     for name in values:
         if name not in OWNED_ENGINE_ARGS and name not in DEFAULT_ENGINE_ARGS:
             raise KeyError(f"{name} is not in r3async.config.rollout")
@@ -362,7 +377,7 @@ def declare_engine_args(**values: Any) -> dict[str, Any]:
 
 
 def check_engine_args(args: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for a key of `generator.engine_args` that is not the user's to set."""
+    """Raise `ConfigError` for a key of `generator.engine_args` that the user may not set."""
     if refused := [
         f"`generator.engine_args.{name}` cannot be set: {OWNED_ENGINE_ARGS[name]}"
         for name in args
@@ -371,7 +386,7 @@ def check_engine_args(args: Mapping[str, Any]) -> None:
         raise ConfigError("; ".join(refused))
 
 
-# What `data` and `reward` say: rows of the user's own, and what answers to them are worth.
+# Sections for `data` and `reward`: the user's own rows, and the rewards of answers to them.
 
 
 _WEIGHT_RANGE = NumberRange(-(10**9), 10**9)
@@ -382,44 +397,44 @@ class RewardConfig(Section):
     """One of several rewards: `reward = [{ fn = "rewards:correct", weight = 1.0 }, …]`."""
 
     fn: str
-    """As `reward`."""
+    """Reward function, in the notation of `reward`."""
     weight: SignedFloat = 1.0
     name: str = ""
-    """In the metrics, as `reward/NAME_mean`. Empty: that of the function."""
+    """Name in the metrics, as `reward/NAME_mean`. Empty: the name of the function."""
 
 
 class DataConfig(Section):
-    """Rows of your own as tasks of one turn. `data=FILE` is short for `data.path=FILE`; `reward` is set beside `data`, at the
-    top. Both become `env.name = "dataset"` and `env.args`, and so they appear in a run's `config.toml`."""
+    """Your own rows as tasks of one turn. `data=FILE` is short for `data.path=FILE`; `reward` is set beside `data`,
+    at the top. Both become `env.name = "dataset"` and `env.args`, and appear so in a run's `config.toml`."""
 
     path: str = ""
-    """A file `.jsonl`, `.json`, `.csv` or `.parquet`, a directory of such, or the id of a dataset on the Hugging Face hub.
-    A relative path is one from where the run was started; in a TOML file, from that file."""
+    """Path of a `.jsonl`, `.json`, `.csv` or `.parquet` file, of a directory of such files, or the id of a dataset
+    on the Hugging Face hub. A relative path starts where the run was started; in a TOML file, at that file."""
     subset: str = ""
-    """Of a dataset on the hub, such as `main`."""
+    """Subset of a dataset on the hub, such as `main`."""
     split: str = "train"
-    """Of a dataset on the hub, also in its notation `train[:100]`. Of a directory: the files whose names begin with it; for
-    `train`, all if none does. A file has none."""
+    """Split of a dataset on the hub, also in the hub's notation `train[:100]`. In a directory: the files whose names
+    begin with it; for `train`, all files if none does. A file has no splits."""
     prompt: PromptTemplate = "prompt"
-    """A column with a text or with chat messages; or a template over columns, as `"{question}"`, whose dotted names look into
-    nested ones; or messages of such: `[{ role = "user", content = "{question}" }]`."""
+    """Column with a text or with chat messages; or a template over columns, such as `"{question}"`, in which dotted
+    names reach into nested columns; or messages of such templates: `[{ role = "user", content = "{question}" }]`."""
     answer: str = ""
-    """A column, or a dotted name as `extra_info.answer`. Empty: the first of `reward_model.ground_truth` (rows of verl),
-    `answer`, `solution` and `ground_truth` that a row has."""
+    """Column, or dotted name such as `extra_info.answer`. Empty: the first of `reward_model.ground_truth` (rows of
+    verl), `answer`, `solution` and `ground_truth` that a row has."""
     system: str = ""
-    """A system message before every prompt."""
+    """System message before every prompt."""
     reward: Annotated[str | list[str | dict[str, Any]], _WEIGHT_RANGE] = "exact"
-    """`exact`, `contains`, `number`, `math`, or a function of yours, `module:function` or `file.py:function`; or a list of these,
-    or of tables `{ fn, weight, name }`, whose weighted sum is the reward."""
+    """Reward function: `exact`, `contains`, `number`, `math`, or your own as `module:function` or
+    `file.py:function`; or a list of these, or of tables `{ fn, weight, name }`, whose weighted sum is the reward."""
     eval: str | float = 0.0
-    """Rows that are evaluated and never trained: a share below 1, a number of them, a file, or another split of a directory or of
-    the hub. 0: none."""
+    """Rows that are evaluated and never trained: a share below 1, a number of rows, a file, or another split of a
+    directory or of the hub. 0: none."""
     limit: int = 0
-    """Of the rows, the first so many. 0: all."""
+    """Number of rows that are used, from the first on. 0: all."""
     part: Literal["train", "eval"] = "train"
-    """Which of the two this environment poses: set by evaluations."""
+    """Rows that this environment poses, the trained or the evaluated ones; set by evaluations."""
     digest: str = ""
-    """Of the rows; noted when a run starts, and compared when it resumes and on every host."""
+    """Digest of the rows. It is recorded when a run starts, and compared when it resumes and on every host."""
 
     def check_values(self) -> None:
         if isinstance(self.eval, float | int) and self.eval >= 1 and self.eval != int(self.eval):
@@ -427,7 +442,7 @@ class DataConfig(Section):
 
 
 def parse_rewards(reward: str | list[str | dict[str, Any]]) -> list[RewardConfig]:
-    """Each reward of the setting, with its weight. Raises `ValueError`."""
+    """Return the rewards of the setting, each with its weight. Raises `ValueError`."""
     listed = [reward] if isinstance(reward, str) else reward
     out: list[RewardConfig] = []
     for at, item in enumerate(listed):
@@ -443,16 +458,17 @@ def parse_rewards(reward: str | list[str | dict[str, Any]]) -> list[RewardConfig
     return out
 
 
-# Several environments in one run: what `[[env]]` says of each.
+# Several environments in one run: the entries of `[[env]]`.
 
 
 class EnvEntryConfig(EnvConfig):
-    """One of several environments: `[[env]]`, once for each. It takes the keys of `[env]`, or `data` and `reward`, and those
-    below. In a run's `config.toml` they are `env.args.LABEL` of the environment `mix`, and so they are on the command line:
-    `env.args.guess.weight=2`. A key that is unset is that of `[episode]`, which is also the most that it may be."""
+    """One of several environments: `[[env]]`, once for each. It takes the keys of `[env]`, or `data` and `reward`,
+    and those below. In a run's `config.toml` they are `env.args.LABEL` of the environment `mix`, and so they are on
+    the command line: `env.args.guess.weight=2`. An unset key has the value of `[episode]`, which is also its
+    maximum."""
 
     weight: PositiveFloat = 1.0
-    """Share of the groups, over the sum of all weights."""
+    """Share of the groups, relative to the sum of all weights."""
     max_turns: PositiveInt | None = None
     max_new_tokens: PositiveInt | None = None
     max_prompt_tokens: PositiveInt | None = None
@@ -464,7 +480,14 @@ EPISODE_LIMITS = ("max_turns", "max_new_tokens", "max_prompt_tokens", "max_total
 
 
 class RunEnv(NamedTuple):
-    """An environment of a run. `label`: in metrics; "" where it is the only one. `episode`: with its own limits."""
+    """An environment of a run.
+
+    Attributes:
+        label: Its name in metrics; "" if it is the only one.
+        env: Its section `[env]`.
+        weight: Its share of the groups, relative to the sum of all weights.
+        episode: The section `[episode]`, with this environment's own limits.
+    """
 
     label: str
     env: EnvConfig
@@ -473,7 +496,8 @@ class RunEnv(NamedTuple):
 
 
 def resolve_env(label: str, entry: EnvEntryConfig, episode: EpisodeConfig) -> RunEnv:
-    """Raises `ConfigError` that names the entry."""
+    """Return the environment of a mix's entry, with its own episode limits. Raises `ConfigError` that names the
+    entry."""
     limits: dict[str, Any] = {name: value for name in EPISODE_LIMITS if (value := getattr(entry, name)) is not None}
     for name, value in limits.items():
         if value > (most := getattr(episode, name)):
@@ -488,7 +512,7 @@ def resolve_env(label: str, entry: EnvEntryConfig, episode: EpisodeConfig) -> Ru
         raise ConfigError(f"[env.args.{label}] {error}") from error
 
 
-# The section about evaluations: which tasks, how often, how they are answered, and by which figure a checkpoint is the best.
+# The section for evaluations: tasks, interval, sampling, and the metric of the best checkpoint.
 
 
 Temperature = Annotated[float, NumberRange(0, 10**9)]
@@ -496,7 +520,7 @@ Temperature = Annotated[float, NumberRange(0, 10**9)]
 
 class EvaluationEnvConfig(EnvConfig):
     name: str = ""
-    """As `env.name`. Empty: see `[evaluation]`."""
+    """Name of the environment, as `env.name`. Empty: see `[evaluation]`."""
 
     def check_values(self) -> None:
         super().check_values()
@@ -505,10 +529,10 @@ class EvaluationEnvConfig(EnvConfig):
 
 
 class EvaluationSetConfig(Section):
-    """One of `evaluation.sets`. What it leaves unset is as `[evaluation]` has it."""
+    """One of `evaluation.sets`. Unset keys have the values of `[evaluation]`."""
 
     env: EvaluationEnvConfig = msgspec.field(default_factory=lambda: EvaluationEnvConfig())
-    """Which environment. An empty name: that of `[evaluation]`."""
+    """Environment of the set. An empty name: that of `[evaluation]`."""
     episodes: PositiveInt | None = None
     samples: PositiveInt | None = None
     temperature: Temperature | None = None
@@ -517,28 +541,29 @@ class EvaluationSetConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Episodes that are played beside the training, and are never trained."""
+    """Episodes that are played during training, and are never trained."""
 
     every: int = 0
     """Steps between two evaluations; one more follows the last step. 0: none."""
     at_start: bool = False
-    """Also before the first step."""
+    """Evaluate before the first step too."""
     episodes: PositiveInt = 32
-    """Tasks, or as many as the environment has if those are fewer. Each is played `samples` times."""
+    """Number of tasks, or all of the environment's if it has fewer. Each is played `samples` times."""
     samples: PositiveInt = 1
     """Episodes of each task. With n of them the mean reward is avg@n, and pass@k is reported for k = 1, 2, 4, … n."""
     temperature: Temperature | None = None
-    """Of the answers. 0: greedy. Unset: `episode.temperature`."""
+    """Sampling temperature of the answers. 0: greedy. Unset: `episode.temperature`."""
     pass_reward: SignedFloat = 1.0
-    """An episode with this reward, or more, passes (pass@k)."""
+    """Reward at or above which an episode passes (pass@k)."""
     env: EvaluationEnvConfig = msgspec.field(default_factory=lambda: EvaluationEnvConfig())
-    """Which environment. An empty name: the one that is trained, with its arguments."""
+    """Environment of the evaluation. An empty name: the one that is trained, with its arguments."""
     sets: dict[str, EvaluationSetConfig] = msgspec.field(default_factory=dict)
-    """Several sets of tasks, or of answers to the same tasks: `[evaluation.sets.greedy]` with `temperature = 0` beside
-    `[evaluation.sets.sampled]` with `samples = 8`. A set says what differs from `[evaluation]` (`env`, `episodes`, `samples`,
-    `temperature`, `pass_reward`, `seed`). They are played one after the other; the first is the one that views show first."""
+    """Several sets of tasks, or of answers to the same tasks: `[evaluation.sets.greedy]` with `temperature = 0`
+    beside `[evaluation.sets.sampled]` with `samples = 8`. A set lists what differs from `[evaluation]` (`env`,
+    `episodes`, `samples`, `temperature`, `pass_reward`, `seed`). The sets are played one after the other; views show
+    the first one first."""
     seed: Seed = 0
-    """Of the tasks. Every evaluation poses the same ones, and training poses none of them."""
+    """Seed of the tasks. Every evaluation poses the same ones, and training poses none of them."""
     timeout: PositiveFloat = 1800.0
     """Seconds after which an evaluation times out."""
 
@@ -557,11 +582,12 @@ class EvaluationConfig(Section):
                 raise ValueError(f"`sets.{name}`: {error}") from error
 
     def resolve_sets(self) -> dict[str, EvaluationConfig]:
-        """The sets, each as an evaluation of one set; the only one, where none is named, as ""."""
+        """Return the sets by name, each as an evaluation without sets. If none is named, the evaluation itself is
+        the only set, named ""."""
         return {name: self.resolve_set(name) for name in self.sets} or {"": self}
 
     def resolve_set(self, name: str) -> EvaluationConfig:
-        """With all that the set leaves unset."""
+        """Return the set `name` as an evaluation, with everything that it leaves unset filled in."""
         own = self.sets[name]
         given = {field: value for field in own.__struct_fields__ if (value := getattr(own, field)) is not None}
         if not own.env.name:
@@ -591,5 +617,6 @@ class EvaluationConfig(Section):
 
 
 def list_pass_ks(samples: int) -> list[int]:
-    """The k of pass@k that is reported of so many episodes of each task: powers of two, and their number."""
+    """Return the values of k for which pass@k is reported with `samples` episodes of each task: powers of two, and
+    `samples`."""
     return sorted({2**i for i in range(samples.bit_length()) if 2**i <= samples} | {samples})

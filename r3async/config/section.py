@@ -1,4 +1,4 @@
-"""The base of every section of the configuration: numbers within ranges, secrets, and values that a short form stands for."""
+"""Base of every configuration section: numbers within ranges, secrets, and expansion of short forms."""
 
 from __future__ import annotations
 
@@ -25,22 +25,30 @@ class ConfigError(ValueError):
 def did_you_mean(
     name: str, names: Iterable[str], otherwise: str = "", format_name: Callable[[str], str] = repr, cutoff: float = 0.4
 ) -> str:
-    """`did you mean 'x'?` of the nearest of `names`, or `otherwise` if none is as `cutoff` (0..1)."""
+    """Return `did you mean 'x'?` for the nearest of `names`.
+
+    Args:
+        name: The unknown name.
+        names: The valid names.
+        otherwise: Returned if no name is similar enough.
+        format_name: Formats the name in the answer.
+        cutoff: Minimum similarity of a name, from 0 to 1.
+    """
     found = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
     return f"did you mean {format_name(found[0])}?" if found else otherwise
 
 
 @dataclass(frozen=True)
 class NumberRange:
-    """What a number of a section may be: `field: Annotated[float, Range(-1, 1)]`. Both ends are included; with `excludes_low`
-    the lower one is not."""
+    """Range of a number in a section: `field: Annotated[float, Range(-1, 1)]`. Both ends are included, except the
+    lower one with `excludes_low`."""
 
     low: float
     high: float
     excludes_low: bool = False
 
     def explain_violation(self, number: float) -> str:
-        """Why `number` may not be, after its name; "" if it may."""
+        """Return why `number` is out of range, as a continuation of its name; "" if it is in range."""
         if self.excludes_low and number <= self.low:
             return f"must be greater than {self.low:,}, got {format_value(number)}"
         if number < self.low:
@@ -49,13 +57,14 @@ class NumberRange:
 
 
 DEFAULT_RANGE = NumberRange(0, 10**9)
-"""Of every number whose field says nothing else. As seconds it is 31 years, and clocks of all libraries can wait for it."""
+"""Range of every number whose field declares none. Its upper end is 31 years in seconds, and clocks of all libraries
+can wait that long."""
 
 PositiveFloat = Annotated[float, NumberRange(0, 10**9, excludes_low=True)]
 PositiveInt = Annotated[int, NumberRange(0, 10**9, excludes_low=True)]
 UnitFraction = Annotated[float, NumberRange(0, 1)]
 Port = Annotated[int, NumberRange(0, 65535)]
-"""0: a free one."""
+"""Port number; 0 stands for a free one."""
 ByteCount = Annotated[int, NumberRange(0, 2**50, excludes_low=True)]
 Seed = Annotated[int, NumberRange(0, 2**63 - 1)]
 SignedFloat = Annotated[float, NumberRange(-(10**9), 10**9)]
@@ -63,11 +72,11 @@ SignedFloat = Annotated[float, NumberRange(-(10**9), 10**9)]
 
 
 class Section(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Base of all sections: every number of every field is finite and in the field's `NumberRange`, whatever a section checks
-    itself.
+    """Base of all sections. Every number of every field is finite and in the field's `NumberRange`, whatever else a
+    section checks.
 
-    Numbers in tables (`env.args`) are finite; what they may be is not known here. No value in a table is None: `config.toml` has
-    no word for it, so a run that resumed would have another value there than it began with.
+    Numbers in tables (`env.args`) are finite; their valid ranges are not known here. No value in a table is None:
+    `config.toml` has no null, so a resumed run would have another value there than it began with.
     """
 
     def __post_init__(self) -> None:
@@ -76,11 +85,11 @@ class Section(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         self.check_values()
 
     def check_values(self) -> None:
-        """What a section requires of its values beyond their ranges, and makes of them. Raises `ValueError`."""
+        """Check the section's values beyond their ranges, and convert them where needed. Raises `ValueError`."""
 
 
 def flatten_section(section: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested sections as one, by dotted names."""
+    """Return nested sections as one table with dotted names."""
     found: dict[str, Any] = {}
     for key, value in section.items() if isinstance(section, dict) else ():
         found |= flatten_section(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
@@ -88,7 +97,7 @@ def flatten_section(section: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def strip_range(annotation: Any) -> Any:
-    """A field's type without its `NumberRange`."""
+    """Return a field's type without its `NumberRange`."""
     return typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
 
 
@@ -112,7 +121,7 @@ def _check_tables(section: Section) -> None:
 
 
 def _find_unset(name: str, value: Any) -> Iterator[str]:
-    """Where in a table something is None."""
+    """Yield the dotted name of every None in a table."""
     if value is None:
         yield name
     elif isinstance(value, Mapping):
@@ -125,12 +134,13 @@ def _find_unset(name: str, value: Any) -> Iterator[str]:
 
 @functools.cache
 def _field_ranges(kind: type[Section]) -> dict[str, NumberRange]:
-    """Of each field. msgspec evaluates the annotations of all fields whenever it is asked for them."""
+    """Return the range of each field. Cached, as msgspec evaluates the annotations of all fields at every call of
+    `fields`."""
     return {field.name: find_range(field.type) for field in msgspec.structs.fields(kind)}
 
 
 def find_range(annotation: Any) -> NumberRange:
-    """Of the type of a field, or of a member of its union."""
+    """Return the range of the type of a field, or of a member of its union."""
     for part in (annotation, *typing.get_args(annotation)):
         if typing.get_origin(part) is Annotated:
             return next((note for note in part.__metadata__ if isinstance(note, NumberRange)), DEFAULT_RANGE)
@@ -138,7 +148,7 @@ def find_range(annotation: Any) -> NumberRange:
 
 
 def _iter_numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Every number in a field's value, with where it is."""
+    """Yield every number in a field's value, with its dotted name."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         yield name, value
     elif isinstance(value, Mapping):
@@ -156,10 +166,10 @@ _REFERENCE = re.compile(r"\$[A-Za-z_][A-Za-z0-9_]*")
 
 
 class Secret:
-    """A text that is written nowhere: it prints as `***`, and only `reveal` gives it away.
+    """A text that is not written anywhere: it prints as `***`, and only `reveal` returns it.
 
-    `$NAME` stands for the environment variable NAME of the process that reveals it. That is no secret itself, so it is shown,
-    and a resumed run finds it again. Immutable.
+    `$NAME` stands for the environment variable NAME of the process that reveals it. The reference itself is no
+    secret, so it is shown, and a resumed run finds it again. Immutable.
     """
 
     __slots__ = ("_text",)
@@ -184,17 +194,17 @@ class Secret:
 
     @property
     def variable_name(self) -> str:
-        """The name of the environment variable that it is in; empty if it is given literally."""
+        """The name of the environment variable that holds the secret; empty if it is given literally."""
         return self._text[1:] if _REFERENCE.fullmatch(self._text) else ""
 
     @property
     def is_lost(self) -> bool:
-        """It was read from a file that it had not been written to."""
+        """True if the secret was read from a file to which it had not been written."""
         return self._text == REDACTED
 
     @property
     def redacted(self) -> str:
-        """What may be written and printed."""
+        """The form that may be written and printed."""
         return self._text if self.variable_name or not self._text else REDACTED
 
     @property
@@ -203,7 +213,8 @@ class Secret:
         return self._text
 
     def reveal(self, setting: str) -> str:
-        """The text. Raises `ConfigError` that names `setting` if the variable is not set, or the text was not kept."""
+        """Return the text. Raises `ConfigError` that names `setting` if the variable is not set, or the text was not
+        kept."""
         refuse_lost_secret(self, setting)
         if not self.variable_name:
             return self._text
@@ -223,7 +234,7 @@ def refuse_lost_secret(secret: Secret, setting: str) -> None:
 
 
 def reveal_secrets(value: Any, setting: str) -> Any:
-    """Plain data with the secrets in it revealed; see `Secret.reveal`."""
+    """Return plain data with the secrets in it revealed as by `Secret.reveal`."""
     if isinstance(value, Secret):
         return value.reveal(setting)
     if isinstance(value, Mapping):
@@ -234,7 +245,7 @@ def reveal_secrets(value: Any, setting: str) -> Any:
 
 
 def collect_secrets(data: Any, path: str = "") -> dict[str, Secret]:
-    """Every secret of a section, or of plain data, by its dotted key."""
+    """Return every secret of a section, or of plain data, by its dotted key."""
     if isinstance(data, Secret):
         return {path: data}
     if isinstance(data, list):
@@ -249,14 +260,14 @@ def collect_secrets(data: Any, path: str = "") -> dict[str, Secret]:
     return found
 
 
-# What is short in a configuration: `data` and `reward` at the top, and `[[env]]`, stand for `env.name` and `env.args`.
+# Short forms of a configuration: `data` and `reward` at the top, and `[[env]]`, stand for `env.name` and `env.args`.
 
 
 LABEL_PATTERN = re.compile(r"[A-Za-z0-9_-]+")
 DATASET_ENV = "dataset"
-"""`env.name` of rows of the user's own."""
+"""Value of `env.name` for the user's own rows."""
 MIX_ENV = "mix"
-"""`env.name` of several environments: `env.args` has a table for each, by its label."""
+"""Value of `env.name` for several environments: `env.args` has a table for each, by its label."""
 SHORTHAND_KEYS = ("data", "reward")
 """Keys at the top that stand for `env.name` and `env.args` of a dataset."""
 
@@ -270,8 +281,8 @@ def merge_tables(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[st
 
 
 def expand_shorthand(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """`data` and `reward` of a file, or of the overrides, as the `env.name` and `env.args` that they are short for; and so
-    `[[env]]`."""
+    """Return a layer (a file or the overrides) in which `data` and `reward` are expanded to the `env.name` and
+    `env.args` that they stand for, and `[[env]]` likewise."""
     if isinstance(entries := layer.get("env"), list):
         if both := next((key for key in SHORTHAND_KEYS if key in layer), ""):
             raise ConfigError(f"`{both}` beside [[env]]: set it in the entry that it is for")
@@ -291,7 +302,7 @@ def expand_shorthand(layer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _expand_entry(entry: Any) -> Any:
-    """Of `[[env]]`, with its `data` and `reward` spelled out."""
+    """Return an entry of `[[env]]` with its `data` and `reward` expanded."""
     if not isinstance(entry, Mapping):
         return entry
     short = {key: entry[key] for key in SHORTHAND_KEYS if key in entry}
@@ -300,8 +311,8 @@ def _expand_entry(entry: Any) -> Any:
 
 
 def _build_mix(entries: Sequence[Any]) -> dict[str, Any]:
-    """The section `env` that `[[env]]` stands for. Each entry is plain data, with `data` and `reward` spelled out. Raises
-    `ConfigError` that names the entry."""
+    """Return the section `env` that `[[env]]` stands for. Each entry is plain data, with `data` and `reward`
+    expanded. Raises `ConfigError` that names the entry."""
     args: dict[str, Any] = {}
     for at, entry in enumerate(entries):
         if not isinstance(entry, Mapping):

@@ -1,1 +1,1 @@
-"""What a token, a sample, a trajectory and a route are, and the containers they travel in. Pure."""
+"""Definitions of tokens, samples, trajectories and routes, and the containers that they travel in. Pure."""

@@ -1,11 +1,12 @@
-"""A file of records, each of a few frames of bytes: what the spool, the quarantine and the files of routes are made of.
+"""Files of records, each a few frames of bytes: the format of the spool, the quarantine and the route files.
 
     magic (8) | frames (u32) | crc32 of the lengths (u32) | length of each frame (u64 ...) | frames
 
-all little-endian; each frame is padded to 8 bytes, so that arrays that are mapped from the file are aligned. What is in the
-frames, and their checksum, is for whoever writes them.
+All integers are little-endian. Each frame is padded to 8 bytes, so that arrays mapped from the file are aligned. The
+writer of a record decides what its frames contain and how they are checksummed.
 
-Below: safetensors files as series of bytes, the header and then each tensor's own, so that no file has to be in memory at once.
+The module also encodes and decodes safetensors files piece by piece (the header, then the bytes of each tensor), so
+that no file has to be in memory as a whole.
 """
 
 from __future__ import annotations
@@ -38,13 +39,15 @@ MAX_RECORD_FRAMES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class FramedRecord:
+    """A whole record of a file, which begins at byte `offset`."""
+
     offset: int
     frames: list[memoryview]
 
 
 @dataclass(frozen=True, slots=True)
 class TornRecord:
-    """From `offset` on, the file holds no record."""
+    """The place in a file, byte `offset`, from which on it holds no valid record, and the reason."""
 
     offset: int
     reason: str
@@ -52,12 +55,12 @@ class TornRecord:
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """A kind of file. `magic`: 8 bytes, with which its records begin."""
+    """A kind of record file, identified by the 8 bytes `magic` with which each of its records begins."""
 
     magic: bytes
 
     def encode_record(self, frames: Sequence[Buffer]) -> list[bytes | memoryview]:
-        """A record, as buffers to write one after the other. No frame is copied."""
+        """Return a record as buffers to be written one after the other. No frame is copied."""
         views = [memoryview(frame) for frame in frames]
         lengths = np.array([view.nbytes for view in views], "<u8").tobytes()
         pieces: list[bytes | memoryview] = [RECORD_HEAD.pack(self.magic, len(views), zlib.crc32(lengths)) + lengths]
@@ -76,10 +79,10 @@ class RecordFormat:
         valid_bytes: int | None = None,
         files: Files = REAL_WORLD.files,
     ) -> tuple[int, int]:
-        """Write one record at the end of a file, which is made if it is not there. Returns the record's offset and length.
+        """Append one record to a file, which is created if it is missing, and return the record's offset and length.
 
-        `valid_bytes`: the length of the file's whole records, if known; what an earlier error left behind them is cut off
-        first. Raises `OSError`, and then the file is as long as before, if the disk allows it.
+        `valid_bytes` is the length of the file's whole records, if known; anything that an earlier error left behind
+        them is cut off first. Raises `OSError`; the file is then as long as before, if the disk allows it.
         """
         with files.open(path, create=True) as file:
             offset = file.size() if valid_bytes is None else valid_bytes
@@ -96,10 +99,9 @@ class RecordFormat:
         return offset, length
 
     def iter_records(self, view: memoryview, offset: int = 0) -> Iterator[FramedRecord | TornRecord]:
-        """All records of a file, from byte `offset` on; at the first place where there is none, `TornRecord`, and that is the
-        end.
+        """Yield all records of a file from byte `offset` on, and end with `TornRecord` at the first place without one.
 
-        A record's frames are within the file; whether they are what they should be is for their reader to say.
+        A record's frames lie within the file. Their contents are not checked: that is left to their reader.
         """
         while offset < len(view):
             problem, lengths, end = "", np.zeros(0, np.uint64), offset
@@ -133,7 +135,7 @@ class RecordFormat:
 
 
 def map_file(path: Path, offset: int = 0, length: int | None = None, *, files: Files = REAL_WORLD.files) -> memoryview:
-    """`length` bytes of a file from `offset` on, read-only. They stay readable when the file is deleted."""
+    """Return `length` bytes of a file from `offset` on, read-only. They stay readable when the file is deleted."""
     with files.open(path) as file:
         return file.map_bytes(offset, length)
 
@@ -152,21 +154,21 @@ SAFETENSORS_DTYPES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""What safetensors calls a dtype, by its name in torch."""
+"""Names of dtypes in safetensors, keyed by their names in torch."""
 
 
 def torch_dtype_name(dtype: torch.dtype) -> str:
-    """As in `SAFETENSORS_DTYPES`."""
+    """Return the name of a torch dtype, as in the keys of `SAFETENSORS_DTYPES`."""
     return str(dtype).removeprefix("torch.")
 
 
 def encode_safetensors_header(
     tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """The length of the header as a little-endian u64, then JSON, padded to 8 bytes.
+    """Return the header of a safetensors file: its length as a little-endian u64, then JSON, padded to 8 bytes.
 
-    `tensors`: name, dtype and shape, in the order in which their bytes follow. Raises `ValueError` for a dtype that safetensors
-    cannot hold.
+    `tensors` gives the name, dtype and shape of each tensor, in the order in which their bytes follow. Raises
+    `ValueError` for a dtype that safetensors cannot hold.
     """
     table: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     at = 0
@@ -186,8 +188,12 @@ def encode_safetensors_header(
 
 
 class SafetensorsEntry(msgspec.Struct, forbid_unknown_fields=True):
-    """A tensor, in the header of a safetensors file. `dtype`: a value of `SAFETENSORS_DTYPES`. `data_offsets` count from
-    the header's end."""
+    """The entry of a tensor in the header of a safetensors file.
+
+    Attributes:
+        dtype: A value of `SAFETENSORS_DTYPES`.
+        data_offsets: Start and end of the tensor's bytes, counted from the end of the header.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -195,7 +201,10 @@ class SafetensorsEntry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def decode_safetensors_header(data: Buffer) -> tuple[dict[str, SafetensorsEntry], int]:
-    """The tensors of a safetensors file, in the order of its header, and where their bytes begin. Raises `ValueError`."""
+    """Return the tensors of a safetensors file, in the order of its header, and the offset at which their bytes begin.
+
+    Raises `ValueError` for a malformed header.
+    """
     view = memoryview(data)
     end = 8 + int.from_bytes(view[:8], "little")
     if not 8 < end <= view.nbytes:
@@ -209,7 +218,7 @@ def decode_safetensors_header(data: Buffer) -> tuple[dict[str, SafetensorsEntry]
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Those of a tensor in host memory, without a copy if it is contiguous."""
+    """Return the bytes of a tensor in host memory, without a copy if it is contiguous."""
     import torch
 
     return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())

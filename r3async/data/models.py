@@ -1,4 +1,4 @@
-"""The models that learners train, one declaration each, and what a `config.json` says of one."""
+"""Declarations of the models that learners train, and the shape of a model read from its `config.json`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from r3async.config import LearnerConfig, ParallelConfig
 
 
-# The models that learners train, one declaration each: what a `config.json` does not say of them, and how their checkpoints
-# name what they hold. No other place knows a model by its name.
+# One declaration for each model that learners train: the facts that its `config.json` leaves out, and the names of the
+# tensors in its checkpoints. No other module refers to a model by its name.
 
 
 QueryNorm = Literal["", "head", "whole"]
-"""Of queries and keys: none, each head by itself, or all heads of a token together."""
+"""Normalisation of queries and keys: none, each head separately, or all heads of a token together."""
 
 EXPERT_BIAS_SUFFIX = "e_score_correction_bias"
-"""How names of tensors end that decide, with the scores, which experts are chosen. They are float32 in models of any dtype, in
-engines too: a rounded one chooses other experts."""
+"""Suffix of the names of tensors that decide, together with the scores, which experts are chosen. They are float32 in
+models of any dtype, in engines too: a rounded one would choose other experts."""
 
 
 SIZE_KEYS = (
@@ -41,49 +41,50 @@ SIZE_KEYS = (
 
 
 class ModelArchitecture(msgspec.Struct, frozen=True, kw_only=True):
-    """One `model_type` of transformers. A value that begins with `$` is the key of `config.json` that has it."""
+    """The declaration of one `model_type` of transformers. A value that begins with `$` names the key of `config.json`
+    that holds the real value."""
 
     title: str
     example_models: str
-    """Published models of it."""
+    """Published models of this type."""
     size_keys: tuple[str, ...] = (*SIZE_KEYS, "num_key_value_heads")
-    """Keys of `config.json` for which transformers takes values of its own where they are missing: such a file describes another
-    model than its weights are."""
+    """Keys that `config.json` must have. Where one is missing, transformers fills in its own default, and the file then
+    describes another model than the weights."""
     expert_count_keys: tuple[str, ...] = ("num_experts", "num_local_experts")
-    """Keys of the number of experts: transformers reads any of them, and no other. A mixture has one of them."""
+    """Keys of the number of experts. transformers reads any of them, and no other; a mixture has one of them."""
     qkv_bias: bool | str = False
     query_norm: QueryNorm = ""
     query_norm_key: str = ""
-    """Of `config.json`: whether there is `query_norm`."""
+    """Key of `config.json` that says whether `query_norm` applies; empty if it always does."""
     router_score: Literal["softmax", "sigmoid", "logits"] = "softmax"
-    """What a router makes of its logits. With `sigmoid` a bias of each expert decides who is chosen, and not the gates. With
-    `logits` the chosen ones get a softmax among themselves."""
+    """Function that turns a router's logits into scores. With `sigmoid`, a bias of each expert affects which experts
+    are chosen, but not the gates. With `logits`, the gates are a softmax over the chosen experts only."""
     has_sinks_and_biases: bool = False
-    """Attention has sinks, and its output, routers and experts have biases."""
+    """True if attention has sinks, and its output, the routers and the experts have biases."""
     normalized_gates: bool | str = "$norm_topk_prob"
-    """Whether gates of the chosen experts add up to 1."""
+    """True if the gates of the chosen experts add up to 1."""
     moe_module: str = "mlp"
-    """Of a layer: name of its mixture of experts in a checkpoint; empty for models that have none."""
+    """Name of a layer's mixture of experts in a checkpoint; empty for models that have none."""
     expert_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """Of an expert: gate, up, down."""
+    """Names of an expert's gate, up and down projections."""
     shared_experts_module: str = ""
-    """Of a mixture: its shared experts, one block."""
+    """Name of a mixture's shared experts, which form one block."""
     shared_gate_module: str = ""
-    """Of a mixture: the gate of the shared experts."""
+    """Name of the gate of a mixture's shared experts."""
     engine_unsupported_reason: str = ""
-    """Why vLLM cannot generate with it in a run. Empty: its log-probs and routes are transformers', before and after an update of
-    its weights."""
+    """Reason why vLLM cannot generate with it in a run. Empty: vLLM's log-probs and routes match those of transformers,
+    before and after a weight update."""
     engine_config: Mapping[str, Any] = {}
-    """Keys of `config.json` without which vLLM takes it for another model, and says nothing. transformers does not need them."""
+    """Keys of `config.json` without which vLLM silently takes it for another model. transformers does not need them."""
     required_config: Mapping[str, Any] = {}
-    """Keys of `config.json` that other backends than transformers itself take with this value alone."""
+    """Keys of `config.json` for which backends other than transformers itself support only this value."""
 
     def resolve_flag(self, declaration: bool | str, config: Mapping[str, Any]) -> bool:
-        """What a declaration that may be a key means for that `config.json`."""
+        """Return the value of a declaration, which may be a key, for a model with this `config.json`."""
         return bool(config.get(declaration[1:])) if isinstance(declaration, str) else declaration
 
     def resolve_query_norm(self, config: Mapping[str, Any]) -> QueryNorm:
-        """Which of them that `config.json` has."""
+        """Return the query normalisation of a model with this `config.json`."""
         return self.query_norm if not self.query_norm_key or config.get(self.query_norm_key) else ""
 
 
@@ -186,7 +187,7 @@ ARCHITECTURES: dict[str, ModelArchitecture] = {
         required_config=_SILU_NO_DROPOUT | _NO_BIAS | {"mlp_bias": False},
     ),
 }
-"""By `model_type`: what both backends train, each held to transformers' own model by a test."""
+"""Models that both backends train, keyed by `model_type`. A test compares each with transformers' own model."""
 
 TORCH_ONLY_ARCHITECTURES: dict[str, ModelArchitecture] = {
     "gpt_oss": ModelArchitecture(
@@ -200,8 +201,9 @@ TORCH_ONLY_ARCHITECTURES: dict[str, ModelArchitecture] = {
         engine_unsupported_reason="vLLM copies sinks and experts past its own loader, so that they would keep their old weights",
     ),
 }
-"""What the backend `torch` alone trains, held to transformers' own model by a test like the rest. A checkpoint of it has all
-experts of a layer in one tensor, with biases, which the links between checkpoints and Megatron do not divide."""
+"""Models that only the backend `torch` trains, keyed by `model_type` and compared with transformers' own model by a
+test like the rest. Their checkpoints have all experts of a layer in one tensor, with biases, which the links between
+checkpoints and Megatron do not divide."""
 
 RECURRENT_MODEL_TYPES = (
     *(
@@ -217,7 +219,7 @@ RECURRENT_MODEL_TYPES = (
     ),
     *("minimax", "olmo_hybrid", "recurrent_gemma", "mamba", "falcon_mamba"),
 )
-"""By `model_type`: some or all layers keep a state in place of attention."""
+"""Values of `model_type` for models in which some or all layers keep a state in place of attention."""
 
 UNSUPPORTED_MODEL_TYPES: dict[str, str] = {
     "deepseek_v2": "its routers take gates from scores in which groups of experts are masked, so routes cannot be replayed",
@@ -225,30 +227,30 @@ UNSUPPORTED_MODEL_TYPES: dict[str, str] = {
     "phimoe": "its routers choose by a rule of their own, so routes cannot be replayed",
     **dict.fromkeys(RECURRENT_MODEL_TYPES, "its recurrent layers would mix the samples of a micro-batch"),
 }
-"""By `model_type`: what no backend trains, and why."""
+"""Reasons why no backend trains a model, keyed by `model_type`."""
 
 
 def find_architecture(model_type: str) -> ModelArchitecture | None:
-    """What is declared of a `model_type`."""
+    """Return the declaration of a `model_type`, or None if there is none."""
     return ARCHITECTURES.get(model_type) or TORCH_ONLY_ARCHITECTURES.get(model_type)
 
 
 def list_supported_types() -> str:
-    """The `model_type`s of both backends, for a message."""
+    """Return the `model_type`s that both backends train, as text for a message."""
     return ", ".join(ARCHITECTURES)
 
 
-# What a model consists of, from its `config.json`: the one reader of its numbers. They are never looked up elsewhere.
+# The shape of a model, read from its `config.json`. No other module reads these numbers.
 #
-# Only numbers are read here: what a plan, a cost, a rank or a record of routes is made of.
+# Only numbers are read here: those from which plans, costs, ranks and records of routes are computed.
 
 
 class ModelShapeError(ValueError):
-    """A `config.json` without the numbers that are needed, or a layout that does not fit them."""
+    """Error for a `config.json` that lacks required numbers, or a parallel layout that does not fit them."""
 
 
 class RoutingShape(msgspec.Struct, frozen=True):
-    """Geometry of the routes an engine records: MoE layers only."""
+    """Shape of the routes that an engine records. `layers` counts the MoE layers only."""
 
     layers: int
     top_k: int
@@ -259,7 +261,7 @@ EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def check_size_keys(config: Mapping[str, Any], architecture: ModelArchitecture) -> None:
-    """Raise `ModelShapeError` if a `config.json` leaves a size to transformers, which fills in its own and says nothing."""
+    """Raise `ModelShapeError` if a `config.json` lacks a size: transformers would silently take its own default."""
     missing = [key for key in architecture.size_keys if key not in config]
     if architecture.moe_module and not set(architecture.expert_count_keys) & set(config):
         missing.append("' or '".join(architecture.expert_count_keys))
@@ -271,8 +273,11 @@ def check_size_keys(config: Mapping[str, Any], architecture: ModelArchitecture) 
 
 
 def read_moe_layers(config: Mapping[str, Any]) -> tuple[RoutingShape | None, list[int]]:
-    """Routing shape and indices of the MoE layers, from a Hugging Face `config.json`; `(None, [])` for a dense model. Raises
-    `ModelShapeError` for a mixture that is described by other words, or without its sizes."""
+    """Return the routing shape and the indices of the MoE layers, from a Hugging Face `config.json`.
+
+    The result is `(None, [])` for a dense model. Raises `ModelShapeError` for a mixture that is described by other
+    keys, or without its sizes.
+    """
     config = config.get("text_config", config)
     known = find_architecture(config.get("model_type", ""))
     if known:
@@ -296,7 +301,7 @@ def read_moe_layers(config: Mapping[str, Any]) -> tuple[RoutingShape | None, lis
 
 
 class ModelShape(msgspec.Struct, frozen=True):
-    """Sizes of a decoder with grouped-query attention and gated feed-forward layers, some of them mixtures of experts."""
+    """Sizes of a decoder with grouped-query attention and gated feed-forward layers, some of them expert mixtures."""
 
     name: str
     model_type: str
@@ -306,7 +311,7 @@ class ModelShape(msgspec.Struct, frozen=True):
     num_kv_heads: int
     head_dim: int
     mlp_width: int
-    """Of a dense layer's feed-forward."""
+    """Width of a dense layer's feed-forward."""
     vocab_size: int
     tied_embeddings: bool
     max_positions: int
@@ -315,33 +320,36 @@ class ModelShape(msgspec.Struct, frozen=True):
     top_k: int = 0
     expert_width: int = 0
     shared_width: int = 0
-    """Of all shared experts of a layer together."""
+    """Width of all shared experts of a layer together."""
     qk_dim: int = 0
-    """Of a head's query and key, and `value_dim` of its value: `head_dim`, but in latent attention (MLA)."""
+    """Size of a head's query and key: `head_dim`, except in latent attention (MLA)."""
     value_dim: int = 0
+    """Size of a head's value: `head_dim`, except in latent attention (MLA)."""
     kv_rank: int = 0
-    """Latent attention: of the projection that keys and values share; `rope_dim` of a head's rotated part; `query_rank` 0 if
-    queries have no low projection."""
+    """Rank of the projection that keys and values share in latent attention."""
     query_rank: int = 0
+    """Rank of the low projection of queries in latent attention; 0 if queries have none."""
     rope_dim: int = 0
+    """Size of the rotated part of a head in latent attention."""
     full_attention_layers: int = 0
-    """Layers whose attention sees every token before."""
+    """Number of layers whose attention sees every earlier token."""
     window_tokens: int = 0
-    """Tokens that the layers with a sliding window see, together."""
+    """Number of tokens that the layers with a sliding window see, summed over these layers."""
     qkv_bias: bool = False
     query_norm: QueryNorm = ""
     has_shared_gate: bool = False
-    """Whether a gate weighs a layer's shared experts."""
+    """True if a gate weighs a layer's shared experts."""
     has_sinks_and_biases: bool = False
-    """Whether attention has sinks, and its output, routers and experts have biases."""
+    """True if attention has sinks, and its output, the routers and the experts have biases."""
 
     @property
     def routing_shape(self) -> RoutingShape | None:
+        """The shape of the routes; None for a dense model."""
         return RoutingShape(len(self.moe_layers), self.top_k, self.num_experts) if self.moe_layers else None
 
     @property
     def attention_parameters(self) -> int:
-        """Parameters of one layer's projections, with biases: what tensor parallelism divides."""
+        """The number of parameters of one layer's projections, with biases, which tensor parallelism divides."""
         out = self.num_heads * self.value_dim * self.hidden_size
         if self.kv_rank:
             query = self.num_heads * self.qk_dim * (self.query_rank or self.hidden_size)
@@ -356,7 +364,8 @@ class ModelShape(msgspec.Struct, frozen=True):
 
     @property
     def norm_parameters(self) -> int:
-        """Of one layer; with latent attention, its projections to low ranks too: what tensor parallelism does not divide."""
+        """The number of parameters of one layer that tensor parallelism does not divide: its norms and, in latent
+        attention, the projections to low ranks."""
         if self.kv_rank:
             low = (self.hidden_size + 1) * (self.query_rank + self.kv_rank) + self.hidden_size * self.rope_dim
             return 2 * self.hidden_size + low
@@ -365,18 +374,18 @@ class ModelShape(msgspec.Struct, frozen=True):
 
     @property
     def expert_parameters(self) -> int:
-        """Parameters of all routed experts of one MoE layer."""
+        """The number of parameters of all routed experts of one MoE layer."""
         biases = (2 * self.expert_width + self.hidden_size) * self.has_sinks_and_biases
         return self.num_experts * (3 * self.hidden_size * self.expert_width + biases)
 
     @property
     def shared_expert_parameters(self) -> int:
-        """Parameters of one MoE layer's."""
+        """The number of parameters of all shared experts of one MoE layer."""
         return 3 * self.hidden_size * self.shared_width
 
     @property
     def router_parameters(self) -> int:
-        """Of one MoE layer, with shared experts and their gate."""
+        """The number of parameters of one MoE layer's router, with its shared experts and their gate."""
         return (
             self.hidden_size * (self.num_experts + self.has_shared_gate)
             + self.num_experts * self.has_sinks_and_biases
@@ -385,7 +394,7 @@ class ModelShape(msgspec.Struct, frozen=True):
 
     @property
     def mlp_parameters(self) -> int:
-        """Parameters of one dense layer's feed-forward."""
+        """The number of parameters of one dense layer's feed-forward."""
         return 3 * self.hidden_size * self.mlp_width
 
     @property
@@ -394,7 +403,7 @@ class ModelShape(msgspec.Struct, frozen=True):
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model."""
+        """The number of parameters of the whole model."""
         return (
             self.embedding_parameters * (1 if self.tied_embeddings else 2)
             + self.hidden_size
@@ -403,23 +412,28 @@ class ModelShape(msgspec.Struct, frozen=True):
 
     @property
     def active_parameters(self) -> int:
-        """Of these, those that one token uses."""
+        """The number of parameters that one token uses."""
         unused = (self.num_experts - self.top_k) * 3 * self.hidden_size * self.expert_width
         return self.num_parameters - unused * len(self.moe_layers)
 
     def layer_parameters(self, index: int) -> int:
-        """Parameters of one layer."""
+        """Return the number of parameters of one layer."""
         inner = self.expert_parameters + self.router_parameters if index in self.moe_layers else self.mlp_parameters
         return self.attention_parameters + self.norm_parameters + inner
 
     def rank_parameters(self, learner: LearnerConfig, stage: int) -> int:
-        """Parameters that a Megatron rank of pipeline stage `stage` holds: see `rank_parameters_by_part`."""
+        """Return the number of parameters that a Megatron rank of pipeline stage `stage` holds.
+
+        It is the sum of `rank_parameters_by_part`.
+        """
         return sum(self.rank_parameters_by_part(learner, stage).values())
 
     def rank_parameters_by_part(self, learner: LearnerConfig, stage: int) -> dict[str, int]:
-        """Parameters of each part that a Megatron rank of pipeline stage `stage` holds: attention, dense layers, shared experts
-        and the vocabulary divided by tp, experts by ep, layers by pp; norms and routers are on every rank. Tied embeddings are on
-        the first and the last stage."""
+        """Return the number of parameters of each part that a Megatron rank of pipeline stage `stage` holds.
+
+        Attention, dense layers, shared experts and the vocabulary are divided by tp, experts by ep, and layers by pp;
+        norms and routers are on every rank. Tied embeddings are on the first and the last stage.
+        """
         p = learner.parallel
         here = range(stage * self.num_layers // p.pp, (stage + 1) * self.num_layers // p.pp)
         moe = sum(i in self.moe_layers for i in here)
@@ -470,7 +484,7 @@ REQUIRED_KEYS = ("hidden_size", "num_attention_heads", "num_hidden_layers", "voc
 
 
 def parse_model_shape(config: Mapping[str, Any], name: str = "the model") -> ModelShape:
-    """The shape that a Hugging Face `config.json` describes. Raises `ModelShapeError` if its numbers are not there."""
+    """Return the shape that a Hugging Face `config.json` describes. Raises `ModelShapeError` if it lacks a number."""
     c = config.get("text_config", config)
     if missing := [key for key in REQUIRED_KEYS if key not in c]:
         raise ModelShapeError(f"config.json of {name} has no {missing[0]!r}")
@@ -512,34 +526,37 @@ def parse_model_shape(config: Mapping[str, Any], name: str = "the model") -> Mod
     )
 
 
-# How many bytes of a model a run writes: what its time limits follow from.
+# The bytes of a model that a run writes. Its time limits are computed from them.
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-"""Bytes of a value."""
+"""Bytes of one value, keyed by dtype."""
 CHECKPOINT_BYTES_PER_PARAMETER = 12
-"""Bytes that a checkpoint has of a parameter: the weight and two moments in float32."""
+"""Bytes of each parameter in a checkpoint: the weight and two moments in float32."""
 
 
 class WriteSizes(NamedTuple):
-    """How many bytes one version of the weights has, and one checkpoint."""
+    """Sizes in bytes of one version of the weights and of one checkpoint."""
 
     version_bytes: int
     checkpoint_bytes: int
 
     @classmethod
     def for_model(cls, config: Config, parameters: int) -> WriteSizes:
-        """Return those of a model of so many parameters. A checkpoint of adapters (`learner.lora`) has too few to count: 0."""
+        """Return the sizes for a model with this number of parameters.
+
+        A checkpoint of adapters (`learner.lora`) is too small to count: 0.
+        """
         trained = 0 if config.learner.lora.rank else parameters
         return cls(DTYPE_BYTES[config.generator.dtype] * parameters, CHECKPOINT_BYTES_PER_PARAMETER * trained)
 
 
 UNKNOWN_SIZES = WriteSizes(0, 0)
-"""Then a limit is what any model has."""
+"""Sizes of a model about which nothing is known: each time limit is then the one that any model has."""
 
 
 def read_write_sizes(config: Config, model_path: Path, *, files: Files = REAL_WORLD.files) -> WriteSizes:
-    """Return those of the model in that directory; `UNKNOWN_SIZES` if its `config.json` does not say its sizes."""
+    """Return the sizes for the model in a directory; `UNKNOWN_SIZES` if its `config.json` does not tell its shape."""
     try:
         shape = parse_model_shape(decode_python_json(read_file(model_path / "config.json", files=files)))
     except (OSError, MalformedError, ModelShapeError):

@@ -1,15 +1,19 @@
-"""Routes in fewer bits than their ids have, in the forms that `PackedRoutes` names. Pure; NumPy alone, whole columns at a time.
+"""Packed routes, which take fewer bits than their expert ids. Pure; NumPy alone, on whole columns at a time.
 
-`bits`: ids that are all below 2^b, in b bits each, in their order. The ids are divided into equal blocks. What the last blocks
-hold goes, a few bits at a time, into the bits that the first ones leave free, by masks and shifts of eight ids at once: for 128
-experts, the last of eight blocks into the highest bit of the other seven. Bits beyond whole bytes only; whole bytes are planes
-of their own.
+There are two packed forms, besides `plain`, which is the ids themselves.
 
-`dense`: each row as the set that it is, so it comes back sorted. The low bits of its sorted ids are kept as they are. Their high
-parts are a sequence that never falls, of few values: such sequences are numbered (combinatorial number system), and the number
-is kept. 8 of 128 experts: 8 x 3 bits, and 19 for the number of 8 values below 16, 43 bits in place of 64; their set has 40.4.
+Form `bits`: ids that are all below 2^b take b bits each, in their order. The ids are divided into equal blocks. The
+contents of the last blocks are moved, a few bits at a time, into the bits that the first blocks leave free, by masks
+and shifts of eight ids at once. For 128 experts, the last of eight blocks goes into the highest bit of the other seven.
+Only the bits beyond whole bytes are packed this way; each whole byte is a separate plane.
 
-A number is a sum over positions, so that it is looked up in tables for some of them at a time; it is read by one look-up.
+Form `dense`: each row is stored as a set, so it comes back sorted. The low bits of its sorted ids are stored unchanged.
+Their high parts form a non-decreasing sequence of few possible values. Such sequences are numbered (combinatorial
+number system), and the number is stored. 8 of 128 experts take 8 x 3 bits, and 19 bits for the number of 8 values below
+16: 43 bits in place of 64, where the set itself has 40.4 bits of information.
+
+A number is a sum over positions. It is encoded by look-ups in tables that each cover several positions, and decoded by
+a single look-up.
 """
 
 from __future__ import annotations
@@ -27,21 +31,22 @@ from r3async.data.routes import CHUNK_ROWS, iter_sorted_columns
 RouteForm = Literal["plain", "bits", "dense"]
 
 WORD_BYTES = 8
-"""Bytes that are worked on at a time, and to which each part is padded."""
+"""Bytes that are processed at a time, and to a multiple of which each part is padded."""
 CHUNK_WORDS = 2**13
-"""Of each block, at a time: all blocks then stay in a core's cache."""
+"""Number of words of each block that are processed at a time, so that all blocks stay in a core's cache."""
 MIN_PACKED_BYTES = 2**14
-"""Fewer bytes of ids than this stay as they are: packing has costs that do not depend on how many there are."""
+"""Bytes of ids from which on they are packed. Fewer stay as they are, because packing has a fixed cost."""
 MAX_NUMBERED_SEQUENCES = 2**20
-"""Sequences of high parts that are numbered: an entry of a table each."""
+"""Maximum number of sequences of high parts, each of which takes an entry of a table."""
 MAX_DENSE_TOP_K = 64
 
 
 class PackedRoutes:
-    """Routes `[T, layers, top_k]` in one of the forms above; `bits`: of the largest id. Unpacked whenever they are read.
+    """Routes `[T, layers, top_k]` in one of the module's forms, which are unpacked each time that they are read.
 
-    Any `data` (uint8, of `packed_size` bytes, aligned to 8) is routes of this shape, with ids below 2^bits: there is nothing
-    to be refused when they are read. Raises `ValueError` for another size, or for a form that does not have such routes.
+    `bits` is the bit length of the largest id. Any `data` (uint8, of `packed_size` bytes, aligned to 8) decodes to
+    routes of this shape with ids below 2^bits, so reading never fails. Raises `ValueError` for data of another size, or
+    for a form that cannot hold such routes.
     """
 
     __slots__ = ("bits", "data", "dtype", "form", "shape")
@@ -65,20 +70,20 @@ class PackedRoutes:
         return self.shape[0]
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        """`[n, layers, top_k]`; all of them are unpacked for it, unless it is none."""
+        """Return some rows, `[n, layers, top_k]`. All routes are unpacked for this, unless the slice is empty."""
         if len(range(*rows.indices(len(self)))):
             return self.unpack_routes()[rows]
         return np.empty((0, *self.shape[1:]), self.dtype)
 
     def unpack_routes(self) -> np.ndarray:
-        """A new array."""
+        """Return the routes as a new array."""
         if self.form == "bits":
             return _read_bits(self.data, self.bits, math.prod(self.shape), self.dtype).reshape(self.shape)
         return _unpack_dense(self.data, self.bits, self.shape, self.dtype)
 
 
 def pack_routes(rows: np.ndarray, form: RouteForm) -> PackedRoutes | np.ndarray:
-    """`rows` `[T, layers, top_k]` (unsigned) in this form, or in a plainer one where it has nothing to gain."""
+    """Return `rows` `[T, layers, top_k]` (unsigned) in this form, or in a plainer one where this form saves nothing."""
     if form == "plain" or rows.nbytes < MIN_PACKED_BYTES:
         return rows
     rows = np.ascontiguousarray(rows, rows.dtype.newbyteorder("="))
@@ -93,7 +98,7 @@ def pack_routes(rows: np.ndarray, form: RouteForm) -> PackedRoutes | np.ndarray:
 
 
 def packed_size(form: RouteForm, bits: int, shape: tuple[int, ...]) -> int:
-    """Bytes. Raises `ValueError` for a form that does not have such routes."""
+    """Return the size of packed routes in bytes. Raises `ValueError` for a form that cannot hold such routes."""
     count, top_k = math.prod(shape), shape[-1]
     if form == "bits" and 1 <= bits <= 16:
         return _bit_array_bytes(count, bits)
@@ -105,12 +110,15 @@ def packed_size(form: RouteForm, bits: int, shape: tuple[int, ...]) -> int:
     return _bit_array_bytes(count, code.low_bits) + _bit_array_bytes(count // top_k, code.number_bits)
 
 
-# -- numbers of few bits ------------------------------------------------------------------------------------------------
+# -- packing numbers of few bits ---------------------------------------------------------------------------------------
 
 
 class _BitSplit(NamedTuple):
-    """How `bits` < 8 of each byte are kept: of every `blocks` blocks `kept_blocks` stay, and what the others hold goes into
-    the bits that these leave free, `unit_bits` bits at a time."""
+    """A way to store `bits` < 8 bits of each byte.
+
+    Of every `blocks` blocks, `kept_blocks` stay in place. The contents of the others go into the bits that these leave
+    free, `unit_bits` bits at a time.
+    """
 
     blocks: int
     kept_blocks: int
@@ -123,12 +131,12 @@ def _split_bits(bits: int) -> _BitSplit:
 
 
 def _words_per_block(count: int, blocks: int) -> int:
-    """Of a block."""
+    """Return the number of words in each block when `count` bytes are divided into `blocks` blocks."""
     return -(-count // (blocks * WORD_BYTES))
 
 
 def _bit_array_bytes(count: int, bits: int) -> int:
-    """Bytes of `count` numbers of `bits` bits each."""
+    """Return the size in bytes of `count` packed numbers of `bits` bits each."""
     size = bits // 8 * WORD_BYTES * _words_per_block(count, 1)
     if rest := bits % 8:
         split = _split_bits(rest)
@@ -138,8 +146,11 @@ def _bit_array_bytes(count: int, bits: int) -> int:
 
 @functools.cache
 def _block_moves(bits: int) -> list[tuple[int, int, int, int]]:
-    """For each unit of a block that is not kept: which block, into which one it goes, how far it is shifted up to its place
-    there (down, if negative), and which bits of that place's bytes it is. Blocks in order, and the units of each."""
+    """Return one move for each unit of the blocks that are not kept, block by block and unit by unit.
+
+    A move is the source block, the target block, the shift up to the unit's place there (down if negative), and the
+    mask of that place in a byte.
+    """
     blocks, kept, unit = _split_bits(bits)
     moves = []
     for source, target in itertools.product(range(blocks - kept), range(kept)):
@@ -149,7 +160,7 @@ def _block_moves(bits: int) -> list[tuple[int, int, int, int]]:
 
 
 def _write_bits(values: np.ndarray, bits: int, out: np.ndarray) -> None:
-    """Unsigned `values` `[n]`, all below 2^bits, into `out`, uint8 `[_size]`."""
+    """Write unsigned `values` `[n]`, all below 2^bits, into `out`, uint8 `[_bit_array_bytes(n, bits)]`."""
     plane = values.view(np.uint8).reshape(-1, values.itemsize).T
     padded = WORD_BYTES * _words_per_block(len(values), 1)
     for which in range(bits // 8):
@@ -177,7 +188,7 @@ def _write_bits(values: np.ndarray, bits: int, out: np.ndarray) -> None:
 
 
 def _read_bits(data: np.ndarray, bits: int, count: int, dtype: np.dtype) -> np.ndarray:
-    """`[count]` of an unsigned `dtype`: what `_write_bits` was given."""
+    """Return the values that `_write_bits` was given, as `[count]` of an unsigned `dtype`."""
     padded = WORD_BYTES * _words_per_block(count, 1)
     rest = bits % 8
     top = np.zeros(0, np.uint8)
@@ -218,16 +229,16 @@ def _shift_words(words: np.ndarray, up: int, out: np.ndarray) -> None:
 
 
 def _repeat_byte_mask(mask: int) -> np.uint64:
-    """A mask of a byte, for all eight."""
+    """Return the mask of a byte repeated for all eight bytes of a word."""
     return np.uint64(mask * 0x0101_0101_0101_0101)
 
 
-# -- rows as sets -------------------------------------------------------------------------------------------------------
+# -- packing rows as sets ----------------------------------------------------------------------------------------------
 
 
 class _SetCode(NamedTuple):
-    """Rows of `top_k` ids: `low_bits` bits of each are kept as they are, the rest, below `high_values`, is numbered in
-    `number_bits`."""
+    """A code for rows of `top_k` ids: `low_bits` bits of each id are stored unchanged, and the rest, which is below
+    `high_values`, is numbered in `number_bits` bits."""
 
     top_k: int
     low_bits: int
@@ -236,13 +247,13 @@ class _SetCode(NamedTuple):
 
     @property
     def high_bits(self) -> int:
-        """Bits of what is numbered."""
+        """The number of bits of each value that is numbered."""
         return (self.high_values - 1).bit_length()
 
 
 @functools.cache
 def _choose_set_code(bits: int, top_k: int) -> _SetCode | None:
-    """The shortest for ids below 2^bits with tables of a bearable size; None if no set is shorter than its ids."""
+    """Return the shortest code for ids below 2^bits with tables of a bearable size; None if it would save nothing."""
     codes = []
     for low in range(bits):
         values = 1 << (bits - low)
@@ -254,9 +265,10 @@ def _choose_set_code(bits: int, top_k: int) -> _SetCode | None:
 
 @functools.cache
 def _number_tables(code: _SetCode) -> list[np.ndarray]:
-    """For some positions each, uint32 by their values (the first one's lowest): their part of a row's number.
+    """Return tables for a few positions each: uint32, the part of these positions in a row's number.
 
-    The number of values v_0 <= v_1 <= ... is the sum of C(v_i + i, i + 1).
+    A table is indexed by the values at its positions, with that of the first position in the lowest bits. The number of
+    values v_0 <= v_1 <= ... is the sum of C(v_i + i, i + 1).
     """
     together = max(1, 16 // code.high_bits)
     tables = []
@@ -273,7 +285,7 @@ def _number_tables(code: _SetCode) -> list[np.ndarray]:
 
 @functools.cache
 def _sequence_table(code: _SetCode, dtype: np.dtype) -> np.ndarray:
-    """`[numbers, top_k]`: the values of each number, where they belong in an id."""
+    """Return the values of each number, shifted to their place in an id, as `[numbers, top_k]`."""
     rest = np.arange(math.comb(code.high_values + code.top_k - 1, code.top_k))
     table = np.empty((len(rest), code.top_k), dtype)
     for i in reversed(range(code.top_k)):
@@ -286,7 +298,7 @@ def _sequence_table(code: _SetCode, dtype: np.dtype) -> np.ndarray:
 
 
 def _pack_dense(rows: np.ndarray, code: _SetCode) -> np.ndarray:
-    """`rows` `[n, K]`. uint8: the low bits of all first ids, then of all second ones, ...; then the numbers."""
+    """Pack `rows` `[n, K]` as uint8: the low bits of all first ids, of all second ones, and so on; then the numbers."""
     count = len(rows)
     lows = np.empty((code.top_k, count), rows.dtype)
     numbers = np.empty(count, np.uint32)
@@ -303,7 +315,7 @@ def _pack_dense(rows: np.ndarray, code: _SetCode) -> np.ndarray:
 
 
 def _look_up_numbers(table: np.ndarray, highs: Iterable[np.ndarray], bits: int) -> Any:
-    """What a table of `_number_tables` says of the next columns."""
+    """Return the entries of a table of `_number_tables` for the next columns, which are taken from `highs`."""
     places = range((len(table) - 1).bit_length() // bits)
     index = np.zeros((), np.uint16)
     for place, column in zip(places, highs, strict=False):
@@ -321,7 +333,7 @@ def _unpack_dense(data: np.ndarray, bits: int, shape: tuple[int, ...], dtype: np
     table = _sequence_table(code, dtype)
     for start in range(0, len(rows), CHUNK_ROWS):
         part = slice(start, start + CHUNK_ROWS)
-        # A number that there is not is what damaged data may hold: it becomes the last one.
+        # Damaged data may hold a number that does not exist: it becomes the last one.
         table.take(numbers[part], axis=0, out=rows[part], mode="clip")
         np.bitwise_or(rows[part], lows[:, part].T, out=rows[part])
     return rows.reshape(shape)

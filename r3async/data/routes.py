@@ -1,9 +1,9 @@
-"""Routes of one token sequence, recorded by position, once.
+"""Routes of one token sequence, recorded once for each position.
 
-Of the calls of one sequence, the first that feeds position `t` forward owns row `t`. A later call that feeds it again
-(the prefill of the next turn, a re-prefill after a weight update) may have chosen other experts; its row is dropped, because the
-log-probs that were sampled belong to the first pass (R3, arXiv 2510.11370). A position whose owner returned no row
-stays unrecorded: the learner lets that token route by itself.
+The first call of a sequence that feeds position `t` forward owns row `t`. A later call that feeds it again (the prefill
+of the next turn, a re-prefill after a weight update) may have chosen other experts; its row is dropped, because the
+sampled log-probs belong to the first pass (R3, arXiv 2510.11370). A position whose owner returned no row stays
+unrecorded: the learner's own router then routes that token.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from collections.abc import Iterator
 import numpy as np
 
 CHUNK_ROWS = 2**15
-"""Rows of ids that are worked on at a time: their columns then stay in a core's cache."""
+"""Rows of ids that are processed at a time, so that their columns stay in a core's cache."""
 
 
 class RoutingError(ValueError):
-    """Routed experts that cannot be a record of top-k choices."""
+    """Error for routed experts that cannot be a record of top-k choices."""
 
 
 def route_dtype(num_experts: int) -> np.dtype:
-    """uint8 up to 256 experts, uint16 beyond."""
+    """Return the dtype of expert ids: uint8 up to 256 experts, uint16 beyond. Raises `RoutingError` beyond 65536."""
     if not 0 < num_experts <= 65536:
         raise RoutingError(f"{num_experts} experts cannot be held by uint16 ids")
     return np.dtype(np.uint8 if num_experts <= 256 else np.uint16)
 
 
 def check_expert_ids(rows: np.ndarray, *, layers: int, top_k: int, num_experts: int) -> None:
-    """Check `[n, layers, top_k]` integer ids: shape, range, not all zero. Quick enough for an event loop: two passes over them.
+    """Check that integer ids `[n, layers, top_k]` have the right shape and range and are not all zero.
 
-    Raises `RoutingError` that says what is wrong. All-zero rows with `top_k == 1` are legal one by one, but a whole block of
-    them over more than one row, with several experts, is what an engine returns that did not record.
+    Two passes over the ids, quick enough for an event loop. Raises `RoutingError` that says what is wrong. Single
+    all-zero rows are legal with `top_k == 1`, but a whole block of them over more than one row, with several experts,
+    is what an engine returns that did not record.
     """
     if rows.ndim != 3 or rows.shape[1:] != (layers, top_k):
         raise RoutingError(
@@ -55,7 +56,10 @@ def check_expert_ids(rows: np.ndarray, *, layers: int, top_k: int, num_experts: 
 
 
 def validate_routes(rows: np.ndarray, *, layers: int, top_k: int, num_experts: int) -> None:
-    """`check_expert_ids`, and that no row names an expert twice. Raises `RoutingError` that says what is wrong and where."""
+    """Check ids as `check_expert_ids` does, and that no row names an expert twice.
+
+    Raises `RoutingError` that says what is wrong and where.
+    """
     check_expert_ids(rows, layers=layers, top_k=top_k, num_experts=num_experts)
     for part, columns in iter_sorted_columns(rows.reshape(-1, top_k)):
         for lower, upper in itertools.pairwise(columns):
@@ -65,9 +69,10 @@ def validate_routes(rows: np.ndarray, *, layers: int, top_k: int, num_experts: i
 
 
 def iter_sorted_columns(rows: np.ndarray) -> Iterator[tuple[slice, list[np.ndarray]]]:
-    """`rows` `[n, K]`, each sorted, as K columns: of at most `CHUNK_ROWS` rows at a time, in arrays that the next ones overwrite.
+    """Yield `rows` `[n, K]`, each sorted, as K columns of at most `CHUNK_ROWS` rows at a time.
 
-    A sorting network over whole columns: 20 times as fast as sorting each row by itself.
+    Each item is the slice of its rows, and the columns, which the next item overwrites. The sorting network works on
+    whole columns, which is 20 times as fast as sorting each row separately.
     """
     count, top_k = rows.shape
     space = np.empty((top_k + 1, min(count, CHUNK_ROWS)), rows.dtype)
@@ -85,7 +90,7 @@ def iter_sorted_columns(rows: np.ndarray) -> Iterator[tuple[slice, list[np.ndarr
 
 @functools.cache
 def _sorting_network(count: int) -> list[tuple[int, int]]:
-    """Pairs to be put in order, one after the other, to sort `count` values (Batcher's odd-even merge sort)."""
+    """Return the pairs to put in order, one after the other, to sort `count` values (Batcher's odd-even merge sort)."""
     pairs, merged = [], 1
     while merged < count:
         step = merged
@@ -102,8 +107,8 @@ def _sorting_network(count: int) -> list[tuple[int, int]]:
 class RoutingTrace:
     """Append-only routes of one growing token sequence, in time and memory O(T) over all its calls.
 
-    Positions `0..fed` have been fed forward by some call; each is either recorded or will never be. Rows are kept as
-    the views that they came as until `to_arrays` copies them, once.
+    Positions `0..positions_fed` have been fed forward by some call; each is either recorded or never will be. Rows are
+    kept as the views in which they came until `to_arrays` copies them, once.
     """
 
     def __init__(self, *, layers: int, top_k: int, num_experts: int):
@@ -111,14 +116,19 @@ class RoutingTrace:
         self.dtype = route_dtype(num_experts)
         self._blocks: list[tuple[int, np.ndarray]] = []
         self.positions_fed = 0
-        """Positions that some call has fed forward: the engine is asked only for rows from here on."""
+        """Number of positions that some call has fed forward; the engine is asked only for rows from here on."""
 
     def record_rows(self, first_position: int, rows: np.ndarray | None, positions_fed: int) -> int:
-        """Take what one engine call returned: `rows[i]` belongs to position `first_position + i`; it fed positions `0..fed`.
+        """Record the routes that one engine call returned, and return how many new rows were recorded.
 
-        `rows` is `[n, layers, top_k]` of any integer dtype, or None or of length 0 (whatever its other dimensions and
-        dtype): the call returned no routes. Positions fed before keep what they have. Returns how many new rows were
-        recorded. Raises `RoutingError` for rows beyond `positions_fed` or invalid new rows; the trace is then as before.
+        Positions fed before keep what they have. Raises `RoutingError` for rows beyond `positions_fed` or invalid new
+        rows; the trace is then unchanged.
+
+        Args:
+            first_position: Position of `rows[0]`; `rows[i]` belongs to position `first_position + i`.
+            rows: `[n, layers, top_k]` of any integer dtype. None, or of length 0 (whatever its other dimensions and
+                dtype), if the call returned no routes.
+            positions_fed: Number of positions that the call fed: `0..positions_fed`.
         """
         recorded = 0
         if rows is not None and len(rows):
@@ -137,10 +147,10 @@ class RoutingTrace:
         return recorded
 
     def branch_at(self, length: int) -> RoutingTrace:
-        """A new trace of the same first `length` positions, whose rows it shares; the rest is to be fed again.
+        """Return a new trace that shares the rows of the first `length` positions; the rest has to be fed again.
 
-        For a context that was rewritten from there on: what is fed there now are other tokens, or the same tokens
-        after other ones. The two traces grow independently. Raises `RoutingError` for a negative length.
+        It serves a context that was rewritten from there on, where other tokens, or the same tokens after other ones,
+        are fed now. The two traces grow independently. Raises `RoutingError` for a negative length.
         """
         if length < 0:
             raise RoutingError(f"a branch cannot keep {length} positions")
@@ -150,9 +160,10 @@ class RoutingTrace:
         return other
 
     def to_arrays(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """`routed_experts [length, layers, top_k]` and `routing_recorded [length]`; holes hold distinct ids `0..top_k-1`.
+        """Return `routed_experts [length, layers, top_k]` and `routing_recorded [length]`.
 
-        The ids have the dtype that the number of experts asks for, whatever dtypes the calls returned.
+        Positions without a record hold distinct ids `0..top_k-1`. The ids have the dtype that the number of experts
+        requires, whatever dtypes the calls returned.
         """
         experts = np.empty((length, self.layers, self.top_k), self.dtype)
         experts[:] = np.arange(self.top_k, dtype=self.dtype)

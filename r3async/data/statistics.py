@@ -1,16 +1,17 @@
-"""Means with intervals, and paired differences: all that commands, reports and benchmarks know of statistics. Pure.
+"""Means with confidence intervals, and paired differences: all statistics of commands, reports and benchmarks. Pure.
 
-**Runs.** A value comes of a run, which has a seed and an initial model. With one initial model (or one seed) the runs are
-replicates: Student's t interval of their mean. So they are where each seed has a model of its own. With several of both, every
-seed with every model, runs that share a model are not independent of each other. The table is then one of two crossed random
-effects without replication, and its mean has the variance `(MS_seed + MS_model - MS_rest) / (seeds * models)`, with the degrees
-of freedom of Satterthwaite (Biometrics Bulletin 2, 1946). It is never taken to be less than that of as many independent runs. So
-an interval is about other seeds *and* other models.
+**Runs.** Each value comes from a run, which has a seed and an initial model. With one initial model (or one seed), or
+with a different model for each seed, the runs are replicates: their mean has Student's t interval. If there are several
+of both, and every seed is combined with every model, runs that share a model are not independent of each other. The
+table then has two crossed random effects without replication, and its mean has the variance
+`(MS_seed + MS_model - MS_rest) / (seeds * models)`, with the degrees of freedom of Satterthwaite (Biometrics Bulletin
+2, 1946). The variance is never taken to be less than that of as many independent runs. So an interval covers other
+seeds *and* other models.
 
-**Differences** are paired: the same seed and the same initial model, once with each setting. What both runs have in common, the
-tasks above all, is in no difference.
+**Differences** are paired: the same seed and the same initial model, once with each setting. What both runs share,
+above all the tasks, cancels out in a difference.
 
-**Episodes** of an evaluation are many, and clustered by task: `mean_interval`, with the normal distribution.
+**Episodes** of an evaluation are many, and clustered by task: `mean_interval` uses the normal distribution.
 """
 
 from __future__ import annotations
@@ -23,17 +24,24 @@ import msgspec
 import numpy as np
 
 NORMAL_QUANTILE = 1.96
-"""Standard errors on both sides of a mean that hold 95 % of a normal distribution."""
+"""Standard errors on each side of a mean that hold 95 % of a normal distribution."""
 CONFIDENCE_LEVEL = 0.95
-"""What an interval holds."""
+"""Share of the distribution that an interval holds."""
 
 RunKey = tuple[int, int]
-"""Seed and initial model, each by its number."""
+"""Numbers of a run's seed and of its initial model."""
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """A mean of runs. `low`, `high`: its 95 % interval; None of a single run. `runs`: how many it is the mean of, which have
-    so many `seeds` and `models`."""
+    """A mean over runs, with its 95 % interval.
+
+    Attributes:
+        low: Lower end of the interval; None for a single run.
+        high: Upper end of the interval; None for a single run.
+        runs: Number of runs in the mean.
+        seeds: Number of different seeds of these runs.
+        models: Number of different initial models of these runs.
+    """
 
     mean: float
     low: float | None
@@ -44,14 +52,17 @@ class Estimate(msgspec.Struct, frozen=True):
 
     @property
     def sign(self) -> int:
-        """1 or -1 where the whole interval is on that side of 0, else 0."""
+        """The side of 0 on which the whole interval lies, 1 or -1; otherwise 0."""
         if self.low is None or self.high is None:
             return 0
         return (self.low > 0) - (self.high < 0)
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float | None, float | None, float | None]:
-    """The mean of one value a task, its standard error, and the 95 % confidence interval; None for all three of a single one."""
+    """Return the mean of one value per task, its standard error, and the two ends of its 95 % confidence interval.
+
+    All but the mean are None for a single value.
+    """
     data = np.asarray(values, np.float64)
     mean = float(data.mean())
     if len(data) < 2:
@@ -62,9 +73,10 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float | None, float |
 
 @functools.lru_cache(maxsize=256)
 def t_quantile(degrees_of_freedom: float, level: float = CONFIDENCE_LEVEL) -> float:
-    """x such that `level` of Student's t distribution with `degrees_of_freedom` >= 1 degrees is within -x .. x.
+    """Return x such that `level` of Student's t distribution with `degrees_of_freedom` >= 1 lies within -x .. x.
 
-    With t = sqrt(freedom) tan(a), the density of a is proportional to cos(a)^(freedom - 1): Abramowitz and Stegun, 26.7.
+    With t = sqrt(freedom) tan(a), the density of a is proportional to cos(a)^(freedom - 1): Abramowitz and Stegun,
+    26.7. Raises `ValueError` for fewer degrees, or a level that is not between 0 and 1.
     """
     if degrees_of_freedom < 1 or not 0 < level < 1:
         raise ValueError(f"no t interval of {degrees_of_freedom:g} degrees of freedom that holds {level:g}")
@@ -75,14 +87,17 @@ def t_quantile(degrees_of_freedom: float, level: float = CONFIDENCE_LEVEL) -> fl
 
 
 def estimate_mean(values: Mapping[RunKey, float]) -> Estimate:
-    """The mean over runs with its interval; see above. Where several models and seeds were not all combined, only the seeds that
-    have every model count. Raises `ValueError` without a value."""
+    """Return the mean over runs with its interval, by the method of the module docstring.
+
+    Where several models and seeds were not all combined, only the seeds that have every model count. Raises
+    `ValueError` if there is no value.
+    """
     if not values:
         raise ValueError("there is no run to take the mean of")
     models = sorted({model for _, model in values})
     seeds = [s for s in sorted({seed for seed, _ in values}) if all((s, m) in values for m in models)]
     table = np.array([[values[s, m] for m in models] for s in seeds], np.float64)
-    if not seeds:  # no seed has every model: as many models as have a seed, each once
+    if not seeds:  # no seed has every model: take each model once
         firsts = [min(run for run in values if run[1] == m) for m in models]
         table = np.array([[values[run] for run in firsts]], np.float64)
         rows, columns = len({seed for seed, _ in firsts}), len(models)
@@ -97,7 +112,7 @@ def estimate_mean(values: Mapping[RunKey, float]) -> Estimate:
 
 
 def _mean_variance(table: np.ndarray) -> tuple[float, float]:
-    """What the variance of the mean is, times the number of values; and its degrees of freedom."""
+    """Return the variance of the mean times the number of values, and its degrees of freedom."""
     rows, columns = table.shape
     alone = float(table.var(ddof=1))
     if rows == 1 or columns == 1:
@@ -114,7 +129,7 @@ def _mean_variance(table: np.ndarray) -> tuple[float, float]:
 
 
 def paired_difference(values: Mapping[RunKey, float], baseline: Mapping[RunKey, float]) -> Estimate | None:
-    """Of `values - base`, over the runs that both have; None where there is no such run."""
+    """Return the mean of `values - baseline` over the runs that both have; None if there is no such run."""
     both = {run: values[run] - baseline[run] for run in values if run in baseline}
     return estimate_mean(both) if both else None
 
@@ -122,7 +137,10 @@ def paired_difference(values: Mapping[RunKey, float], baseline: Mapping[RunKey, 
 def median_ratio_interval(
     numerators: Sequence[float], denominators: Sequence[float], draws: int = 2000
 ) -> tuple[float, float]:
-    """95 % percentile bootstrap interval of median(over) / median(under), where element i of both is one pair."""
+    """Return the 95 % percentile bootstrap interval of median(numerators) / median(denominators).
+
+    Element i of both is one pair.
+    """
     rng = np.random.default_rng(0)
     picked = rng.integers(0, len(numerators), (draws, len(numerators)))
     ratios = np.median(np.asarray(numerators)[picked], axis=1) / np.median(np.asarray(denominators)[picked], axis=1)

@@ -1,9 +1,9 @@
-"""Which tokens could be sampled, a set of token ids for each sampled token, in few bytes. Pure; whole columns at a time.
+"""Compact sets of the token ids that could be sampled, one for each sampled token. Pure; whole columns at a time.
 
-Top-p, top-k and min-p leave a few tokens of the vocabulary, and these share all probability. The learner renormalises over the
-same set: its *support*. A set is kept in the shortest of three forms, so that it never takes more than a bit for each token of
-the vocabulary: its ids, the ids that it lacks, or bits. Ids ascend, and what is written of each is how many were left out before
-it, in seven bits a byte, the last of which is below 128.
+Top-p, top-k and min-p leave a few tokens of the vocabulary, which share all probability. The learner renormalises over
+the same set, the *support* of the token. A set is stored in the shortest of three forms, so that it never takes more
+than a bit for each token of the vocabulary: its ids, the ids that it lacks, or a bitmap. Ids ascend, and each is stored
+as the number of ids skipped before it, in seven bits a byte; its last byte is below 128.
 """
 
 from __future__ import annotations
@@ -14,23 +14,33 @@ from typing import Any, NamedTuple
 import numpy as np
 
 FORM_NONE, FORM_LISTED, FORM_EXCEPT, FORM_BITS = range(4)
-"""What the lowest two bits of a set's head say: nobody recorded one; the ids follow; the ids that are not in it; bits. The head's
-other bits are how many bytes follow."""
+"""Forms of a set, in the lowest two bits of its head: no set was recorded; the ids follow; the ids that are not in it
+follow; a bitmap follows. The head's other bits are the number of bytes that follow."""
 MAX_NUMBER_BYTES = 4
-"""Of a number: ids are below 2^28."""
+"""Maximum number of bytes of a number: ids are below 2^28."""
 
 
 class RowIds(NamedTuple):
-    """Ids of some sets, one after the other: int64 `[n]`, and the row of each, int64 `[n]`, ascending."""
+    """Ids of some sets, one after the other.
+
+    Attributes:
+        rows: Row of each id, int64 `[n]`, ascending.
+        ids: Ids, int64 `[n]`.
+    """
 
     rows: np.ndarray
     ids: np.ndarray
 
 
 class SupportSets:
-    """Sets of token ids, one for each of T tokens. `heads` uint32 `[T]` (see `FORM_NONE`), `data` uint8: what follows each.
+    """Sets of token ids, one for each of T tokens.
 
-    Raises `ValueError` for heads and data that do not fit, or numbers that do not end: what was made can be read.
+    Raises `ValueError` for heads and data that do not fit each other, or numbers that do not end, so that every
+    instance can be read.
+
+    Args:
+        heads: Head of each set (see `FORM_NONE`), uint32 `[T]`.
+        data: Bytes that follow the heads, uint8.
     """
 
     __slots__ = ("byte_edges", "data", "heads")
@@ -41,7 +51,7 @@ class SupportSets:
     def __init__(self, heads: np.ndarray, data: np.ndarray):
         self.heads, self.data = heads, data
         self.byte_edges = np.zeros(len(heads) + 1, np.int64)
-        """Of each set's bytes."""
+        """Offsets of each set's bytes in `data`, int64 `[T + 1]`."""
         np.cumsum(heads >> 2, out=self.byte_edges[1:])
         if self.byte_edges[-1] != len(data):
             raise ValueError(f"sets of {self.byte_edges[-1]} bytes have {len(data)}")
@@ -54,7 +64,7 @@ class SupportSets:
         numbers = ((form == FORM_LISTED) | (form == FORM_EXCEPT)) & (size > 0)
         if (self.data[self.byte_edges[1:][numbers] - 1] > 127).any():
             raise ValueError("the last number of a set does not end")
-        # Longer than it may be: so many bytes that go on, in a row.
+        # A number is too long if `MAX_NUMBER_BYTES` bytes in a row say that another one follows.
         on = (self.data > 127) & np.repeat(form != FORM_BITS, size)
         run = on[MAX_NUMBER_BYTES - 1 :].copy()
         for back in range(1, MAX_NUMBER_BYTES):
@@ -62,16 +72,19 @@ class SupportSets:
         if run.any():
             raise ValueError(f"a number of a set has more than {MAX_NUMBER_BYTES} bytes")
 
-    # -- made ------------------------------------------------------------------------------------------------------
+    # -- construction ----------------------------------------------------------------------------------------------
 
     @staticmethod
     def unrecorded(length: int) -> SupportSets:
-        """Of tokens that nobody sampled."""
+        """Return the column of `length` tokens that nobody sampled, which have no sets."""
         return SupportSets(np.zeros(length, np.uint32), np.zeros(0, np.uint8))
 
     @staticmethod
     def from_bitmaps(bits: np.ndarray, vocab_size: int) -> SupportSets:
-        """`bits` uint8 `[T, ceil(vocab_size / 8)]`, the lowest of a byte first; those beyond the vocabulary are 0."""
+        """Return the sets of bitmaps, uint8 `[T, ceil(vocab_size / 8)]`.
+
+        The lowest bit of a byte comes first. Bits beyond the vocabulary are 0.
+        """
         width = bits.shape[1]
         words = _bits_to_words(bits)
         counts = np.bitwise_count(words).sum(axis=1, dtype=np.int64)
@@ -103,7 +116,7 @@ class SupportSets:
 
     @staticmethod
     def from_ids(ids: np.ndarray, edges: np.ndarray, vocab_size: int) -> SupportSets:
-        """`ids` int `[n]`: those `edges[t]:edges[t + 1]` are of set t, ascending."""
+        """Return the sets of `ids`, int `[n]`: set t has the ids `edges[t]:edges[t + 1]`, ascending."""
         bits = np.zeros((len(edges) - 1, -(-vocab_size // 8)), np.uint8)
         rows = np.repeat(np.arange(len(edges) - 1), np.diff(edges))
         np.bitwise_or.at(bits, (rows, ids >> 3), (1 << (ids & 7)).astype(np.uint8))
@@ -111,7 +124,7 @@ class SupportSets:
 
     @staticmethod
     def from_id_lists(ids: np.ndarray, edges: np.ndarray) -> SupportSets:
-        """The same, for small sets of any vocabulary: they are kept as lists."""
+        """Return the sets as `from_ids` does, for small sets of any vocabulary: all are stored as lists of ids."""
         rows = np.repeat(np.arange(len(edges) - 1), np.diff(edges))
         lengths, data = _encode_gaps(RowIds(rows, ids), len(edges) - 1)
         return SupportSets((lengths << 2 | FORM_LISTED).astype(np.uint32), data)
@@ -124,7 +137,10 @@ class SupportSets:
 
     @staticmethod
     def from_parts(length: int, parts: Sequence[tuple[int, SupportSets]]) -> SupportSets:
-        """Of `length` tokens: `parts` begin where they say, in order and apart; others have none."""
+        """Return the sets of `length` tokens, of which only those in `parts` have any.
+
+        Each part begins at its given index; parts are in order and do not overlap.
+        """
         heads = np.zeros(length, np.uint32)
         for start, part in parts:
             heads[start : start + len(part)] = part.heads
@@ -132,7 +148,7 @@ class SupportSets:
 
     @staticmethod
     def decode(length: int, encoded: Any) -> SupportSets:
-        """What `encode` made of `length` sets. Raises `ValueError` for other bytes."""
+        """Return the `length` sets that `encode` encoded. Raises `ValueError` for other bytes."""
         data = np.frombuffer(encoded, np.uint8)
         if not len(data):
             return SupportSets.unrecorded(length)
@@ -145,7 +161,7 @@ class SupportSets:
         return SupportSets(_decode_varints(head).astype(np.uint32), data[len(head) :])
 
     def encode(self) -> np.ndarray:
-        """uint8: the heads as numbers, then the data; nothing if nobody recorded one."""
+        """Return the sets as uint8: the heads as numbers, then the data; empty if no token has a set."""
         if not self.heads.any():
             return self.data
         return np.concatenate([_encode_varints(self.heads.astype(np.int64))[1], self.data])
@@ -184,12 +200,15 @@ class SupportSets:
         return f"Supports({len(self)} tokens, {len(self.data)} bytes)"
 
     def take_rows(self, rows: np.ndarray) -> SupportSets:
-        """Those of `rows`, int `[n]`."""
+        """Return the sets of `rows`, int `[n]`."""
         heads = self.heads[rows]
         return SupportSets(heads, self.data[_concat_ranges(self.byte_edges[:-1][rows], heads >> 2)])
 
     def tolist(self) -> list[list[int] | None]:
-        """For people: the ids of each set, or `-1 - id` for each id that it lacks if it has most; None if nobody recorded one."""
+        """Return the sets for people to read.
+
+        Each is the ids of the set, or `-1 - id` for each id that it lacks if it has most; None if no set was recorded.
+        """
         out: list[list[int] | None] = [None] * len(self)
         for row, form in enumerate((self.heads & 3).tolist()):
             part = self[row : row + 1]
@@ -200,20 +219,20 @@ class SupportSets:
                 out[row] = (ids if form == FORM_LISTED else -1 - ids).tolist()
         return out
 
-    # -- read ------------------------------------------------------------------------------------------------------
+    # -- reading ---------------------------------------------------------------------------------------------------
 
     @property
     def recorded_mask(self) -> np.ndarray:
-        """bool `[T]`: which tokens have a set."""
+        """The mask of the tokens that have a set, bool `[T]`."""
         return (self.heads & 3) != FORM_NONE
 
     @property
     def complement_mask(self) -> np.ndarray:
-        """bool `[T]`: of which `encoded_ids` are not in the set."""
+        """The mask of the tokens whose `encoded_ids` are the ids not in their set, bool `[T]`."""
         return (self.heads & 3) == FORM_EXCEPT
 
     def encoded_ids(self) -> RowIds:
-        """The ids that are written down, of all sets that have any."""
+        """Return the ids that are stored as such, of all sets that have any."""
         form, size = self.heads & 3, self.heads >> 2
         written = form != FORM_BITS
         data = self.data if written.all() else self.data[np.repeat(written, size)]
@@ -229,14 +248,14 @@ class SupportSets:
         return RowIds(rows, total - 1 - before[rows])
 
     def iter_bitmaps(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The sets that are bits, those of one width together: their rows int64 `[m]`, and uint8 `[m, width]`."""
+        """Yield the sets stored as bitmaps, by width: their rows, int64 `[m]`, and the bitmaps, uint8 `[m, width]`."""
         size = np.where((self.heads & 3) == FORM_BITS, self.heads >> 2, 0)
         for width in np.unique(size[size > 0]).tolist():
             (rows,) = np.nonzero(size == width)
             yield rows, self.data[_concat_ranges(self.byte_edges[:-1][rows], size[rows])].reshape(len(rows), width)
 
     def contains_ids(self, ids: np.ndarray) -> np.ndarray:
-        """bool `[T]`: whether each of `ids`, int `[T]` and not negative, is in its set; True without one."""
+        """Return bool `[T]`: whether each of `ids`, int `[T]` and not negative, is in its set; True without a set."""
         written = self.encoded_ids()
         named = np.zeros(len(self), bool)
         named[written.rows[written.ids == ids[written.rows]]] = True
@@ -250,7 +269,7 @@ class SupportSets:
         return inside
 
     def fits_vocab(self, vocab_size: int) -> np.ndarray:
-        """bool `[T]`: whether no id that is named is `vocab_size` or more."""
+        """Return bool `[T]`: whether all ids that are named are below `vocab_size`."""
         written, good = self.encoded_ids(), np.ones(len(self), bool)
         good[written.rows[written.ids >= vocab_size]] = False
         for rows, bits in self.iter_bitmaps():
@@ -259,7 +278,7 @@ class SupportSets:
         return good
 
     def to_dense_mask(self, vocab_size: int) -> np.ndarray:
-        """bool `[T, vocab_size]`; all True without a set."""
+        """Return the sets as bool `[T, vocab_size]`; all True for tokens without a set."""
         written = self.encoded_ids()
         named = np.zeros((len(self), vocab_size), bool)
         named[written.rows, written.ids] = True
@@ -270,13 +289,13 @@ class SupportSets:
 
 
 def _bits_to_words(bits: np.ndarray) -> np.ndarray:
-    """uint64 `[T, ceil(width / 8)]` of uint8 `[T, width]`; the lowest bit of the first byte is the lowest."""
+    """Return uint8 `[T, width]` as uint64 `[T, ceil(width / 8)]`; the lowest bit of the first byte is the lowest."""
     extra = -bits.shape[1] % 8
     return np.ascontiguousarray(np.pad(bits, ((0, 0), (0, extra))) if extra else bits).view("<u8")
 
 
 def _ids_from_words(words: np.ndarray) -> RowIds:
-    """Of uint64 `[T, W]`."""
+    """Return the ids of the bits that are set in uint64 `[T, W]`."""
     flat = words.reshape(-1)
     where = np.flatnonzero(flat)
     at, bit = np.nonzero(np.unpackbits(flat[where].view(np.uint8).reshape(-1, 8), axis=1, bitorder="little"))
@@ -285,7 +304,7 @@ def _ids_from_words(words: np.ndarray) -> RowIds:
 
 
 def _encode_gaps(sets: RowIds, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each of `length` sets the bytes it takes, int64; and these bytes."""
+    """Return the number of bytes that each of `length` sets takes, int64, and these bytes."""
     first = np.diff(sets.rows, prepend=-1) > 0
     gaps = np.where(first, sets.ids, np.diff(sets.ids, prepend=0) - 1)
     sizes, data = _encode_varints(gaps)
@@ -294,7 +313,10 @@ def _encode_gaps(sets: RowIds, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _encode_varints(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How many bytes each takes, and all of them: seven bits in each, the lowest first, and 128 if more follow."""
+    """Return the number of bytes of each number, and all bytes.
+
+    A byte holds seven bits, the lowest first, plus 128 if more bytes follow.
+    """
     sizes = np.ones(len(numbers), np.int64)
     for i in range(1, MAX_NUMBER_BYTES):
         sizes += numbers >= 1 << 7 * i
@@ -308,7 +330,7 @@ def _encode_varints(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _decode_varints(data: np.ndarray) -> np.ndarray:
-    """int64: what `_encode_varints` was given. No number has more than `MAX_NUMBER_BYTES` bytes."""
+    """Return the numbers that `_encode_varints` encoded, int64. None may have more than `MAX_NUMBER_BYTES` bytes."""
     ends = np.flatnonzero(data < 128)
     starts = np.concatenate([[0], ends[:-1] + 1]) if len(ends) else ends
     values = np.zeros(len(ends), np.int64)
@@ -319,7 +341,7 @@ def _decode_varints(data: np.ndarray) -> np.ndarray:
 
 
 def _concat_ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """int64: `starts[i] .. starts[i] + sizes[i] - 1` of each i, one after the other."""
+    """Return the indices `starts[i] .. starts[i] + sizes[i] - 1` of each i, one after the other, int64."""
     sizes = sizes.astype(np.int64)
     before = np.cumsum(sizes) - sizes
     return np.repeat(starts - before, sizes) + np.arange(sizes.sum())

@@ -1,8 +1,8 @@
-"""The nouns: per-token columns, samples, trajectories.
+"""The basic data types: per-token columns, samples, trajectories.
 
-A per-token column is declared once, in `SCHEMA`. Every operation on token data (slice, concat, pad, encode,
-decode) is derived from that declaration, so that a column cannot be forgotten by one of them: adding one is
-one line here. Arrays are NumPy, rows are tokens, and a table is never changed in place.
+A per-token column is declared once, in `SCHEMA`. Every operation on token data (slice, concat, pad, encode, decode) is
+derived from that declaration, so that none of them can forget a column: adding one takes one line here. Arrays are
+NumPy, rows are tokens, and a table is never changed in place.
 """
 
 from __future__ import annotations
@@ -20,33 +20,39 @@ from r3async.data.packed import PackedRoutes
 from r3async.data.supports import SupportSets
 
 UNSAMPLED_VERSION = -1
-"""`policy_version` of a token that no policy sampled (prompt, observation, injected end-of-sequence)."""
+"""The `policy_version` of a token that no policy sampled (prompt, observation, injected end-of-sequence)."""
 
 
 ColumnData = np.ndarray | PackedRoutes | SupportSets
-"""A column as a table keeps it."""
+"""A column as a table stores it."""
 
 
 class SchemaError(ValueError):
-    """Token data that does not fit its declaration: wrong name, dtype, shape or length."""
+    """Error for token data that does not fit its declaration: wrong name, dtype, shape or length."""
 
 
 @functools.cache
 def dtype_name(dtype: np.dtype) -> str:
-    """`dtype.name`, which NumPy puts together each time: a fifth of encoding or decoding a short trajectory."""
+    """Return `dtype.name`, cached, because NumPy puts it together each time.
+
+    Without the cache, this takes a fifth of encoding or decoding a short trajectory.
+    """
     return dtype.name
 
 
 class Column(msgspec.Struct, frozen=True):
     """Declaration of one per-token column.
 
-    `dtypes`: the dtypes it may have, narrowest first (values of mixed tables are widened, never wrapped).
-    `inner_dims`: names of the dimensions after the token dimension; their sizes are free but equal within a concat.
-    `fill`: value of a token that has none; `"arange"` gives `0..K-1` along the last dimension (distinct ids).
-    `optional`: may be absent, on all samples of a batch or on none.
-    `compressible`: of one value a token, and nearly constant: it travels packed. The first column of a schema is not.
-    `holds_choices`: ids along the last dimension are a set, whose order carries nothing: they may be `PackedRoutes`.
-    `holds_sets`: a set of token ids for each token, or none: `SupportSets`, and nothing else.
+    Attributes:
+        dtypes: Dtypes it may have, narrowest first (values of mixed tables are widened, never wrapped).
+        fill: Value of a token that has none; `"arange"` gives `0..K-1` along the last dimension (distinct ids).
+        inner_dims: Names of the dimensions after the token dimension; their sizes are free but equal within a concat.
+        optional: True if it may be absent, on all samples of a batch or on none.
+        compressible: True if it has one value a token and is nearly constant: it travels packed. The first column of a
+            schema is not compressible.
+        holds_choices: True if ids along the last dimension are a set, whose order carries no information: they may be
+            `PackedRoutes`.
+        holds_sets: True if each token has a set of token ids, or none: the column is `SupportSets`, and nothing else.
     """
 
     name: str
@@ -59,7 +65,7 @@ class Column(msgspec.Struct, frozen=True):
     holds_sets: bool = False
 
     def filled_rows(self, length: int, inner_shape: tuple[int, ...] = (), dtype: str | np.dtype | None = None) -> Any:
-        """`[length, *inner_shape]` of the fill value, or so many times no set."""
+        """Return `[length, *inner_shape]` of the fill value, or `length` tokens without a set if it holds sets."""
         if self.holds_sets:
             return SupportSets.unrecorded(length)
         dtype = np.dtype(dtype or self.dtypes[0])
@@ -70,7 +76,7 @@ class Column(msgspec.Struct, frozen=True):
 
 
 class TokenSchema:
-    """An ordered set of column declarations. Immutable; `with_column` makes a larger one."""
+    """An ordered set of column declarations. Immutable; `with_column` returns a larger one."""
 
     def __init__(self, columns: Iterable[Column]):
         self.columns: dict[str, Column] = {}
@@ -93,20 +99,20 @@ SCHEMA = TokenSchema(
     [
         Column("token_ids", ("int32",), 0),
         Column("loss_mask", ("bool",), False, compressible=True),
-        # Log-prob under the policy that sampled the token, after temperature: what was really sampled from.
+        # Log-prob under the policy that sampled the token, after temperature: of the distribution really sampled from.
         Column("rollout_logprobs", ("float32",), 0.0),
         Column("policy_version", ("int32",), UNSAMPLED_VERSION, compressible=True),
         # Turn that sampled the token; -1 where not sampled.
         Column("turn", ("int32",), -1, compressible=True),
         Column("rewards", ("float32",), 0.0, compressible=True),
-        # The next seven are added by the learner. Which episode of the minibatch it is of, `0..E - 1`; -1: of none other's.
+        # The next seven are added by the learner. Number of the token's episode in the minibatch, `0..E - 1`; -1: none.
         Column("episode", ("int32",), -1, optional=True, compressible=True),
-        # A trained token's number in the minibatch, episode by episode, wherever it is packed; -1 for the others.
+        # Number of a trained token in the minibatch, episode by episode, wherever it is packed; -1 for other tokens.
         Column("place", ("int32",), -1, optional=True),
         Column("advantages", ("float32",), 0.0, optional=True, compressible=True),
-        # What the token's terms of the loss are multiplied by: 1 / the denominator of `algorithm.reduction`.
+        # Factor of the token's terms of the loss: 1 / the denominator of `algorithm.reduction`.
         Column("loss_weights", ("float32",), 0.0, optional=True, compressible=True),
-        # Whether served drift is measured on the token's episode.
+        # True if served drift is measured on the token's episode.
         Column("probed", ("bool",), False, optional=True, compressible=True),
         # Log-probs of the learner before the step's first update, and of the frozen reference model.
         Column("old_logprobs", ("float32",), 0.0, optional=True),
@@ -114,14 +120,14 @@ SCHEMA = TokenSchema(
         # Experts chosen when this token was fed forward; MoE layers only, in layer order.
         Column("routed_experts", ("uint8", "uint16"), "arange", ("layers", "top_k"), optional=True, holds_choices=True),
         Column("routing_recorded", ("bool",), False, optional=True, compressible=True),
-        # Which tokens could be sampled in its place, where that was not the whole vocabulary.
+        # Tokens that could have been sampled in its place, where that was not the whole vocabulary.
         Column("support", ("uint8",), 0, optional=True, holds_sets=True),
     ]
 )
 
 
 def _check_column(declaration: Column, array: Any) -> ColumnData:
-    """The array, if it is as declared. Raises `SchemaError`."""
+    """Return the array if it fits its declaration. Raises `SchemaError` if not."""
     name = declaration.name
     if declaration.holds_sets or isinstance(array, SupportSets):
         if declaration.holds_sets and isinstance(array, SupportSets):
@@ -145,8 +151,8 @@ def _check_column(declaration: Column, array: Any) -> ColumnData:
 class TokenTable:
     """Columns of one length `T`, checked against a schema when built.
 
-    A column that is `PackedRoutes` stays so, and is unpacked each time that it is read. Raises `SchemaError` for an unknown,
-    missing, mistyped, misshapen or mis-sized column.
+    A `PackedRoutes` column stays packed, and is unpacked each time that it is read. Raises `SchemaError` for an
+    unknown, missing, mistyped, misshapen or mis-sized column.
     """
 
     __slots__ = ("_columns", "_length", "schema")
@@ -171,14 +177,14 @@ class TokenTable:
 
     @staticmethod
     def from_checked(columns: dict[str, ColumnData], length: int, schema: TokenSchema) -> TokenTable:
-        """A table of columns that are known to be as declared, in the order of the schema, `length` rows each."""
+        """Return a table of columns that are known to fit the schema, in its order, with `length` rows each."""
         table = TokenTable.__new__(TokenTable)
         table._columns, table._length, table.schema = columns, length, schema
         return table
 
     @staticmethod
     def from_tokens(token_ids: np.ndarray) -> TokenTable:
-        """Tokens that nobody sampled: every other column that has to be there holds its fill. `token_ids` int `[T]`."""
+        """Return a table of tokens that nobody sampled. `token_ids` is int `[T]`; other required columns hold fills."""
         needed = {n: c.filled_rows(len(token_ids)) for n, c in SCHEMA.columns.items() if not c.optional}
         return TokenTable(needed | {"token_ids": np.asarray(token_ids).astype(np.int32)})
 
@@ -189,7 +195,7 @@ class TokenTable:
         return name in self._columns
 
     def __getitem__(self, name: str) -> Any:
-        """An array, or `SupportSets`."""
+        """Return a column as an array, or as `SupportSets`."""
         column = self._columns[name]
         return column.unpack_routes() if isinstance(column, PackedRoutes) else column
 
@@ -219,15 +225,15 @@ class TokenTable:
         return {name: self[name] for name in self}.items()
 
     def stored_items(self) -> ItemsView[str, ColumnData]:
-        """The columns as they are kept."""
+        """Return the columns as they are stored."""
         return self._columns.items()
 
     def slice_rows(self, start: int, stop: int) -> TokenTable:
-        """Rows `start:stop` of every column, as views."""
+        """Return rows `start:stop` of every column, as views."""
         return TokenTable({n: a[start:stop] for n, a in self.stored_items()}, self.schema)
 
     def with_columns(self, **columns: ColumnData) -> TokenTable:
-        """The same table with columns added or replaced, which alone are checked."""
+        """Return the table with columns added or replaced; only these are checked."""
         declared = self.schema.columns
         if not self._columns or not declared.keys() >= columns.keys():
             return TokenTable({**self._columns, **columns}, self.schema)
@@ -244,7 +250,10 @@ class TokenTable:
         return TokenTable({n: a for n, a in self.stored_items() if n not in names}, self.schema)
 
     def pad_to(self, length: int, fills: Mapping[str, Any] | None = None) -> TokenTable:
-        """Rows of fill values appended until `length`. `fills` overrides a fill (the pad token id, say)."""
+        """Return the table with rows of fill values appended up to `length`.
+
+        `fills` overrides fill values (the pad token id, say). Raises `SchemaError` if the table is longer.
+        """
         extra = length - len(self)
         if extra < 0:
             raise SchemaError(f"cannot pad {len(self)} tokens to {length}")
@@ -257,11 +266,11 @@ class TokenTable:
 
     @staticmethod
     def concat(tables: Sequence[TokenTable], skip_rows: Sequence[int] | np.ndarray | None = None) -> TokenTable:
-        """All rows in order, without the first `skip_rows` of each. Narrow dtypes are widened to the widest present, never
-        wrapped.
+        """Return a table of all rows in order, without the first `skip_rows` of each table.
 
-        A table without a column of sets has none. Raises `SchemaError` if another optional column is on some tables and not on
-        others, or inner shapes differ.
+        Narrow dtypes are widened to the widest present, never wrapped. A column of sets may be missing on some tables,
+        whose tokens then have no sets. Raises `SchemaError` if there is no table, if any other optional column is on
+        some tables and not on others, or if inner shapes differ.
         """
         if not tables:
             raise SchemaError("nothing to concatenate")
@@ -296,12 +305,12 @@ class TokenTable:
 
 
 def _columns_equal(a: Any, b: Any) -> bool:
-    """Of two columns."""
+    """Return whether two columns are equal, dtypes included."""
     return bool(a == b) if isinstance(a, SupportSets) else a.dtype == b.dtype and np.array_equal(a, b)
 
 
 class GrowingTokens:
-    """Token ids that are only ever appended, each copied a few times at most; what was handed out of them stays as it was."""
+    """Append-only token ids, each copied a few times at most. Arrays that were handed out earlier stay unchanged."""
 
     __slots__ = ("_array", "_length")
 
@@ -314,7 +323,7 @@ class GrowingTokens:
 
     @property
     def array(self) -> np.ndarray:
-        """int32 `[T]`, a view that cannot be written to."""
+        """The token ids, int32 `[T]`, as a view that cannot be written to."""
         view = self._array[: self._length]
         view.flags.writeable = False
         return view
@@ -330,7 +339,7 @@ class GrowingTokens:
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One answer of the policy: sampled tokens `start:stop` of sample `sample`, and what it earned."""
+    """One answer of the policy: sampled tokens `start:stop` of sample number `sample`, and its reward."""
 
     index: int
     sample: int
@@ -349,14 +358,14 @@ class Sample(msgspec.Struct):
 
 
 def format_trajectory_id(group_index: int, episode_index: int) -> str:
-    """The same for every try at this episode, so that a repeated one is recognised."""
+    """Return the trajectory id of an episode: the same for every attempt, so that a repeated one is recognised."""
     return f"g{group_index:08d}e{episode_index:04d}"
 
 
 def is_trajectory_of_group(group_index: int, trajectory_id: str, samples_per_group: int) -> bool:
-    """Whether `trajectory_id` is that of an episode of this group."""
+    """Return whether `trajectory_id` is that of an episode of this group."""
     _, _, episode = trajectory_id.rpartition("e")
-    # A longer one is no episode's, and costs time to read.
+    # A longer number belongs to no episode, and takes time to parse.
     index = int(episode) if len(episode) <= 9 and episode.isascii() and episode.isdigit() else -1
     return (
         0 <= index < samples_per_group
@@ -366,10 +375,14 @@ def is_trajectory_of_group(group_index: int, trajectory_id: str, samples_per_gro
 
 
 class Trajectory(msgspec.Struct):
-    """One finished episode. `group_index` counts leases; `episode_index` counts the G episodes of one prompt.
+    """One finished episode.
 
-    `lineage`: in which the versions of its tokens are counted (0: unknown). Every process of a start is of one lineage, and so
-    is an episode. `metrics`: what the environment told of its turns, summed by name.
+    Attributes:
+        group_index: Number of the group, which counts leases.
+        episode_index: Number of the episode among the G episodes of one prompt.
+        lineage: Lineage in which the versions of its tokens are counted (0: unknown). All processes of a start belong
+            to one lineage, and so does an episode.
+        metrics: Metrics that the environment reported of the turns, summed by name.
     """
 
     trajectory_id: str
@@ -388,7 +401,7 @@ class Trajectory(msgspec.Struct):
 
     @property
     def reward(self) -> float:
-        """Sum of the turns' rewards."""
+        """The sum of the turns' rewards."""
         return float(sum(t.reward for t in self.turns))
 
     @property
@@ -397,6 +410,6 @@ class Trajectory(msgspec.Struct):
 
     @property
     def newest_version(self) -> int:
-        """Of the weights that sampled a trained token; -1 without any."""
+        """The newest version of the weights that sampled a trained token; -1 if there is no such token."""
         sampled = (s.table["policy_version"][s.table["loss_mask"]] for s in self.samples)
         return max((int(versions.max(initial=UNSAMPLED_VERSION)) for versions in sampled), default=UNSAMPLED_VERSION)

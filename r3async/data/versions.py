@@ -1,9 +1,9 @@
-"""Policy versions: which weights a number means, which version sampled which token, and which groups were consumed. Pure.
+"""Policy versions: the weights that a number means, the version that sampled a token, and the consumed groups. Pure.
 
-Versions are counted, and a resume takes steps back: the numbers after its checkpoint are used again, for other weights. So each
-start of a run is a **lineage** with a number of its own, and weights are named by (lineage, version). A lineage begins with the
-weights of its parent's checkpoint, under the number that they had there: that version has two names, and tokens that the
-parent, or another child of that checkpoint, sampled with it are as good as its own.
+Versions are counted, and a resume undoes steps: the numbers after its checkpoint are used again, for other weights. So
+each start of a run is a **lineage** with its own number, and weights are identified by (lineage, version). A lineage
+begins with the weights of its parent's checkpoint, under the version number that they had there. That version has two
+names, and tokens sampled with it by the parent, or by another child of that checkpoint, are as valid as its own.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import msgspec
 import numpy as np
 
 UNKNOWN_LINEAGE = 0
-"""Lineage of what nobody named. No start has this number."""
+"""Number of an unknown lineage. No start has this number."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
-    """Sampled tokens `start:stop` of one engine call came from weights `version`."""
+    """A span of one engine call: sampled tokens `start:stop` came from weights `version`."""
 
     version: int
     start: int
@@ -27,7 +27,7 @@ class VersionSpan(msgspec.Struct, frozen=True):
 
 
 class VersionSpanRecorder:
-    """Builds version spans of one running request; the engine stamps it while paused for an update."""
+    """A recorder of the version spans of one running request; the engine stamps it while paused for an update."""
 
     def __init__(self, version: int):
         self._version = version
@@ -35,7 +35,10 @@ class VersionSpanRecorder:
         self._spans: list[VersionSpan] = []
 
     def stamp_version(self, tokens_so_far: int, new_version: int) -> None:
-        """Tokens sampled from here on come from `new_version`. Raises `ValueError` if versions or counts go backwards."""
+        """Record that tokens from `tokens_so_far` on come from `new_version`.
+
+        Raises `ValueError` if versions or counts go backwards.
+        """
         if new_version < self._version or tokens_so_far < self._start:
             raise ValueError(
                 f"version span goes backwards: version {self._version} -> {new_version}, token {self._start} -> {tokens_so_far}"
@@ -45,7 +48,10 @@ class VersionSpanRecorder:
         self._start, self._version = tokens_so_far, new_version
 
     def finish_spans(self, total_tokens: int) -> list[VersionSpan]:
-        """All spans, covering `0..tokens` without gap."""
+        """Return all spans, which cover `0..total_tokens` without a gap.
+
+        Raises `ValueError` if a span already ends beyond `total_tokens`.
+        """
         if total_tokens < self._start:
             raise ValueError(f"{total_tokens} tokens, but a span already ends at {self._start}")
         if total_tokens == self._start:
@@ -54,7 +60,10 @@ class VersionSpanRecorder:
 
 
 def expand_version_spans(spans: Sequence[VersionSpan], length: int) -> np.ndarray:
-    """int32 `[length]` of versions. Raises `ValueError` unless the spans cover `0..length` in order, without gap."""
+    """Return the version of each token, int32 `[length]`.
+
+    Raises `ValueError` unless the spans cover `0..length` in order, without a gap.
+    """
     out = np.empty(length, np.int32)
     at = 0
     for span in spans:
@@ -68,9 +77,16 @@ def expand_version_spans(spans: Sequence[VersionSpan], length: int) -> np.ndarra
 
 
 class RunStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One start of a run. It began with version `version` of lineage `parent`; without a parent (`UNKNOWN_LINEAGE`), with
-    version 0, the start model, or a checkpoint of a release without lineages. `model`: fingerprint of the start model.
-    `origin`: the run whose checkpoint it was, if it was of another one."""
+    """One start of a run.
+
+    Attributes:
+        lineage: Number of its lineage.
+        parent: Lineage of the weights that it began with. `UNKNOWN_LINEAGE` if it began with version 0, the start
+            model, or with a checkpoint of a release without lineages.
+        version: Version of these weights.
+        model: Fingerprint of the start model.
+        origin: Run whose checkpoint it began with, if that was another run.
+    """
 
     lineage: int
     parent: int
@@ -80,25 +96,30 @@ class RunStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Lineage(msgspec.Struct, frozen=True):
-    """A start, and what it has behind it.
+    """A start of a run, and the versions of other lineages that belong to its past.
 
-    `past`: by lineage, the last of its versions that are this one's past too: of ancestors the version at which the next one
-    branched off, of others that began with the same weights the version that they began with.
+    Attributes:
+        past: Last version of each other lineage that belongs to this one's past too. For an ancestor, it is the version
+            at which the next lineage branched off; for another lineage that began with the same weights, the version
+            that it began with.
     """
 
     number: int = UNKNOWN_LINEAGE
     parent: int = UNKNOWN_LINEAGE
     version: int = 0
-    """That it began with."""
+    """Version that it began with."""
     past: dict[int, int] = {}
 
     def rejection_reason(
         self, lineage: int, newest_version: int, learner_version: int, *, from_earlier_start: bool = False
     ) -> str:
-        """Why tokens of `lineage`, the newest of them sampled by version `newest_version` (-1: none), must not be trained by
-        this one when the learner is at version `learner_version`; "" if they may.
+        """Return why this lineage must not train certain tokens; "" if it may.
 
-        `from_earlier_start`: they were stored before this lineage began, so that they cannot be of it.
+        Args:
+            lineage: Lineage of the tokens.
+            newest_version: Newest version that sampled any of them; -1 if none did.
+            learner_version: Version that the learner is at.
+            from_earlier_start: True if the tokens were stored before this lineage began, and so cannot belong to it.
         """
         if lineage == self.number and not from_earlier_start and lineage != UNKNOWN_LINEAGE:
             if newest_version <= learner_version:
@@ -118,8 +139,16 @@ class Lineage(msgspec.Struct, frozen=True):
     def start_child(
         self, starts: Sequence[RunStart], version: int, model: str, origin: str = ""
     ) -> tuple[Lineage, RunStart]:
-        """The lineage that begins now with version `version` of this one (of `Lineage()`: the first of its line), in a run
-        directory in which there were `starts` before. And its entry among the starts."""
+        """Return the lineage that begins now with a version of this one, and its entry among the starts.
+
+        The child of `Lineage()` is the first of its line.
+
+        Args:
+            starts: Earlier starts in the run directory.
+            version: Version of this lineage with which the child begins.
+            model: Fingerprint of the start model.
+            origin: Run whose checkpoint the child begins with, if that is another run.
+        """
         past = dict(self.past)
         if self.number != UNKNOWN_LINEAGE:
             past[self.number] = version
@@ -138,14 +167,14 @@ class Lineage(msgspec.Struct, frozen=True):
 
 
 FIRST_LINEAGE = Lineage(1)
-"""Of a run that nothing came before."""
+"""Lineage of a run without predecessors."""
 
 
-# Which groups are trained next: the oldest complete one within a window, repeatedly.
+# The order in which groups are trained: repeatedly, the oldest complete group within a window.
 #
-# The window reaches from the oldest group that is not consumed, its **head**, to the group `W - 1` leases behind it. Each
-# choice takes the oldest complete group in it; then the window moves on with the head. `W = 1` is strict lease order. With a
-# larger one a straggler may be overtaken, by `W - 1` younger groups at most.
+# The window reaches from the oldest group that is not consumed, its **head**, to the group `W - 1` leases behind it.
+# Each choice takes the oldest complete group in it; then the window moves on with the head. `W = 1` is strict lease
+# order. With a larger window, a straggler may be overtaken by at most `W - 1` younger groups.
 
 
 class ConsumedGroups:
@@ -165,18 +194,18 @@ class ConsumedGroups:
         return self.head + len(self.beyond_head)
 
     def after_consuming(self, groups: Iterable[int]) -> ConsumedGroups:
-        """What is consumed when these are too, in this order. Raises `ValueError` as `add` does."""
+        """Return a copy that has consumed these groups too, in this order. Raises `ValueError` as `add` does."""
         future = ConsumedGroups(self.window, self.head, tuple(self.beyond_head))
         for group in groups:
             future.add(group)
         return future
 
     def untrained_groups(self) -> Iterator[int]:
-        """All groups that are not consumed, oldest first, without an end."""
+        """Yield all groups that are not consumed, oldest first, without an end."""
         return (g for g in itertools.count(self.head) if g not in self.beyond_head)
 
     def groups_in_window(self) -> Iterator[int]:
-        """Those of them that are in the window."""
+        """Yield the groups in the window that are not consumed, oldest first."""
         return itertools.takewhile(lambda g: g < self.head + self.window, self.untrained_groups())
 
     def add(self, group: int) -> None:
@@ -194,12 +223,12 @@ class ConsumedGroups:
             self.head += 1
 
     def add_groups(self, groups: Iterable[int]) -> None:
-        """Consume all of them, in this order, or, where `add` raises `ValueError`, none."""
+        """Consume all of these groups, in this order, or none: then it raises `ValueError` as `add` does."""
         future = self.after_consuming(groups)
         self.head, self.beyond_head = future.head, future.beyond_head
 
     def trainable_groups(self, is_complete: Callable[[int], bool]) -> Iterator[int]:
-        """The groups that would be consumed one after the other from here, until none in the window is complete."""
+        """Yield the groups that would be consumed in turn from here, until none in the window is complete."""
         future = self.after_consuming(())
         while (group := next(filter(is_complete, future.groups_in_window()), None)) is not None:
             future.add(group)

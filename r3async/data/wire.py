@@ -22,14 +22,14 @@ from r3async.data.tokens import SCHEMA, Column, ColumnData, TokenSchema, TokenTa
 from r3async.untrusted import MalformedError, decode_msgpack
 from r3async.world import MAX_FRAME
 
-# How columns become bytes: raw, or packed together where they are nearly constant; how frames travel; and the checksum. Pure.
+# Columns as bytes (raw, or packed together where they are nearly constant), frames in pieces, and the checksum. Pure.
 #
-# Bytes are little-endian. Packed columns come back bit by bit: they are compressed (LZ4), never rounded.
+# Bytes are little-endian. Packed columns come back bit for bit: they are compressed (LZ4), never rounded.
 
 
 PIECE_BYTES = MAX_FRAME
-"""Bytes of a frame as it travels. Larger ones travel in pieces, so that a peer that is not let in yet can have this much taken
-and no more: ZeroMQ has one limit for both, from the first byte of a connection."""
+"""Maximum bytes of a frame on the wire. Larger frames are cut into pieces, so that no more than this has to be accepted
+from a peer that has not been admitted yet: ZeroMQ has one limit for all peers, from the first byte of a connection."""
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ Frame = Any
 
 
 class WireError(ValueError):
-    """Bytes (or a trajectory to be encoded) that do not fit the wire format; the message says where and why."""
+    """Error for bytes, or a trajectory to encode, that do not fit the wire format; the message says where and why."""
 
 
 IS_LITTLE_ENDIAN = sys.byteorder == "little"
@@ -46,12 +46,12 @@ IS_LITTLE_ENDIAN = sys.byteorder == "little"
 
 @functools.cache
 def little_endian_dtype(dtype: str | np.dtype) -> np.dtype:
-    """NumPy makes a new one each time, which takes as long as reading a column."""
+    """Return the dtype in little-endian order, cached: making one in NumPy takes as long as reading a column."""
     return np.dtype(dtype).newbyteorder("<")
 
 
 def decode_wire_struct(data: Any, kind: type[T], what: str, dec_hook: Callable[[type, Any], Any] | None = None) -> T:
-    """msgpack of a type. Raises `WireError`, and nothing else, for whatever else the bytes are; `what`: for its message."""
+    """Decode msgpack as a type. Raises `WireError`, and nothing else, for any other bytes; `what` names them in it."""
     try:
         return decode_msgpack(data, kind, dec_hook)
     except MalformedError as error:
@@ -59,7 +59,7 @@ def decode_wire_struct(data: Any, kind: type[T], what: str, dec_hook: Callable[[
 
 
 def array_bytes(array: np.ndarray) -> memoryview:
-    """The array as little-endian bytes, without a copy if it is that already."""
+    """Return the array as little-endian bytes, without a copy if it has that layout already."""
     return _to_little_endian(array).reshape(-1).view(np.uint8).data
 
 
@@ -68,7 +68,7 @@ def compress_lz4(data: bytes) -> bytes:
 
 
 def decompress_lz4(block: bytes | memoryview, size: int) -> bytes:
-    """Exactly `size` bytes, or `WireError`; nothing larger is ever allocated."""
+    """Return exactly `size` decompressed bytes, or raise `WireError`; nothing larger is ever allocated."""
     try:
         data = lz4.block.decompress(block, uncompressed_size=size) if size else bytes(block)
     except (lz4.block.LZ4BlockError, ValueError) as error:
@@ -79,9 +79,14 @@ def decompress_lz4(block: bytes | memoryview, size: int) -> bytes:
 
 
 class BlockLayout(NamedTuple):
-    """How columns of one value a token lie in a packed block. `columns`: name, dtype (little-endian), and the bytes before it of
-    a row of the block; wide columns first, so that each is aligned, and the `bool_count` last, so that they are checked
-    together."""
+    """Layout of a packed block, which holds columns of one value a token.
+
+    Attributes:
+        columns: Name of each column, its dtype (little-endian), and the bytes before it in a row of the block. Wide
+            columns come first, so that each is aligned.
+        row_bytes: Bytes of a row of the block.
+        bool_count: Number of bool columns, which come last, so that they are checked together.
+    """
 
     columns: tuple[tuple[str, np.dtype, int], ...]
     row_bytes: int
@@ -89,7 +94,7 @@ class BlockLayout(NamedTuple):
 
 
 def lay_out_block(columns: Iterable[tuple[str, np.dtype]]) -> BlockLayout:
-    """Of columns by name and dtype."""
+    """Return the layout of a block of columns, given by name and dtype."""
     ordered = sorted(columns, key=lambda column: (-column[1].itemsize, column[1].kind == "b"))
     offsets = list(itertools.accumulate((dtype.itemsize for _, dtype in ordered), initial=0))
     placed = [(name, little_endian_dtype(dtype), at) for (name, dtype), at in zip(ordered, offsets, strict=False)]
@@ -97,8 +102,8 @@ def lay_out_block(columns: Iterable[tuple[str, np.dtype]]) -> BlockLayout:
 
 
 def pack_columns(columns: Mapping[str, np.ndarray], block: BlockLayout) -> bytes:
-    """Columns `[rows]` by name. Raises `WireError` for a bool that is neither 0 nor 1."""
-    # An array is a buffer, which its type does not say; making its `data` takes longer than reading that.
+    """Return columns, `[rows]` each, as a packed block. Raises `WireError` for a bool that is neither 0 nor 1."""
+    # `Any`: the type of an array does not say that it is a buffer. Making its `data` takes longer than reading it.
     laid: list[Any] = [_to_little_endian(columns[name]) for name, _, _ in block.columns]
     data = b"".join(laid)
     _check_bools(data, block)
@@ -106,9 +111,9 @@ def pack_columns(columns: Mapping[str, np.ndarray], block: BlockLayout) -> bytes
 
 
 def unpack_columns(packed: bytes | memoryview, block: BlockLayout, rows: int) -> dict[str, np.ndarray]:
-    """The columns, by name, each `[rows]`, read-only and aligned.
+    """Return the columns of a packed block by name, each `[rows]`, read-only and aligned.
 
-    Nothing larger than they are is ever allocated. Raises `WireError` for bytes that do not hold exactly that.
+    Nothing larger than they are is ever allocated. Raises `WireError` for bytes that do not hold exactly these columns.
     """
     data = decompress_lz4(packed, rows * block.row_bytes)
     _check_bools(data, block)
@@ -126,14 +131,14 @@ def _check_bools(data: bytes, block: BlockLayout) -> None:
 
 
 def _to_little_endian(array: np.ndarray) -> np.ndarray:
-    """C-contiguous and little-endian."""
+    """Return the array C-contiguous and little-endian, itself if it already is."""
     if IS_LITTLE_ENDIAN and array.dtype.isnative and array.flags.c_contiguous:
         return array
     return np.ascontiguousarray(array, dtype=little_endian_dtype(array.dtype))
 
 
 def compute_checksum(buffers: Iterable[Any]) -> int:
-    """XXH3, 64 bits, of all bytes in order."""
+    """Return the XXH3 checksum, 64 bits, of all bytes in order."""
     digest = xxhash.xxh3_64()
     for buffer in buffers:
         digest.update(buffer)
@@ -141,23 +146,25 @@ def compute_checksum(buffers: Iterable[Any]) -> int:
 
 
 MAX_JOINED_BYTES = 2**15
-"""Bytes of a part that is copied into one frame with its neighbours: a frame of its own costs more than that."""
+"""Bytes up to which a part is copied into one frame with its neighbours, which costs less than a separate frame."""
 FRAME_ALIGNMENT = 8
 
 
 def align_offset(at: int) -> int:
-    """The first place from `at` on where an array may begin."""
+    """Return the first offset from `at` on where an array may begin."""
     return -(-at // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
 
 
 def frame_parts(parts: Iterable[Frame], small_bytes: int = MAX_JOINED_BYTES) -> list[Frame]:
-    """Frames that hold these parts, one after the other: large ones by themselves, as they are, those of up to `small_bytes`
-    joined."""
+    """Return frames that hold these parts, one after the other.
+
+    Parts of up to `small_bytes` are joined; each larger one is a frame as it is.
+    """
     frames: list[Frame] = []
     small: list[Frame] = []
     for part in filter(len, parts):
         if len(part) <= small_bytes:
-            # The one before it is padded, so that arrays are aligned where they are.
+            # The part before it is padded, so that arrays are aligned in place.
             small += [bytes(-len(small[-1]) % FRAME_ALIGNMENT), part] if small else [part]
             continue
         if small:
@@ -168,14 +175,14 @@ def frame_parts(parts: Iterable[Frame], small_bytes: int = MAX_JOINED_BYTES) -> 
 
 
 class PartReader:
-    """Reads what `frame_parts` made, given how large each part is."""
+    """A reader of the parts in frames of `frame_parts`, given the size of each part."""
 
     def __init__(self, frames: Sequence[memoryview]):
         self._frames, self._next = frames, 0
         self._frame, self._at = memoryview(b""), 0
 
     def read_part(self, size: int, what: str) -> memoryview:
-        """The next part. Raises `WireError` if the frames do not have it; `what`: its name, for the message."""
+        """Return the next part. Raises `WireError` if the frames do not have it; `what` is its name for the message."""
         if not size:
             return self._frame[:0]
         start = align_offset(self._at)
@@ -192,11 +199,11 @@ class PartReader:
 
     @property
     def frame_index(self) -> int:
-        """Of the last part: 0 for the first frame."""
+        """The index of the frame that holds the last part: 0 for the first frame."""
         return self._next - 1
 
     def check_end(self) -> None:
-        """Raises `WireError` if anything is left."""
+        """Raise `WireError` if anything is left."""
         if self._next < len(self._frames) or self._at < len(self._frame):
             raise WireError(
                 f"{len(self._frames)} column frames, but the header describes {self._next}, and {self._at} bytes of the last"
@@ -204,8 +211,10 @@ class PartReader:
 
 
 def split_frames(frames: Sequence[Frame]) -> list[Frame]:
-    """Frames as they travel: consecutive views of `PIECE_BYTES` bytes each, and then a shorter one, which may be empty, as
-    its end."""
+    """Return frames as they travel, in pieces.
+
+    Each frame becomes consecutive views of `PIECE_BYTES` bytes, and then a shorter one, possibly empty, as its end.
+    """
     pieces: list[Frame] = []
     for frame in frames:
         view = byte_view(frame)
@@ -214,7 +223,10 @@ def split_frames(frames: Sequence[Frame]) -> list[Frame]:
 
 
 def join_pieces(pieces: Sequence[Frame]) -> list[Frame]:
-    """The frames that `split_frames` made these of, read-only; one that was cut is copied, another is not. Raises `WireError`."""
+    """Return the frames that `split_frames` cut into these pieces, read-only.
+
+    Only a frame that was cut is copied. Raises `WireError` if the last frame has no end.
+    """
     frames: list[Frame] = []
     parts: list[memoryview] = []
     for piece in pieces:
@@ -228,6 +240,7 @@ def join_pieces(pieces: Sequence[Frame]) -> list[Frame]:
 
 
 def byte_view(frame: Frame) -> memoryview:
+    """Return a frame as a view of bytes. Raises `WireError` if it is not contiguous bytes."""
     try:
         view = memoryview(frame)
         # An empty view cannot be cast.
@@ -236,23 +249,27 @@ def byte_view(frame: Frame) -> memoryview:
         raise WireError(f"a frame is contiguous bytes, not {type(frame).__name__}: {error}") from error
 
 
-# Token tables on the wire: what a header says of one, and the parts of frames that hold its columns. Pure.
+# Token tables on the wire: the header of a table, and the parts of frames that hold its columns. Pure.
 
 
 MAX_DIM_SIZE = 2**24
-"""Size of one dimension of a column."""
+"""Maximum size of one dimension of a column."""
 MAX_INNER_DIMS = 8
 MAX_LAYOUT_BYTES = 2**14
-"""Bytes of the layouts of a table's columns: they are kept, to be read once."""
+"""Maximum bytes of the layouts of a table's columns. They are kept, so that equal ones are read only once."""
 
 DimSize = Annotated[int, Meta(ge=0, le=MAX_DIM_SIZE)]
 
 
 class ColumnLayout(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A column of a table, but for its number of rows. `inner_shape`: its other dimensions; `form` and `bits`: see
-    `PackedRoutes`.
+    """Layout of a column of a table, except its number of rows.
 
     A bool column is declared `bool` and travels as one byte, 0 or 1, a value.
+
+    Attributes:
+        inner_shape: Sizes of the dimensions after the rows.
+        form: Form in which routes are packed; see `PackedRoutes`.
+        bits: Bits of an id in that form; see `PackedRoutes`.
     """
 
     column: str
@@ -263,8 +280,13 @@ class ColumnLayout(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_
 
 
 class TableHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What stands for a table in the body. `layouts`: its layouts, in msgpack: tables that are alike have the same bytes there,
-    which are read once. `packed_bytes`: bytes of the block of its compressible columns; `set_bytes`: of each column of sets."""
+    """Header that stands for a table in the body of a trajectory.
+
+    Attributes:
+        layouts: Layouts of its columns, in msgpack. Tables that are alike have the same bytes, which are read once.
+        packed_bytes: Bytes of the block of its compressible columns.
+        set_bytes: Bytes of each column of sets.
+    """
 
     rows: DimSize
     layouts: Annotated[bytes, Meta(max_length=MAX_LAYOUT_BYTES)]
@@ -273,7 +295,12 @@ class TableHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 
 
 class RawColumn(NamedTuple):
-    """A column that has a part of its own. `dtype`: little-endian; `row_bytes`: as it is when it is plain."""
+    """A column that is a separate part.
+
+    Attributes:
+        dtype: Dtype, little-endian.
+        row_bytes: Bytes of a row in the plain form.
+    """
 
     name: str
     dtype: np.dtype
@@ -284,8 +311,14 @@ class RawColumn(NamedTuple):
 
 
 class TablePlan(NamedTuple):
-    """How tables of certain layouts are read and written. `column_names`: in the order of the schema; `block`: of
-    compressible ones; `set_columns`: names of the columns of sets."""
+    """Plan by which tables of certain layouts are read and written.
+
+    Attributes:
+        column_names: Names of all columns, in the order of the schema.
+        raw_columns: Columns that are separate parts.
+        block: Layout of the compressible columns.
+        set_columns: Names of the columns of sets.
+    """
 
     column_names: tuple[str, ...]
     raw_columns: tuple[RawColumn, ...]
@@ -296,8 +329,10 @@ class TablePlan(NamedTuple):
 def encode_table(
     table: TokenTable, schema: TokenSchema, routes: RouteForm, parts: list[bytes | memoryview]
 ) -> TableHeader:
-    """Appends the columns to `parts`: the raw ones, the sets, then the packed block. Raises `WireError` for a bool that is
-    neither 0 nor 1."""
+    """Append the columns of a table to `parts` (raw ones, sets, then the packed block), and return the table's header.
+
+    Raises `WireError` for a bool that is neither 0 nor 1.
+    """
     columns, described = dict(table.stored_items()), []
     for name, column in columns.items():
         if schema.columns[name].holds_choices and isinstance(column, np.ndarray):
@@ -321,7 +356,7 @@ def encode_table(
 
 
 def decode_table(value: Any, schema: TokenSchema, parts: PartReader) -> TokenTable:
-    """The table that `value` stands for, of the next of the `parts`. Raises `WireError`."""
+    """Decode the table whose header is `value` from the next of the `parts`. Raises `WireError` if they do not fit."""
     try:
         head = msgspec.convert(value, TableHeader)
     except msgspec.ValidationError as error:
@@ -343,7 +378,10 @@ def decode_table(value: Any, schema: TokenSchema, parts: PartReader) -> TokenTab
 
 
 def describe_table(value: Any, schema: TokenSchema) -> Iterator[tuple[str, int]]:
-    """What each part of the table that `value` stands for holds, and its bytes. Raises `ValueError` if it stands for none."""
+    """Yield the contents of each part of a table, as text, and its size in bytes.
+
+    Raises `ValueError` if `value` is no table header.
+    """
     head = msgspec.convert(value, TableHeader)
     plan = _plan_layouts(head.layouts, schema)
     for raw in plan.raw_columns:
@@ -375,7 +413,7 @@ def _read_raw_column(raw: RawColumn, rows: int, parts: PartReader) -> np.ndarray
 
 
 def _align_array(array: np.ndarray) -> np.ndarray:
-    """ZeroMQ hands out small messages as slices of one receive buffer, at any address."""
+    """Return the array aligned: ZeroMQ hands out small messages as slices of one receive buffer, at any address."""
     return array if array.flags.aligned else array.copy()
 
 
@@ -386,14 +424,17 @@ def _check_bool(data: memoryview, name: str) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _plan_columns(columns: tuple[tuple[Any, ...], ...], schema: TokenSchema) -> tuple[TablePlan, bytes]:
-    """The plan for columns of these layouts, and what the layouts are sent as."""
+    """Return the plan for columns of these layouts, and the layouts as they are sent."""
     layouts = msgspec.msgpack.encode([ColumnLayout(*of_one) for of_one in columns])
     return _plan_layouts(layouts, schema), layouts
 
 
 @functools.lru_cache(maxsize=64)
 def _plan_layouts(layouts: bytes, schema: TokenSchema) -> TablePlan:
-    """Raises `WireError` for layouts that are not of the schema. Tables that are alike are judged once."""
+    """Return the plan for these layouts, cached, so that tables that are alike are checked once.
+
+    Raises `WireError` for layouts that do not fit the schema.
+    """
     columns = decode_wire_struct(layouts, list[ColumnLayout], "table layout")
     names = [layout.column for layout in columns]
     if len(set(names)) != len(names):
@@ -419,7 +460,10 @@ def _plan_layouts(layouts: bytes, schema: TokenSchema) -> TablePlan:
 
 
 def _find_declaration(layout: ColumnLayout, schema: TokenSchema) -> Column:
-    """What the schema says of a column. A dtype is only ever made from a name that it declares. Raises `WireError`."""
+    """Return the schema's declaration of a column. Raises `WireError` if the layout does not fit it.
+
+    A dtype is only ever made from a name that the schema declares.
+    """
     name, declared = layout.column, schema.columns.get(layout.column)
     if declared is None:
         raise WireError(f"unknown column {name!r}; the schema has {', '.join(schema.columns)}")
@@ -440,37 +484,44 @@ def _find_declaration(layout: ColumnLayout, schema: TokenSchema) -> Column:
     return declared
 
 
-# What goes over the wire: trajectories as a header and raw frames, and the small control messages around them.
+# Messages on the wire: trajectories as a header and raw frames, and the small control messages around them.
 #
 # A trajectory is `[header, frame, frame, ...]`: a msgpack header (schema fingerprint, checksum, every field of the
-# trajectory, and a `TableHeader` in place of each token table), and then the columns of all tables as parts of frames: large ones
-# are a frame each, small ones are joined (`frame_parts`). Of each table come first its raw columns, little-endian, in the
-# order of the layouts, routes perhaps in fewer bits (`data/packed.py`); then one part with all columns that are declared
-# compressible (turn, version, mask, rewards), packed together (`pack_columns`). Which columns there are, their dtypes and their
-# dimensions come from the `TokenSchema` alone, so a column added there travels without a change here.
+# trajectory, and a `TableHeader` in place of each token table), and then the columns of all tables as parts of frames:
+# large ones are a frame each, small ones are joined (`frame_parts`). Each table has first its raw columns,
+# little-endian, in the order of the layouts, routes perhaps in fewer bits (`data/packed.py`); then its columns of sets;
+# then one part with all columns that are declared compressible (turn, version, mask, rewards), packed together
+# (`pack_columns`). The names, dtypes and dimensions of columns come from the `TokenSchema` alone, so a column added
+# there travels without a change here.
 #
-# Large raw columns are not copied in either direction: encoded frames are views of the trajectory's arrays, decoded arrays are
-# read-only views of the frames. Both directions checksum the payload, so call them off the event loop when it is large.
+# Large raw columns are not copied in either direction: encoded frames are views of the trajectory's arrays, decoded
+# arrays are read-only views of the frames. Both directions checksum the payload, so call them off the event loop when
+# it is large.
 
 
 WIRE_VERSION = 8
-"""Changes when an older peer would misread a message. Both ends must have the same."""
+"""Version of the wire format. It changes when an older peer would misread a message; both ends must have the same."""
 MAX_HEADER_BYTES = 4 * 2**20
-"""Bytes of a trajectory's header. The preview text is the part of it that grows."""
+"""Maximum bytes of a trajectory's header. The preview text is the part of it that grows."""
 MAX_CONTROL_BYTES = PIECE_BYTES
 CRC_BYTES = 4
 MAX_ID_CHARS = 100
 MAX_TRAJECTORY_FRAMES = 4096
-"""Of a trajectory."""
+"""Maximum number of frames of a trajectory."""
 MAX_DELIVERY_ITEMS = 32
-"""Trajectories in one message."""
+"""Maximum number of trajectories in one message."""
 MAX_SHARED_BYTES = PIECE_BYTES // 2
-"""Of the frames of several trajectories in one message: they travel as one piece."""
+"""Maximum bytes of the frames of several trajectories in one message: they travel as one piece."""
 
 
 class TrajectoryHeader(msgspec.Struct, tag="trajectory", tag_field="kind", frozen=True, forbid_unknown_fields=True):
-    """First frame of a trajectory. `packed` is its body, of `nbytes` when unpacked; `checksum` covers that as it is here,
-    and then every column frame, in order (`compute_checksum`)."""
+    """First frame of a trajectory.
+
+    Attributes:
+        checksum: Checksum of `packed` as it is here, and then of every column frame, in order (`compute_checksum`).
+        nbytes: Bytes of the body when it is unpacked.
+        packed: Body of the trajectory, packed.
+    """
 
     wire: int
     schema: str
@@ -480,29 +531,35 @@ class TrajectoryHeader(msgspec.Struct, tag="trajectory", tag_field="kind", froze
 
     @property
     def body(self) -> bytes:
-        """The trajectory in msgpack, with layouts for tables. Raises `WireError`."""
+        """The trajectory in msgpack, with headers in place of tables. Raises `WireError` if it cannot be unpacked."""
         return decompress_lz4(self.packed, self.nbytes)
 
 
 def encode_trajectory_header(body: bytes, frames: Sequence[Frame], schema: TokenSchema = SCHEMA) -> bytes:
-    """The header of a body and the column frames that follow it."""
+    """Return the header for a body and the column frames that follow it."""
     packed = compress_lz4(body)
     header = TrajectoryHeader(WIRE_VERSION, schema.fingerprint, compute_checksum([packed, *frames]), len(body), packed)
     return msgspec.msgpack.encode(header)
 
 
 class InvalidTrajectoryError(WireError):
-    """It came as it was sent, checksum and all, and says what no trajectory may say: sending it again does not help."""
+    """Error for a trajectory that arrived intact, checksum included, with values that no trajectory may have.
+
+    It does not help to send it again.
+    """
 
 
 class _AnyVersionHeader(msgspec.Struct):
-    """What every version's header has."""
+    """The part of a header that all wire versions share."""
 
     wire: int
 
 
 def read_trajectory_header(frame: Frame) -> TrajectoryHeader:
-    """Raises `WireError` for what is no header, or one of another version, which may have other fields."""
+    """Return the header in a frame.
+
+    Raises `WireError` if the frame holds no header, or one of another version, which may have other fields.
+    """
     view = byte_view(frame)
     try:
         header = decode_wire_struct(view, TrajectoryHeader, "header")
@@ -521,10 +578,10 @@ def _check_wire_version(version: int) -> None:
 def encode_trajectory(
     trajectory: Trajectory, schema: TokenSchema = SCHEMA, *, routes: RouteForm = "plain"
 ) -> list[bytes | memoryview]:
-    """Header and column frames of a trajectory whose tables have `schema`; `routes`: the form that columns of choices get.
+    """Return the header and column frames of a trajectory whose tables have `schema`.
 
-    The frames alias its arrays: do not change them while the frames are in use. Raises `WireError` for what
-    `decode_trajectory` would refuse at the other end.
+    Columns of choices are encoded in the form `routes`. The frames alias the trajectory's arrays: do not change them
+    while the frames are in use. Raises `WireError` for anything that `decode_trajectory` would refuse at the other end.
     """
     _check_trajectory_values(trajectory)
     parts: list[bytes | memoryview] = []
@@ -551,10 +608,11 @@ def encode_trajectory(
 
 
 def decode_trajectory(frames: Sequence[Frame], schema: TokenSchema = SCHEMA) -> Trajectory:
-    """The trajectory in `frames`. Its arrays are read-only views that keep the frames alive; routes that were packed stay so.
+    """Decode the trajectory in `frames`.
 
-    Raises `WireError`, and nothing else, for whatever bytes are not exactly one trajectory of `schema`. Whether it can be
-    trained is another question: see `schedule.validation`.
+    Its arrays are read-only views that keep the frames alive; routes that were packed stay packed. Raises `WireError`,
+    and nothing else, for any bytes that are not exactly one trajectory of `schema`. It does not check whether the
+    trajectory can be trained: see `schedule.validation`.
     """
     views = [byte_view(frame) for frame in frames]
     if not views:
@@ -580,7 +638,10 @@ def decode_trajectory(frames: Sequence[Frame], schema: TokenSchema = SCHEMA) -> 
 
 
 def decoded_bytes(frames: Sequence[Frame], trajectory: Trajectory) -> int:
-    """What a trajectory takes in memory while its raw columns are views of `frames`: those, and what was unpacked."""
+    """Return the bytes that a trajectory takes in memory while its raw columns are views of `frames`.
+
+    They are those of the frames, and of everything that was unpacked.
+    """
     unpacked = read_trajectory_header(frames[0]).nbytes
     for sample in trajectory.samples:
         columns = sample.table.schema.columns
@@ -589,26 +650,26 @@ def decoded_bytes(frames: Sequence[Frame], trajectory: Trajectory) -> int:
 
 
 def _check_trajectory_values(trajectory: Trajectory) -> None:
-    """What types do not express, and no one else judges. Raises `WireError`."""
+    """Check the values that types do not constrain and no other code checks. Raises `WireError`."""
     if not 0 < len(trajectory.trajectory_id) <= MAX_ID_CHARS:
         raise WireError(f"a trajectory id has 1 to {MAX_ID_CHARS} characters, not {len(trajectory.trajectory_id)}")
     if not (math.isfinite(trajectory.started_at) and math.isfinite(trajectory.finished_at)):
         raise WireError("started_at or finished_at is not finite")
 
 
-# Control messages. Those of a sender carry its session, a random name for one HELLO: what was queued before a
-# reconnection is distinguished by it. Maps, not arrays, so that a field can be added without misreading.
+# Control messages. Those of a sender carry its session, a random name for one HELLO, which distinguishes them from
+# messages queued before a reconnection. They are maps, not arrays, so that a field can be added without being misread.
 
 BoundedId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
 SessionId = Annotated[str, Meta(max_length=64)]
 
 
 class ControlBase(msgspec.Struct, tag_field="kind", tag=str.lower):
-    """Base of control messages: one frame of msgpack, distinguished by `kind`, and then the CRC-32 of that, little-endian."""
+    """Base of control messages: one frame of msgpack, distinguished by `kind`, and then its CRC-32, little-endian."""
 
 
 class Hello(ControlBase):
-    """Sender: a new session, and repeated as a heartbeat. Answered by `Welcome`, or by a final `Refusal`."""
+    """Sender's message that opens a session, repeated as a heartbeat. The answer is `Welcome`, or a final `Refusal`."""
 
     session: SessionId
     sender_id: BoundedId
@@ -618,11 +679,13 @@ class Hello(ControlBase):
 
 
 class Welcome(ControlBase):
-    """Receiver: the session stands. Each HELLO is answered so, and all senders get it when `until` changes. A new `epoch` is a
-    restarted receiver.
+    """Receiver's message that the session is open. It answers each HELLO, and goes to all senders when `until` changes.
 
-    `until`: only trajectories of groups before it are taken now. `at_once`: bytes that may be in flight from this sender, or one
-    trajectory. `in_hand`: trajectories of this sender that arrived and are not answered yet (they are being written, say).
+    Attributes:
+        epoch: Incarnation of the receiver; a new one means that the receiver was restarted.
+        until: Group before which trajectories are accepted now.
+        at_once: Bytes that may be in flight from this sender; or one trajectory, if that is larger.
+        in_hand: Trajectories of this sender that arrived and are not answered yet (they are being written, say).
     """
 
     session: SessionId
@@ -633,7 +696,10 @@ class Welcome(ControlBase):
 
 
 class Refusal(ControlBase):
-    """Receiver: not this session. If `final`, no session of this sender; otherwise it may say HELLO again."""
+    """Receiver's message that it refuses this session.
+
+    If `final`, it refuses every session of this sender; otherwise the sender may send HELLO again.
+    """
 
     session: SessionId
     reason: str
@@ -641,7 +707,12 @@ class Refusal(ControlBase):
 
 
 class DeliveryItem(msgspec.Struct, array_like=True, frozen=True):
-    """A trajectory in a message. `nbytes`: what it takes in memory once decoded (`decoded_bytes`). `frames`: bytes of each."""
+    """Description of a trajectory in a message.
+
+    Attributes:
+        nbytes: Bytes that it takes in memory once it is decoded (`decoded_bytes`).
+        frames: Bytes of each of its frames.
+    """
 
     trajectory_id: BoundedId
     group_index: int
@@ -650,15 +721,20 @@ class DeliveryItem(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Deliver(ControlBase):
-    """Sender: the trajectories themselves. All their frames follow, small ones joined (`frame_parts`), cut into pieces
-    (`split_frames`); those of several trajectories are one piece. Each is accepted or refused by itself."""
+    """Sender's message that delivers trajectories.
+
+    All their frames follow, small ones joined (`frame_parts`), cut into pieces (`split_frames`); those of several
+    trajectories are one piece. Each trajectory is accepted or refused separately.
+    """
 
     session: SessionId
     items: Annotated[list[DeliveryItem], Meta(min_length=1, max_length=MAX_DELIVERY_ITEMS)]
 
     def split_by_item(self, pieces: Sequence[Frame]) -> list[Sequence[Frame]]:
-        """Those of each item: copied out of the piece that several share, so that none keeps the memory of another. Raises
-        `WireError`."""
+        """Return the pieces of each item. Raises `WireError` if they do not fit the items.
+
+        They are copied out of the piece that several items share, so that none keeps the memory of another alive.
+        """
         if len(self.items) == 1:
             return [pieces]
         if len(pieces) != 1:
@@ -677,14 +753,17 @@ class Deliver(ControlBase):
 
 
 def encode_delivery(session: str, items: Sequence[DeliveryItem], frames: Iterable[Sequence[Frame]]) -> list[Frame]:
-    """The message that delivers these, whose frames are `frames`."""
-    # Those of several have to be one piece.
+    """Return the message that delivers trajectories, whose frames are `frames`."""
+    # The frames of several trajectories have to be one piece.
     payload = frame_parts(itertools.chain.from_iterable(frames), PIECE_BYTES if len(items) > 1 else MAX_JOINED_BYTES)
     return [encode_control(Deliver(session, list(items))), *split_frames(payload)]
 
 
 def join_item_frames(item: DeliveryItem, pieces: Sequence[Frame]) -> list[Frame]:
-    """The frames of a trajectory, from its own pieces: views of these unless it was cut. Raises `WireError`."""
+    """Return the frames of a trajectory from its own pieces.
+
+    They are views of the pieces unless one was cut. Raises `WireError` if they do not fit the item.
+    """
     parts = PartReader([byte_view(frame) for frame in join_pieces(pieces)])
     frames: list[Frame] = [parts.read_part(size, f"frame {i}") for i, size in enumerate(item.frames)]
     parts.check_end()
@@ -692,16 +771,19 @@ def join_item_frames(item: DeliveryItem, pieces: Sequence[Frame]) -> list[Frame]
 
 
 class Ack(ControlBase):
-    """Receiver: it has these now; the sender forgets them."""
+    """Receiver's message that it has these trajectories now. The sender forgets them."""
 
     ids: list[str]
 
 
 class Reject(ControlBase):
-    """Receiver: it has not taken this one. The id is empty if the message was too broken to have one.
+    """Receiver's message that it has not accepted a trajectory.
 
-    `again`: `never` will it be taken. `damaged`: what came is not what a sender of this schema makes, so it changed on its way,
-    and may be sent again. `later`: it may be sent again as soon as its group is before `Welcome.until`.
+    Attributes:
+        trajectory_id: Id of the trajectory; empty if the message was too broken to have one.
+        again: `never`: it will never be accepted. `damaged`: it is not what a sender of this schema makes, so it
+            changed on its way, and may be sent again. `later`: it may be sent again as soon as its group is before
+            `Welcome.until`.
     """
 
     trajectory_id: str
@@ -717,12 +799,15 @@ def encode_control(message: ControlMessage) -> bytes:
 
 
 def append_control_crc(body: bytes) -> bytes:
-    """A changed bit could make of one valid message another one: TCP's own checksum, of 16 bits, lets some through."""
+    """Append the CRC-32 to a message.
+
+    A changed bit could turn one valid message into another, and TCP's own checksum, of 16 bits, misses some changes.
+    """
     return body + zlib.crc32(body).to_bytes(CRC_BYTES, "little")
 
 
 def decode_control(frame: Frame) -> ControlMessage:
-    """A control message. Raises `WireError`, and nothing else, for any other bytes."""
+    """Decode a control message. Raises `WireError`, and nothing else, for any other bytes."""
     view = byte_view(frame)
     if len(view) > MAX_CONTROL_BYTES:
         raise WireError(f"a control message of {len(view)} bytes, more than {MAX_CONTROL_BYTES}")

@@ -1,4 +1,4 @@
-"""What an environment is: something that talks in messages, and rewards answers."""
+"""The environment protocol: an environment talks in messages and rewards answers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ import msgspec
 from r3async.untrusted import to_finite_float
 
 MAX_EPISODE_REWARD = 1e15
-"""Of an episode, all rewards added up by size. Squares of advantages, and their sum over a batch, are then finite in float32."""
+"""Upper limit of the sum of an episode's absolute rewards. It keeps squared advantages, and their sum over a batch,
+finite in float32."""
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""What rows and chat templates call the thought of a message; the first is its name here."""
+"""Names under which rows and chat templates hold the reasoning of a message; the first is the name used here."""
 THINK_OPEN_TAG = "<think>"
-"""What opens a thought in an answer, or at the end of its prompt."""
+"""Tag that opens the reasoning in an answer, or at the end of its prompt."""
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One chat message, as chat templates take it. What is empty is left out of what the template sees. `reasoning_content`: a
-    thought that stands beside the content, for templates that know such."""
+    """One chat message, as chat templates take it. Empty optional fields are left out of what the template sees.
+
+    Attributes:
+        reasoning_content: Reasoning that stands beside the content, for templates that support it.
+    """
 
     role: str
     content: str
@@ -35,9 +39,13 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Action(msgspec.Struct, frozen=True):
-    """The policy's answer. `stop_reason`: `stop` if the policy ended it itself, `length` if it was cut. `token_ids`: as sampled,
-    for an environment with a true attribute `takes_tokens`; empty for others. `thinking`: the text begins within a thought, as
-    the chat template opened one before it."""
+    """The policy's answer in one turn.
+
+    Attributes:
+        stop_reason: `stop` if the policy ended the answer itself, `length` if it was cut.
+        token_ids: The sampled token ids, for an environment whose attribute `takes_tokens` is true; empty for others.
+        thinking: True if the text begins inside reasoning, because the chat template opened it before the answer.
+    """
 
     text: str
     stop_reason: str = "stop"
@@ -46,22 +54,28 @@ class Action(msgspec.Struct, frozen=True):
 
 
 class EnvironmentFailed(RuntimeError):
-    """An environment that raised, hung or was lost. The episode may be tried again, with a new environment."""
+    """Failure of an environment that raised, hung or was lost. The episode may be tried again with a new
+    environment."""
 
 
 class EnvironmentProtocolError(EnvironmentFailed):
-    """An environment that does not keep to the protocol; the message says what it has to do."""
+    """Failure of an environment that breaks the protocol; the message says what it has to do."""
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """Reward of the answer just given, the messages that follow it (none when `done`), and whether the episode ends.
+    """The outcome of a step: the reward of the answer just given, the messages that follow, and whether the episode
+    ends.
 
-    The rewards of an episode's turns add up to its reward. With `rewrites`, `messages` are the whole conversation from here
-    on (a compacted or summarised history) and not what is new in it; answers that it repeats word for word keep their tokens.
-    `metrics`: numbers to look at, by name; those of a step's episodes are in `metrics.jsonl` as `env/NAME_mean` and
-    `env/NAME_std`, where a name with a `/` in it is taken as it is.
-    Raises `EnvironmentProtocolError` for a reward or a metric that is not a finite number, or a list of them, and for a
-    reward beyond `MAX_EPISODE_REWARD`; numpy's are taken too.
+    The rewards of an episode's turns add up to its reward. NumPy numbers are accepted. Raises
+    `EnvironmentProtocolError` for a reward or a metric that is a list or not a finite number, and for a reward beyond
+    `MAX_EPISODE_REWARD`.
+
+    Attributes:
+        messages: The messages that follow the answer; none when `done`.
+        rewrites: True if `messages` are the whole conversation from here on (a compacted or summarised history) and not
+            only what is new in it. Answers that it repeats word for word keep their tokens.
+        metrics: Numbers to log, by name. Those of a step's episodes are in `metrics.jsonl` as `env/NAME_mean` and
+            `env/NAME_std`; a name that contains a `/` is used as it is.
     """
 
     reward: float
@@ -85,7 +99,7 @@ def _require_finite(what: str, value: Any, limit: float = sys.float_info.max) ->
 
 
 def sum_episode_metrics(turn_metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """What the turns of an episode told (`StepResult.metrics`), together."""
+    """Return the metrics of an episode: the sums of its turns' metrics (`StepResult.metrics`), by name."""
     sums: dict[str, float] = {}
     for metrics in turn_metrics:
         for name, value in metrics.items():
@@ -94,7 +108,7 @@ def sum_episode_metrics(turn_metrics: Iterable[Mapping[str, float]]) -> dict[str
 
 
 def require_step_result(result: object) -> StepResult:
-    """What `step` returned. Raises `EnvironmentProtocolError` for what is no `StepResult`."""
+    """Return the result of `step` unchanged. Raises `EnvironmentProtocolError` unless it is a `StepResult`."""
     if isinstance(result, StepResult):
         return result
     gym = ": that is Gymnasium's form, whose environments are `gymnasium:ID`" if isinstance(result, tuple) else ""
@@ -104,7 +118,8 @@ def require_step_result(result: object) -> StepResult:
 
 
 def coerce_messages(value: object) -> list[Message]:
-    """What an environment said. A string is one user message. Raises `EnvironmentProtocolError` for what are no messages."""
+    """Return what an environment said as messages; a string becomes one user message. Raises `EnvironmentProtocolError`
+    for anything that is not a message."""
     if isinstance(value, str):
         return [Message("user", value)]
     messages: list[Any] = list(value) if isinstance(value, Iterable) else [value]
@@ -117,8 +132,8 @@ def coerce_messages(value: object) -> list[Message]:
 
 
 def refuse_repeated_messages(previous_messages: Sequence[Message], messages: Sequence[Message]) -> None:
-    """Raise `EnvironmentProtocolError` for a step whose `messages` begin with all that were `previous_messages` before
-    them: one list that grows."""
+    """Raise `EnvironmentProtocolError` if a step's `messages` begin with all of `previous_messages`, as one growing
+    list does."""
     if (
         previous_messages
         and len(messages) > len(previous_messages)
@@ -132,23 +147,27 @@ def refuse_repeated_messages(previous_messages: Sequence[Message], messages: Seq
 
 
 class Environment(Protocol):
-    """One episode at a time. The G episodes of a group are reset with the same `task_seed` and must pose the same task.
+    """An environment that plays one episode at a time.
 
-    One with an attribute `size` has so many tasks: its task seeds are `0 .. size - 1`, and each is posed once an epoch. Without
-    it, or where it is None, a task seed is any number of 63 bits, and there are no epochs.
+    The G episodes of a group are reset with the same `task_seed` and must pose the same task.
+
+    An environment with an attribute `size` has that many tasks: its task seeds are `0 .. size - 1`, and each is posed
+    once per epoch. Without that attribute, or if it is None, a task seed is any number of 63 bits, and there are no
+    epochs.
     """
 
     async def reset(self, task_seed: int) -> list[Message]:
-        """Begin an episode; the messages of its first prompt. Equal seeds pose equal tasks."""
+        """Begin an episode and return the messages of its first prompt. Equal seeds pose equal tasks."""
         ...
 
     async def step(self, action: Action) -> StepResult: ...
 
 
 class BlockingEnvironment(Protocol):
-    """The same with plain functions, for a class that computes or waits: it is played in a process of a pool (`pool.py`).
+    """An environment with plain functions instead of `async` ones, for a class that computes or waits. It is played in
+    a process of a pool (`pool.py`).
 
-    `reset` may return a string, for one user message. A `close()`, if there is one, is called when the episode is over.
+    `reset` may return a string, for one user message. If there is a `close()`, it is called when the episode is over.
     """
 
     def reset(self, task_seed: int) -> list[Message] | str: ...
@@ -158,14 +177,16 @@ class BlockingEnvironment(Protocol):
 
 @runtime_checkable
 class HasOracle(Protocol):
-    """An environment that knows the best answer to what it asked last; used to warm up a model and for scale."""
+    """An environment that knows the best answer to what it asked last; used to warm up a model and as a reference
+    score."""
 
     def oracle(self) -> str: ...
 
 
 @runtime_checkable
 class HasRandomAnswer(Protocol):
-    """An environment that can answer what it asked last as a policy would that knows the format and nothing else; for scale."""
+    """An environment that can answer what it asked last like a policy that knows the format and nothing else; used as a
+    reference score."""
 
     def random_answer(self, rng: random.Random) -> str: ...
 

@@ -1,7 +1,8 @@
-"""Environments of other libraries: `reasoning-gym:TASK`, `gymnasium:ID`, `textarena:ID`, `verifiers:ID`. All are played in
-the pool.
+"""Adapters for environments of other libraries: `reasoning-gym:TASK`, `gymnasium:ID`, `textarena:ID`, `verifiers:ID`.
+All are played in the pool.
 
-The packages are imported where they are used: whoever plays something else does without them."""
+Each package is imported where it is used, so users of other environments need not install it.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +27,13 @@ OpponentPolicy = Callable[[str, random.Random], str]
 
 
 class ReasoningGymEnvironment:
-    """One task of the procedural data set `task`, made with the task seed; `settings` are of its configuration class.
+    """An environment for one task of the procedural data set `task`, made with the task seed.
 
-    The answer is what stands in `<answer>...</answer>`, or the whole text. Reward: the package's own score, in `0..1`. The
-    oracle is the package's own answer, which some tasks score below 1 because they accept many.
+    The answer is the text in `<answer>...</answer>`, or the whole text. The reward is the package's own score, in
+    `0..1`. The oracle is the package's own answer, which some tasks score below 1 because they accept many answers.
+
+    Args:
+        settings: Fields of the task's configuration class.
     """
 
     def __init__(self, task: str, system: str = "", **settings: Any):
@@ -57,7 +61,8 @@ class ReasoningGymEnvironment:
 
 
 def make_reasoning_gym(target: str, config: EnvConfig) -> EnvironmentFactory:
-    """Some tasks take seconds to make. `env.args` are the task's own settings, and `system`."""
+    """Return a factory of reasoning-gym environments. They run in the pool, as some tasks take seconds to make.
+    `env.args` holds the task's own settings and `system`."""
     import_optional_package("reasoning_gym", config)
     known = import_optional_package("reasoning_gym.factory", config).DATASETS
     if target not in known:
@@ -83,15 +88,22 @@ def make_reasoning_gym(target: str, config: EnvConfig) -> EnvironmentFactory:
 
 
 class GymnasiumEnvironment:
-    """`gymnasium.make(id, **settings)`, one message a step.
+    """A Gymnasium environment, `gymnasium.make(id, **settings)`, with one message per step.
 
-    Observation: what `render()` draws with `render_mode = "ansi"` (coloured places in brackets), a text as it is, anything else
-    as Python writes it.
-    Action: the text of a `Text` space; the number of a `Discrete` action, or its name if `actions` names them in order. An
-    answer that is no action is refused in a message, earns `invalid_reward`, and does not move the game; after `invalid_limit`
-    of them the episode ends. `prompt` stands before the first observation.
+    An observation is shown as `render()` draws it with `render_mode = "ansi"` (coloured places in brackets), a text as
+    it is, and anything else as Python writes it.
 
-    Reward: the environment's own, as it is; terminated and truncated both end the episode. The task seed is the reset's seed.
+    An action is the text of a `Text` space, the number of a `Discrete` action, or its name if `actions` names them in
+    order. An invalid answer is refused in a message, earns `invalid_reward`, and does not move the game.
+
+    The reward is the environment's own, unchanged; terminated and truncated both end the episode. The task seed is the
+    seed of the reset.
+
+    Args:
+        prompt: Text before the first observation.
+        actions: Names of the discrete actions, in order.
+        invalid_reward: Reward of an invalid answer.
+        invalid_limit: Number of invalid answers after which the episode ends.
     """
 
     def __init__(
@@ -159,7 +171,7 @@ class GymnasiumEnvironment:
 
 
 def _to_python_values(value: Any) -> Any:
-    """numpy's numbers and arrays as Python's."""
+    """Return `value` with NumPy numbers and arrays converted to Python's."""
     if isinstance(value, tuple):
         return tuple(_to_python_values(part) for part in value)
     if isinstance(value, dict):
@@ -168,7 +180,8 @@ def _to_python_values(value: Any) -> Any:
 
 
 def make_gymnasium(target: str, config: EnvConfig) -> EnvironmentFactory:
-    """`ID` may be `module:ID`, which imports the module that registers it."""
+    """Return a factory of Gymnasium environments. An id of the form `module:ID` first imports the module that registers
+    it."""
     gymnasium = import_optional_package("gymnasium", config)
     module, _, name = target.rpartition(":")
     try:
@@ -184,7 +197,8 @@ def make_gymnasium(target: str, config: EnvConfig) -> EnvironmentFactory:
 
 
 def choose_random_move(observation: str, rng: random.Random) -> str:
-    """Any move in brackets that the game last listed as available; without such a list, any in the last line that has one."""
+    """Return a random one of the bracketed moves that the game last listed as available; without such a list, one from
+    the last line that contains any."""
     _, listed, moves = observation.rpartition("Available")
     lines = [moves] if listed else reversed(observation.splitlines())
     for line in lines:
@@ -195,12 +209,16 @@ def choose_random_move(observation: str, rng: random.Random) -> str:
 
 
 class TextArenaEnvironment:
-    """`textarena.make(id, **settings)` with `players` players (0: as few as it can be played by); the policy is player `seat`.
+    """A TextArena game, `textarena.make(id, **settings)`, in which the policy is player `seat`.
 
-    Whoever else is to move is `opponent`: `random`, or `module:function(observation, rng) -> move`. Messages are what the
-    game shows the policy and has not shown it before. Reward, with the last answer: the game's own for the policy, -1..1 in
-    most games; an answer that the game refuses for good loses. Games use the process's random numbers: each has its own
-    stream here, begun from the task seed.
+    Messages are what the game shows the policy and has not shown it before. The reward comes with the last answer and
+    is the game's own for the policy, -1..1 in most games; an answer that the game refuses for good loses. Games use the
+    process's random numbers, so each game has its own random stream here, begun from the task seed.
+
+    Args:
+        players: Number of players; 0 for the fewest with which the game can be played.
+        seat: Number of the policy among the players.
+        opponent: Policy of all other players: `random`, or `module:function(observation, rng) -> move`.
     """
 
     def __init__(self, id: str, players: int = 0, seat: int = 0, opponent: str = "random", **settings: Any):
@@ -240,7 +258,7 @@ class TextArenaEnvironment:
             return StepResult(float((rewards or {}).get(self._seat, 0.0)), done=True)
 
     def _start_game(self, seed: int) -> Any:
-        """A game with as few players as it takes. Raises `ValueError` if none of the numbers is accepted."""
+        """Start a game with as few players as it accepts. Raises `ValueError` if none of the numbers is accepted."""
         refused = ""
         for players in [self._players] if self._players else range(self._seat + 1, 16):
             game = self._make_game()
@@ -252,7 +270,7 @@ class TextArenaEnvironment:
         raise ValueError(f"{self._id} cannot be played by {self._players or 'so many'} players: {refused}")
 
     def _play_opponents(self) -> bool:
-        """Plays until it is the policy's turn; whether the game ended before that."""
+        """Play the opponents' moves until it is the policy's turn. Returns True if the game ended before that."""
         for _ in range(MAX_OPPONENT_MOVES):
             player, observation = self._game.get_observation()
             if player == self._seat:
@@ -264,7 +282,8 @@ class TextArenaEnvironment:
         raise EnvironmentFailed(f"the opponent moved {MAX_OPPONENT_MOVES} times in {self._id}: is every move refused?")
 
     def _render_new_text(self) -> list[Message]:
-        """Most games show the whole history every time: what was shown before is cut off."""
+        """Return what the game shows now without what it showed before: most games repeat the whole history every
+        time."""
         seen, self._shown_text = self._shown_text, self._observed_text
         return [Message("user", self._observed_text.removeprefix(seen).strip() or "your move")]
 
@@ -298,28 +317,31 @@ def make_textarena(target: str, config: EnvConfig) -> EnvironmentFactory:
 
 # `verifiers:ID`: tasksets and environments of the package verifiers (its `verifiers.v1` interface, 0.4 and later).
 #
-# Its own rollout does the work: hooks, rewards, metrics. Only the model is ours: a harness, in this process, that asks the policy
-# and writes the answer into the trace, without HTTP. It checks the turn limit and `@stop`s, as verifiers' model server would.
+# The rollout of verifiers does the work: hooks, rewards, metrics. Only the model is replaced, by a harness in this
+# process that asks the policy and writes the answer into the trace, without HTTP. It checks the turn limit and
+# `@stop`s, as verifiers' model server would.
 
 
 class PolicyChannel:
-    """Between an episode of verifiers, which asks, and an episode of ours, which answers. One of each at a time."""
+    """A channel between one episode of verifiers, which asks, and one r3async episode, which answers."""
 
     def __init__(self) -> None:
         self.prompts: asyncio.Queue[list[Message]] = asyncio.Queue()
         self.answers: asyncio.Queue[Action] = asyncio.Queue()
 
     async def request_answer(self, messages: list[Message]) -> Action:
-        """Waits for the policy: as long as it takes, and no longer than the episode, which cancels it."""
+        """Ask the policy and return its answer. This waits as long as the policy takes; the end of the episode cancels
+        the wait."""
         self.prompts.put_nowait(messages)
         return await self.answers.get()
 
 
 class VerifiersEnvironment:
-    """One episode of `env` on the task that the seed numbers. `async`: it is played in this process's event loop.
+    """An environment that plays an episode of the verifiers environment `env` on the task that the seed selects. It is
+    `async`, so it is played in this process's event loop.
 
-    Reward, with the last answer: the sum of `trace.reward` over the episode's traces, as verifiers weights it. An episode of
-    verifiers that ended with an error raises `EnvironmentFailed` with its traceback.
+    The reward comes with the last answer: the sum of `trace.reward` over the episode's traces, as verifiers weights it.
+    A verifiers episode that ended with an error raises `EnvironmentFailed` with its traceback.
     """
 
     def __init__(self, vf: Any, env: Any, tasks: list[Any]):
@@ -337,7 +359,7 @@ class VerifiersEnvironment:
         task = self._tasks[task_seed % self.size]
         episode = asyncio.create_task(run_verifiers_episode(self._vf, self._env, task, self._channel))
         self._episode_task = episode
-        # An episode that is abandoned before its end has nobody to end it: an open one holds a server and a folder.
+        # Nothing else would end an abandoned episode, which holds a server and a folder while it is open.
         self._finalizer = weakref.finalize(self, _cancel_episode, episode, asyncio.get_running_loop())
         self._finalizer.atexit = False
         messages, _ = await self._wait_for_prompt()
@@ -353,13 +375,13 @@ class VerifiersEnvironment:
         return StepResult(reward, done=True) if messages is None else StepResult(0.0, messages)
 
     def close(self) -> None:
-        """Cancel what is played. Also done when this object is forgotten."""
+        """Cancel the episode that is being played. This also happens when the object is garbage-collected."""
         if self._episode_task is not None:
             self._finalizer()
             self._episode_task = None
 
     async def _wait_for_prompt(self) -> tuple[list[Message] | None, float]:
-        """What the episode asks next; or None and its reward, if it ended instead."""
+        """Return the messages that the episode asks next and 0, or None and its reward if it ended instead."""
         assert self._episode_task is not None
         question = asyncio.ensure_future(self._channel.prompts.get())
         try:
@@ -377,11 +399,11 @@ def _cancel_episode(episode: asyncio.Task[Any], loop: asyncio.AbstractEventLoop)
 
 
 async def run_verifiers_episode(vf: Any, env: Any, task: Any, channel: PolicyChannel) -> float:
-    """One episode, hooks and scoring included; its reward."""
+    """Play one episode, hooks and scoring included, and return its reward."""
     traces: list[Any] = []
 
     def make_agent(name: str, config: Any) -> Any:
-        # By default an agent runs in a sandbox in somebody's cloud and calls a model there; ours does neither.
+        # By default an agent runs in a cloud sandbox and calls a model there; ours does neither.
         nowhere = vf.EvalClientConfig(base_url="http://127.0.0.1:9/v1", api_key_var="R3ASYNC_NO_KEY")
         ours = {"model": "policy", "client": nowhere, "runtime": vf.SubprocessConfig(), "retries": vf.RetryConfig()}
         config = config.model_copy(update={"harness": vf.HarnessConfig(id="null"), **ours})
@@ -406,7 +428,7 @@ async def run_verifiers_episode(vf: Any, env: Any, task: Any, channel: PolicyCha
 
 
 def define_recording_agent(vf: Any) -> Any:
-    """An agent that keeps the traces of what it plays, in the order of their beginnings."""
+    """Return an agent class that keeps the traces of what it plays, in the order in which they begin."""
 
     class RecordingAgent(vf.Agent):
         traces: list[Any]
@@ -421,7 +443,8 @@ def define_recording_agent(vf: Any) -> Any:
 
 
 def make_policy_harness(vf: Any, channel: PolicyChannel, limits: Any, task: Any) -> Any:
-    """A harness whose model is the policy at the other end of `channel`. One answer a segment, no tools."""
+    """Return a harness whose model is the policy at the other end of `channel`. It gives one answer per segment and has
+    no tools."""
     graph, session = importlib.import_module("verifiers.v1.graph"), importlib.import_module("verifiers.v1.session")
     ended = vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
@@ -483,11 +506,14 @@ def extract_message_text(message: Any) -> str:
 
 
 def make_verifiers(target: str, config: EnvConfig) -> EnvironmentFactory:
-    """`ID` is a taskset's, as verifiers finds it: a module that exports its `Taskset` (and an `Env`, if it has one) in `__all__`.
+    """Return a factory of verifiers environments.
 
-    `env.args`: `tasks`, how many of the taskset's are played (default 1000); the rest is the verifiers environment's own
-    configuration, for example `taskset = { difficulty = 3 }`. Refused are those that our one policy cannot play: several
-    agents, tools, interceptors, and containers.
+    The id is the taskset's, as verifiers finds it: a module that exports its `Taskset` (and an `Env`, if it has one) in
+    `__all__`.
+
+    In `env.args`, `tasks` is the number of the taskset's tasks that are played (default 1000); the rest is the
+    verifiers environment's own configuration, for example `taskset = { difficulty = 3 }`. Tasksets that a single policy
+    cannot play are refused: those with several agents, tools, interceptors or containers.
     """
     vf = import_optional_package("verifiers.v1", config)
     args = config.reveal_args()
@@ -498,7 +524,7 @@ def make_verifiers(target: str, config: EnvConfig) -> EnvironmentFactory:
         settings = vf.resolve_env_config({**args, "taskset": {**args.get("taskset", {}), "id": target}})
         env = vf.load_environment(settings)
         tasks = list(itertools.islice(env.taskset, count))
-    except Exception as error:  # the taskset is somebody's code: whatever it raises, here is where to look
+    except Exception as error:  # the taskset is user code and may raise anything
         raise ConfigError(
             f"`env.name` = {config.name!r} with `env.args` = {config.args} cannot be loaded: {error}"
         ) from error

@@ -1,4 +1,4 @@
-"""The tasks that are built in: one class each, by its name in `env.name` (`factory.BUILTIN_ENVIRONMENTS`)."""
+"""Built-in tasks: one class for each built-in name of `env.name` (`factory.BUILTIN_ENVIRONMENTS`)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ CALCULATOR_TOOL = "calculate"
 
 
 def score_positions(answer: Action, expected: str) -> float:
-    """Fraction of right positions, the end of the answer included: in `0..1`.
+    """Return the fraction of right positions, the end of the answer included: in `0..1`.
 
-    Position `i < len(want)` is right if the answer's character there is; the end is right if the policy itself
-    stopped after exactly `len(want)` characters. Dense (a half-right answer earns half) and exactly scored.
+    Position `i < len(expected)` is right if the answer's character there is; the end is right if the policy itself
+    stopped after exactly `len(expected)` characters. The score is dense (a half-right answer earns half) and exact.
     """
     right = sum(a == b for a, b in zip(answer.text, expected, strict=False))
     ended = answer.stop_reason == "stop" and len(answer.text) == len(expected)
@@ -32,8 +32,11 @@ def score_positions(answer: Action, expected: str) -> float:
 
 
 class _SpellingTask:
-    """Letters in each turn, of which an answer is made. Reward of a turn: the fraction of right positions, the end of the
-    answer included (`score_positions`), over `turns`: at most 1 in all."""
+    """Base class of tasks that show letters in each turn and ask for an answer made from them.
+
+    The reward of a turn is the fraction of right positions, the end of the answer included (`score_positions`), divided
+    by `turns`: at most 1 in all.
+    """
 
     def __init__(self, turns: int):
         self.turns = turns
@@ -56,7 +59,8 @@ class _SpellingTask:
 
 
 class ReverseText(_SpellingTask):
-    """`reverse-text`: `letters` random lower-case letters a turn, for `turns` turns; the answer is them reversed."""
+    """The task `reverse-text`: each of `turns` turns shows `letters` random lower-case letters; the answer is these
+    letters reversed."""
 
     def __init__(self, letters: int = 4, turns: int = 3):
         if letters < 1 or turns < 1:
@@ -74,13 +78,16 @@ class ReverseText(_SpellingTask):
         return self._turn_letters[self._turn][::-1]
 
     def random_answer(self, rng: random.Random) -> str:
-        """Random letters, as many as were asked for."""
+        """Return random letters, as many as the task shows."""
         return "".join(rng.choices(string.ascii_lowercase, k=self.letters))
 
 
 class AlphabetSort(_SpellingTask):
-    """`alphabet-sort`: `letters` letters in the first turn and `more` in each later one, all different; the answer is *all* of
-    them so far, in order. So the second turn can only be answered by who remembers the first."""
+    """The task `alphabet-sort`: sort *all* letters shown so far.
+
+    The first turn shows `letters` letters and each later one `more`, all different. Thus only a policy that remembers
+    the first turn can answer the second.
+    """
 
     def __init__(self, letters: int = 4, more: int = 1, turns: int = 2):
         if letters < 1 or more < 1 or turns < 1:
@@ -100,18 +107,20 @@ class AlphabetSort(_SpellingTask):
         return "".join(sorted("".join(self._turn_letters[: self._turn + 1])))
 
     def random_answer(self, rng: random.Random) -> str:
-        """The right letters in any order."""
+        """Return the right letters in random order."""
         letters = list(self.oracle())
         rng.shuffle(letters)
         return "".join(letters)
 
 
 class GuessNumber:
-    """`guess`: a secret in `1..highest`, answered by `higher` or `lower`; `turns` guesses, by default just enough for bisection.
+    """The task `guess`: find a secret number in `1..highest` from the replies `higher` and `lower`, in at most `turns`
+    guesses, by default just enough for bisection.
 
-    Reward, given with the last answer: `(1 - noise) * found + noise * u`, with `found` 1 if the secret was guessed and 0 if
-    not, and `u` uniform in `0..1`, drawn from the task and the answers given: in `0..1`, and equal for equal play. The noise is
-    there to be learned through: bisection earns `1 - noise / 2` on average, and exactly 1 only with `noise = 0`.
+    The reward comes with the last answer: `(1 - noise) * found + noise * u`, where `found` is 1 if the secret was
+    guessed and else 0, and `u` is uniform in `0..1`, drawn from the task and the answers given. It is in `0..1`, and
+    equal for equal play. The policy has to learn in spite of the noise: bisection earns `1 - noise / 2` on average, and
+    exactly 1 only with `noise = 0`.
     """
 
     def __init__(self, highest: int = 16, turns: int | None = None, noise: float = 0.2):
@@ -133,7 +142,7 @@ class GuessNumber:
         return [Message("user", f"1..{self.highest}?")]
 
     def oracle(self) -> str:
-        """The middle of what is left, as bisection guesses; it does not look at the secret."""
+        """Return the middle of the remaining range, as bisection guesses; the secret is not used."""
         return str((self._low + self._high) // 2)
 
     def random_answer(self, rng: random.Random) -> str:
@@ -167,10 +176,11 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 
 
 def evaluate_expression(expression: str) -> tuple[Fraction, list[int]]:
-    """The exact value of `expression`, and the whole numbers in it from left to right.
+    """Return the exact value of `expression`, and the whole numbers in it from left to right.
 
-    Allowed are whole numbers of at most 12 digits, `+ - * /`, signs and parentheses, 200 characters in all; there are no
-    powers, so a value has no more digits than the expression has characters. Raises `ValueError` with a short reason.
+    Allowed are whole numbers of at most 12 digits, `+ - * /`, signs and parentheses, 200 characters in all; there are
+    no powers, so a value has no more digits than the expression has characters. Raises `ValueError` with a short
+    reason.
     """
     if len(expression) > MAX_EXPRESSION_CHARACTERS:
         raise ValueError(f"longer than {MAX_EXPRESSION_CHARACTERS} characters")
@@ -200,10 +210,13 @@ def evaluate_expression(expression: str) -> tuple[Fraction, list[int]]:
 
 
 class Countdown:
-    """`countdown`: `count` numbers in `1..highest` and a target, as `3 5 7=22`; one answer, an expression such as `3*5+7`.
+    """The task `countdown`: combine `count` numbers in `1..highest` to reach a target.
 
-    Reward: 1 if the expression is worth the target and uses each given number at most once (as often as it is given) and no
-    other; 0.1 if it uses the numbers so but misses the target; else 0. Every task has a solution that uses all numbers.
+    The prompt looks like `3 5 7=22`; the one answer is an expression such as `3*5+7`.
+
+    The reward is 1 if the value of the expression is the target and it uses each given number at most once (as often as
+    it is given) and no other number; 0.1 if it uses the numbers correctly but misses the target; else 0. Every task has
+    a solution that uses all numbers.
     """
 
     def __init__(self, count: int = 3, highest: int = 9):
@@ -234,7 +247,7 @@ class Countdown:
         return self._solution
 
     def random_answer(self, rng: random.Random) -> str:
-        """All numbers in any order, with any operators between them."""
+        """Return an expression of all numbers in random order, with random operators between them."""
         return _random_expression(self._numbers, rng)
 
     async def step(self, action: Action) -> StepResult:
@@ -251,7 +264,7 @@ class Countdown:
 
 
 def _random_expression(numbers: list[int], rng: random.Random) -> str:
-    """The numbers in random order, joined by random operators from the left."""
+    """Return the numbers in random order, joined from the left by random operators."""
     first, *others = rng.sample(numbers, len(numbers))
     text, sums = str(first), False
     for number in others:
@@ -264,13 +277,15 @@ def _random_expression(numbers: list[int], rng: random.Random) -> str:
 
 
 class ToolCalculator:
-    """`tool-calculator`: an expression of `terms` numbers in `1..highest`. Each answer is one JSON object, and nothing else:
+    """The task `tool-calculator`: evaluate an expression of `terms` numbers in `1..highest`. Each answer is one JSON
+    object and nothing else, and there are at most `turns` answers:
 
-    `{"tool": "calculate", "args": {"expression": "3*4"}}` is answered by a message with role `tool`;
-    `{"answer": 12}` ends the episode. At most `turns` answers.
+    * `{"tool": "calculate", "args": {"expression": "3*4"}}` is answered by a message with the role `tool`.
+    * `{"answer": 12}` ends the episode.
 
-    Reward, given with the last answer: 1 if the final answer is right, less `cost` for every earlier answer that was no valid
-    call (and is answered by what is wrong), and at least 0. A wrong or missing final answer earns 0. In `0..1`.
+    The reward comes with the last answer: 1 if the final answer is right, less `cost` for every earlier answer that was
+    not a valid call (each is answered by an error message), and at least 0. A wrong or missing final answer earns 0.
+    The reward is in `0..1`.
     """
 
     def __init__(self, terms: int = 3, highest: int = 99, turns: int = 4, cost: float = 0.1):
@@ -297,13 +312,14 @@ class ToolCalculator:
         return [Message("user", self._expression)]
 
     def oracle(self) -> str:
-        """Calls the calculator, and then repeats its result. With one turn only, it has to know."""
+        """Return a call of the calculator, then an answer with its result. With only one turn, return the answer at
+        once."""
         if self._tool_result is None and self._turn + 1 < self.turns:
             return json.dumps({"tool": CALCULATOR_TOOL, "args": {"expression": self._expression}})
         return json.dumps({"answer": self._result})
 
     def random_answer(self, rng: random.Random) -> str:
-        """A call or a final answer, with a random number."""
+        """Return a call or a final answer with a random number."""
         number = rng.randint(-self.highest, self.highest**2)
         call = {"tool": CALCULATOR_TOOL, "args": {"expression": str(number)}}
         return json.dumps(rng.choice([call, {"answer": number}]))
@@ -323,7 +339,8 @@ class ToolCalculator:
         return StepResult(0.0, [Message("tool", result, name=CALCULATOR_TOOL)])
 
     def _handle_call(self, text: str) -> str | int:
-        """What the calculator says, or the final answer. Raises `ValueError` with what is wrong, for the policy to read."""
+        """Return the calculator's result, or the final answer as an int. Raises `ValueError` that tells the policy what
+        is wrong."""
         try:
             call: Any = decode_json(text)
         except MalformedError:

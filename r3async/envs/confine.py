@@ -1,8 +1,9 @@
-"""The program between the sandbox and a command: it takes limits, has mounts of its own, and then becomes the command.
+"""Launcher between the sandbox and a command: it sets limits, makes mounts for the command, and then becomes the
+command.
 
-It runs by itself (`python -I -S confine.py SETTINGS COMMAND…`) inside the namespaces that `unshare` made, so it imports the
-standard library only. A function called between fork and exec would do the same, but a process with threads must run no Python
-there.
+It runs as a separate program (`python -I -S confine.py SETTINGS COMMAND…`) inside the namespaces that `unshare` made,
+so it imports only the standard library. A function called between fork and exec could do the same, but a process with
+threads must not run Python there.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 SANDBOX_FOLDERS = ("work", "home", "tmp")
-"""Of a sandbox: where its commands start, their HOME, and their TMPDIR."""
+"""Folders of a sandbox: where its commands start, their HOME, and their TMPDIR."""
 
 _MS_NOSUID, _MS_NODEV, _MS_BIND = 2, 4, 4096
 _AT_FDCWD, _AT_RECURSIVE, _SYS_MOUNT_SETATTR, _READ_ONLY = -100, 0x8000, 442, 1
 _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 24, 38, 47, 4
 _MAX_CAPABILITIES = 64
-"""More than there are: those that the kernel does not know are refused, which is no harm."""
+"""Upper bound on the number of capabilities, larger than the real one. The kernel refuses unknown capabilities, which
+does no harm."""
 _CAPABILITY_VERSION = 0x20080522
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -41,9 +43,11 @@ def main() -> None:
 
 
 def confine_writes(root: Path, shm_bytes: int) -> None:
-    """Make all files read-only, but for the folders in `root`, for /tmp, which is the sandbox's own, and for an empty /dev/shm.
+    """Make all files read-only, except the folders in `root`, /tmp, which becomes the sandbox's own, and an empty
+    /dev/shm.
 
-    A folder that is a mount cannot be removed, renamed or replaced. Raises `OSError` where the kernel does not allow all of it.
+    A folder that is a mount cannot be removed, renamed or replaced. Raises `OSError` if the kernel does not allow all
+    of it.
     """
     sources = {name: os.open(root / name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW) for name in SANDBOX_FOLDERS}
     _set_read_only("/", True, _AT_RECURSIVE)
@@ -53,7 +57,7 @@ def confine_writes(root: Path, shm_bytes: int) -> None:
         if Path("/tmp") in root.parents:  # it is hidden by the mount above
             (root / name).mkdir(parents=True, exist_ok=True)
         _mount_writable(sources[name], root / name)
-    os.chdir(root / "work")  # the folder as it is mounted, and not what is below
+    os.chdir(root / "work")  # the mounted folder, not the one below the mount
     _drop_capabilities()
 
 
@@ -75,7 +79,7 @@ def _set_read_only(path: str, read_only: bool, flags: int = 0) -> None:
 
 
 def _drop_capabilities() -> None:
-    """What allows to mount would allow to undo it."""
+    """Drop all capabilities, since those that allow mounting would also allow undoing the mounts."""
     for capability in range(_MAX_CAPABILITIES):
         _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)

@@ -1,4 +1,5 @@
-"""`dataset`: rows of the user's own as tasks of one turn, and rewards for the answers (`data`, `reward` of a configuration)."""
+"""The environment `dataset`: the user's rows as one-turn tasks, with rewards for the answers (`data` and `reward` of a
+configuration)."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from r3async.envs.rows import MISSING, DatasetTask, LocatedRow, collect_file_sta
 from r3async.untrusted import decode_json
 from r3async.world.processes import run_on_shared_loop
 
-_row_encoder = msgspec.json.Encoder(enc_hook=str)  # what columns of a parquet file may hold besides plain data
+_row_encoder = msgspec.json.Encoder(enc_hook=str)  # for parquet columns that hold more than plain data
 
 # -- the rows of a run -------------------------------------------------------------------------------------------------
 
@@ -37,7 +38,7 @@ def is_dataset(env: EnvConfig) -> bool:
 
 
 def resolve_data_config(env: EnvConfig) -> DataConfig:
-    """Of an environment `dataset`, or `dataset:PATH`. Raises `ConfigError`."""
+    """Return the data settings of an environment `dataset` or `dataset:PATH`. Raises `ConfigError`."""
     args = env.reveal_args()
     if path := env.name.partition(":")[2]:
         if args.get("path"):
@@ -52,14 +53,15 @@ def resolve_data_config(env: EnvConfig) -> DataConfig:
 
 
 def select_held_out_rows(env: EnvConfig) -> EnvConfig:
-    """The environment that poses the rows which `data.eval` keeps from training; the same if it keeps none."""
+    """Return the environment that poses the rows which `data.eval` holds out from training, or `env` if there are
+    none."""
     if not is_dataset(env) or not resolve_data_config(env).eval:
         return env
     return msgspec.structs.replace(env, args={**env.args, "part": "eval"})
 
 
 def has_same_rows(one: EnvConfig, other: EnvConfig) -> bool:
-    """Whether two datasets are rows of one source, and of the same part of it."""
+    """Return True if two datasets are rows of the same source and of the same part of it."""
     (here, mine), (there, theirs) = (
         _identify_source(resolve_data_config(one)),
         _identify_source(resolve_data_config(other)),
@@ -70,14 +72,14 @@ def has_same_rows(one: EnvConfig, other: EnvConfig) -> bool:
 
 
 def _identify_source(data: DataConfig) -> tuple[str, str]:
-    """Its path, and which rows of that."""
+    """Return the path of a dataset, and which of its rows are used."""
     if data.part == "train" or not isinstance(data.eval, str):
         return data.path, f"{data.split}, {data.part}"
     return (data.eval, "train, train") if resolve_user_path(data.eval).is_file() else (data.path, f"{data.eval}, train")
 
 
 def find_shared_prompts(env: EnvConfig, other: EnvConfig) -> list[DatasetTask]:
-    """The tasks of dataset `env` whose prompt a task of dataset `other` poses too. Raises `ConfigError` as
+    """Return the tasks of dataset `env` whose prompt also occurs in dataset `other`. Raises `ConfigError` as
     `load_task_splits` does."""
     posed = {_digest_prompt(task) for task in _load_part_tasks(resolve_data_config(other))}
     return [task for task in _load_part_tasks(resolve_data_config(env)) if _digest_prompt(task) in posed]
@@ -89,8 +91,14 @@ def _load_part_tasks(data: DataConfig) -> Sequence[DatasetTask]:
 
 
 class TaskSplits:
-    """The tasks of both parts. `dropped_overlap`: rows that were left out of training because evaluation poses the same
-    prompt. `parse_row`: makes them of rows."""
+    """The training tasks and the evaluation tasks of a dataset.
+
+    Args:
+        parse_row: Function that makes the task of a row.
+
+    Attributes:
+        dropped_overlap: Number of rows left out of training because evaluation poses the same prompt.
+    """
 
     def __init__(
         self,
@@ -126,7 +134,7 @@ class TaskSplits:
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 over all rows, in their order, and which part each is of."""
+        """The SHA-256 over all rows, in order, and the part that each belongs to."""
         made = hashlib.sha256()
         for part in (self.train, self.eval):
             for task in part:
@@ -140,7 +148,8 @@ def _digest_prompt(task: DatasetTask) -> bytes:
 
 
 def _choose_held_out(tasks: Sequence[DatasetTask], count_or_share: float) -> list[DatasetTask]:
-    """One task of each of the prompts that are kept from training: by their digests, so neither order nor seed matter."""
+    """Return one task for each prompt that is held out from training. Prompts are chosen by their digests, so neither
+    order nor seed matters."""
     by_prompt = {_digest_prompt(task): task for task in reversed(tasks)}
     count = int(count_or_share) if count_or_share >= 1 else max(1, round(count_or_share * len(by_prompt)))
     if count >= len(by_prompt):
@@ -153,13 +162,15 @@ def _choose_held_out(tasks: Sequence[DatasetTask], count_or_share: float) -> lis
 
 @functools.lru_cache(maxsize=16)
 def _load_splits(settings: bytes, stamps: tuple[tuple[str, int, int], ...]) -> TaskSplits:
-    """Rows are read once in a process, also where both parts are posed; again when a file has changed."""
+    """Load the tasks of both parts. A process reads the rows once, even if both parts are posed, and again when a file
+    has changed."""
     data = decode_json(settings, DataConfig)
     return TaskSplits(data, load_rewards(data))
 
 
 def load_task_splits(data: DataConfig) -> TaskSplits:
-    """Raises `ConfigError` for what cannot be read, a row that does not fit, and rows that are not those of `data.digest`."""
+    """Return the tasks of both parts. Raises `ConfigError` for a source that cannot be read, a row that does not fit,
+    and rows that do not match `data.digest`."""
     places = [resolve_user_path(place) for place in (data.path, data.eval) if isinstance(place, str)]
     settings = msgspec.json.encode(msgspec.structs.replace(data, part="train", digest=""))
     tasks = _load_splits(settings, tuple(stamp for place in places for stamp in collect_file_stamps(place)))
@@ -172,7 +183,7 @@ def load_task_splits(data: DataConfig) -> TaskSplits:
 
 
 def load_rewards(data: DataConfig) -> list[RewardFunction]:
-    """Raises `ConfigError`."""
+    """Return the rewards that `data.reward` names. Raises `ConfigError`."""
     if not data.reward:
         raise ConfigError(
             "`reward` is empty: exact, contains, number, math, or `module:function` or `file.py:function`"
@@ -189,9 +200,11 @@ def load_rewards(data: DataConfig) -> list[RewardFunction]:
 
 
 class DatasetEnvironment:
-    """One row an episode: the task seed is its number. Not to be named in a configuration: `data=FILE` makes it.
+    """An environment that poses one row per episode; the task seed is the row's number. It is created by `data=FILE`,
+    not named in a configuration.
 
-    `make_worker`: makes environments that judge, in processes of their own, with the rewards that are not quick.
+    Args:
+        make_worker: Factory of environments that judge answers in separate processes, with the rewards that may block.
     """
 
     def __init__(
@@ -207,7 +220,7 @@ class DatasetEnvironment:
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """For the chat template."""
+        """The row's tools, for the chat template."""
         return parse_tools(self._task)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DatasetEnvironment:
@@ -220,12 +233,12 @@ class DatasetEnvironment:
         return list(self._task.messages)
 
     def oracle(self) -> str:
-        """The row's answer; empty where it has none."""
+        """Return the row's answer, or an empty text if it has none."""
         return "" if self._task.answer is MISSING else str(self._task.answer)
 
     async def step(self, action: Action) -> StepResult:
-        """The weighted sum of what the rewards say; one that says None is left out. Raises `EnvironmentProtocolError` if
-        all do."""
+        """Return the weighted sum of the rewards; a reward that returns None is left out. Raises
+        `EnvironmentProtocolError` if all return None."""
         asked = _build_reward_inputs(self._task, action)
         quick = [reward for reward in self._rewards if reward.is_nonblocking]
         told = await compute_rewards(quick, asked) if quick else {}
@@ -249,8 +262,12 @@ def _build_reward_inputs(task: DatasetTask, action: Action) -> RewardInputs:
 
 
 class RewardWorker:
-    """In a process of the pool: what blocking rewards say of one answer, `RewardInputs` in JSON, as metrics. `objects`: those of
-    them that have no module, pickled."""
+    """An environment, in a process of the pool, that judges one answer with the blocking rewards. The answer is
+    `RewardInputs` in JSON; the rewards are returned as metrics.
+
+    Args:
+        objects: Pickled rewards that belong to no module, by name.
+    """
 
     def __init__(self, rewards: list[dict[str, Any]], objects: dict[str, bytes]):
         register_objects(objects)
@@ -266,12 +283,12 @@ class RewardWorker:
 
 @functools.lru_cache(maxsize=8)
 def _load_cached_rewards(rewards: bytes) -> list[RewardFunction]:
-    """Functions are loaded once in a process."""
+    """Load reward functions, once per process."""
     return [load_reward(each) for each in decode_json(rewards, list[RewardConfig])]
 
 
 class DatasetFactory:
-    """Makes environments of one part of the rows."""
+    """A factory of environments for one part of the rows."""
 
     def __init__(self, config: EnvConfig):
         data = resolve_data_config(config)
@@ -295,13 +312,18 @@ class DatasetFactory:
     def drop_long_prompts(
         self, count_tokens: Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], int], max_tokens: int
     ) -> int:
-        """Keep the rows whose prompts have at most `max_tokens` tokens; returns how many were dropped. `count_tokens`: of
-        messages with their tools. Raises `ConfigError` if that is all of them, or `count_tokens` raises `ValueError`."""
+        """Keep the rows whose prompts have at most `max_tokens` tokens, and return the number of rows dropped.
+
+        Raises `ConfigError` if all rows are dropped, or if `count_tokens` raises `ValueError`.
+
+        Args:
+            count_tokens: Function that returns the number of tokens of messages with their tools.
+        """
         lengths = []
         for task in self._tasks:
             try:
                 lengths.append(count_tokens(task.messages, parse_tools(task)))
-            except ValueError as error:  # of the template
+            except ValueError as error:  # raised by the chat template
                 raise ConfigError(f"{task.location}: {error}") from error
         kept = [task for task, tokens in zip(self._tasks, lengths, strict=True) if tokens <= max_tokens]
         if not kept:
@@ -314,5 +336,5 @@ class DatasetFactory:
 
 
 def make_dataset(target: str, config: EnvConfig) -> EnvironmentFactory:
-    """See `DatasetFactory`. `target`: the path, which `config.name` has too."""
+    """Return a `DatasetFactory`. The path `target` is also part of `config.name`."""
     return DatasetFactory(config)

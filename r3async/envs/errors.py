@@ -1,4 +1,4 @@
-"""What code of the user's own raised, in a line: the error first, and the last place in that code."""
+"""One-line summaries of errors that user code raised: the error first, then the last place in that code."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ STDLIB_ROOTS, SITE_PACKAGES_ROOTS = (
 )
 MAX_TEXT_CHARACTERS = 500
 MAX_TRACE_CHARACTERS = 3000
-"""Of a traceback, from its end."""
+"""Characters kept of a traceback, counted from its end."""
 
 
 class ErrorSummary(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An error of an episode. `error`: as `ValueError: what it says`. `place`: the innermost frame of the user's code, as
-    `rewards.py:12 in score`; "" if none of that raised it. `trace`: the end of the traceback.
+    """An error of an episode.
 
-    `passing`: a connection or a time-out is behind it, so the next try may well succeed.
+    Attributes:
+        error: The error as `ValueError: what it says`.
+        place: The innermost frame of the user's code, as `rewards.py:12 in score`; "" if none of that code raised it.
+        trace: The end of the traceback.
+        passing: True if a connection or a time-out is behind the error, so the next try may well succeed.
     """
 
     error: str
@@ -39,7 +42,7 @@ class ErrorSummary(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RemoteEnvironmentError(EnvironmentFailed):
-    """An environment raised in a process of its own. `summary`: what, as it was found there."""
+    """Failure of an environment that raised in a separate process; `summary` is the error as found there."""
 
     def __init__(self, message: str, summary: ErrorSummary):
         super().__init__(message, summary)
@@ -50,7 +53,7 @@ class RemoteEnvironmentError(EnvironmentFailed):
 
 
 def summarize_error(error: BaseException) -> ErrorSummary:
-    """What an episode failed with."""
+    """Return the summary of the error with which an episode failed."""
     chain = _collect_causes(error)
     for each in chain:
         if isinstance(each, RemoteEnvironmentError):
@@ -62,7 +65,8 @@ def summarize_error(error: BaseException) -> ErrorSummary:
 
 
 def is_repeated_error(error: BaseException, summary: ErrorSummary, previous: ErrorSummary | None) -> bool:
-    """Whether the user's code raised at the same place as the try `previous` did, so that one more would raise it again."""
+    """Return True if the user's code raised at the same place as in the `previous` try, so that another try would fail
+    again."""
     if previous is None or summary.passing:
         return False
     if isinstance(error, EnvironmentProtocolError):
@@ -75,7 +79,7 @@ def _error_type(raised: ErrorSummary) -> str:
 
 
 def _collect_causes(error: BaseException | None) -> list[BaseException]:
-    """It, and what it was raised from; of a group, the first."""
+    """Return an error and the chain of errors that it was raised from; a group is replaced by its first error."""
     chain: list[BaseException] = []
     while error is not None and error not in chain:
         if isinstance(error, BaseExceptionGroup):
@@ -87,10 +91,11 @@ def _collect_causes(error: BaseException | None) -> list[BaseException]:
 
 
 def _format_error(error: BaseException) -> str:
-    """In one line. Of several, ours is the first, and where others have a traceback in their text, the last says what it was."""
+    """Return an error as one line. Of several lines, r3async's own errors keep the first. Others keep the last one too,
+    which names the error where the text contains a traceback."""
     try:
         whole = _escape_unprintable(str(error))
-    except Exception:  # `__str__` is the user's, too
+    except Exception:  # `__str__` is user code, too
         whole = ""
     lines = [line.strip() for line in whole.splitlines() if line.strip()]
     name, ours = type(error).__name__, type(error).__module__.startswith("r3async.")
@@ -100,12 +105,12 @@ def _format_error(error: BaseException) -> str:
 
 
 def _escape_unprintable(text: str) -> str:
-    """What every file and message takes."""
+    """Escape what cannot be encoded as UTF-8, so that every file and message takes the text."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _find_user_frame(trace: TracebackType | None) -> str:
-    """Of the innermost frame that is the user's own; without one, of the package that was called."""
+    """Return the place of the innermost frame of user code; without one, that of the package that was called."""
     frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith((PACKAGE_ROOT, "<frozen "))]
     packaged = [f for f in frames if f.filename.startswith(SITE_PACKAGES_ROOTS)]
     found = [f for f in frames if not f.filename.startswith((*STDLIB_ROOTS, *SITE_PACKAGES_ROOTS))]

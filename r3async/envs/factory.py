@@ -1,4 +1,4 @@
-"""Makes environments from `env.name` and `env.args`, also those that are objects of the caller."""
+"""Factories of environments, built from `env.name` and `env.args`; the environments may be objects of the caller."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ ADAPTER_FACTORIES = {
     "verifiers": "r3async.envs.adapters:make_verifiers",
     "mcp": "r3async.envs.tool_calls:make_mcp",
 }
-"""`PREFIX:TARGET` is made by that function of TARGET and the section."""
+"""Functions that build the factory of `PREFIX:TARGET` from TARGET and the configuration section, by prefix."""
 
 
 def build_environment_factory(config: EnvConfig) -> EnvironmentFactory:
-    """A callable that makes environments; call this once a process. A class is constructed once, here, so that wrong arguments
-    show before anything starts.
+    """Return a callable that makes environments; call this once per process.
 
-    Raises `ConfigError` for an unknown name, wrong `env.args` or a package that is not installed.
+    A class is constructed once, here, so that wrong arguments show before anything starts. Raises `ConfigError` for an
+    unknown name, wrong `env.args` or a package that is not installed.
     """
     prefix, colon, target = config.name.partition(":")
     if (colon and prefix in ADAPTER_FACTORIES) or prefix in (DATASET_ENV, MIX_ENV):
@@ -64,8 +64,9 @@ def build_environment_factory(config: EnvConfig) -> EnvironmentFactory:
 
 
 def build_class_factory(constructor: Any, path: str, config: EnvConfig, **extra: Any) -> EnvironmentFactory:
-    """Makes `constructor(**extra, **env.args)`: here if its functions are `async def`, in the pool's processes if they are plain.
-    `constructor`: a class, or a function that makes environments."""
+    """Return a factory of `constructor(**extra, **env.args)`. The environments run here if their functions are
+    `async def`, and in the pool's processes if they are plain. The constructor is a class, or a function that makes
+    environments."""
     if inspect.isclass(constructor) or not callable(constructor):
         _check_environment_methods(constructor, config)
     arguments = {**extra, **config.reveal_args()}
@@ -95,12 +96,14 @@ def build_class_factory(constructor: Any, path: str, config: EnvConfig, **extra:
 
 
 def _check_return_annotation(constructor: Any, config: EnvConfig) -> None:
-    """Raise `ConfigError` for a function that does not say that it makes environments, by what it is annotated to return. Whoever
-    wrote the configuration named it, and would have it called: it could be any function of any module, such as `os:system`."""
+    """Raise `ConfigError` for a function whose return annotation does not say that it makes environments.
+
+    Without this check a configuration could name, and so call, any function of any module, such as `os:system`.
+    """
     if inspect.isclass(constructor) or not callable(constructor):
         return  # `build_class_factory` looks at these before it calls anything
     made: Any = None
-    with contextlib.suppress(Exception):  # an annotation may name what is not there
+    with contextlib.suppress(Exception):  # an annotation may name something that does not exist
         made = typing.get_type_hints(constructor).get("return")
     if not all(callable(getattr(made, name, None)) for name in ("reset", "step")):
         raise ConfigError(
@@ -111,7 +114,7 @@ def _check_return_annotation(constructor: Any, config: EnvConfig) -> None:
 
 
 def _check_environment_methods(environment: Any, config: EnvConfig) -> None:
-    """Of a class, or of what it makes. Raises `ConfigError`."""
+    """Raise `ConfigError` unless a class, or an instance of it, has the methods of an environment."""
     waits = [inspect.iscoroutinefunction(getattr(environment, name, None)) for name in ("reset", "step")]
     if not all(callable(getattr(environment, name, None)) for name in ("reset", "step")) or len(set(waits)) == 2:
         raise ConfigError(
@@ -121,7 +124,7 @@ def _check_environment_methods(environment: Any, config: EnvConfig) -> None:
 
 
 def check_arguments(function: Any, config: EnvConfig, extra: Iterable[str] = ()) -> None:
-    """Raises `ConfigError` unless `function` takes `env.args` by name; `extra` are arguments that we give ourselves."""
+    """Raise `ConfigError` unless `function` takes `env.args` by name. The arguments `extra` are supplied by r3async."""
     parameters = inspect.signature(function).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in config.args:
@@ -134,23 +137,24 @@ def check_arguments(function: Any, config: EnvConfig, extra: Iterable[str] = ())
 
 
 def describe_signature(function: Any, extra: Iterable[str] = ()) -> str:
-    """The signature as a person may set it: what we give ourselves is left out."""
+    """Return the signature of `function` as a user may set it, without the arguments `extra`, which r3async
+    supplies."""
     signature = inspect.signature(function)
     shown = [p for name, p in signature.parameters.items() if name not in set(extra)]
     return str(signature.replace(parameters=shown, return_annotation=inspect.Signature.empty))
 
 
 def import_for_setting(path: str, setting: str) -> Any:
-    """What `module:name` or `file.py:name` names. Raises `ConfigError`, which names `setting`."""
+    """Return the object that `module:name` or `file.py:name` names. Raises `ConfigError`, which names `setting`."""
     try:
         return import_object(path)
-    except (Exception, SystemExit) as error:  # importing somebody's module may raise anything
+    except (Exception, SystemExit) as error:  # importing a user's module may raise anything
         what = "" if isinstance(error, (ImportError, AttributeError, ValueError)) else f"{type(error).__name__}: "
         raise ConfigError(f"`{setting}` = {path!r} cannot be loaded: {what}{error}") from error
 
 
 def import_optional_package(name: str, config: EnvConfig, extra: str = "envs") -> Any:
-    """A package of that extra. Raises `ConfigError` that says how to install it."""
+    """Import and return a package of the given extra. Raises `ConfigError` that says how to install it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -159,25 +163,26 @@ def import_optional_package(name: str, config: EnvConfig, extra: str = "envs") -
         ) from error
 
 
-# Environments and rewards that are objects of the caller's: in a configuration they have names, `object:NAME`.
+# Environments and rewards that the caller passes as objects: a configuration names them `object:NAME`.
 #
-# A program gives `r3async.train` a class, a function that makes environments, or a reward. They are pickled, by value or by
-# reference (cloudpickle), and travel to the generators through Ray, to the process that makes a start model, and on to the
-# pool's; no file of a run holds them, since unpickling runs code. Each process holds what it was given.
+# A program gives `r3async.train` a class, a function that makes environments, or a reward. They are pickled, by value
+# or by reference (cloudpickle), and travel to the generators through Ray, to the process that makes a start model, and
+# on to the pool's processes; no file of a run holds them, since unpickling runs code. Each process holds what it was
+# given.
 
 
 OBJECT_PREFIX = "object"
 _pickled_objects: dict[str, bytes] = {}
-"""By name, of this process."""
+"""Pickled objects of this process, by name."""
 
 
 def register_objects(objects: Mapping[str, bytes]) -> None:
-    """Have `object:NAME` stand for the objects, pickled, in this process."""
+    """Register pickled objects in this process under the names that `object:NAME` uses."""
     _pickled_objects.update(objects)
 
 
 def get_registered_objects() -> dict[str, bytes]:
-    """For `register_objects` in another process."""
+    """Return the pickled objects of this process, for `register_objects` in another one."""
     return dict(_pickled_objects)
 
 
@@ -186,7 +191,7 @@ def is_object_name(path: str) -> bool:
 
 
 def get_pickled_object(path: str, setting: str) -> bytes:
-    """Raises `ConfigError` for an object that this process was not given."""
+    """Return the pickled object that `path` names. Raises `ConfigError` for one that this process was not given."""
     name = path.partition(":")[2]
     if name not in _pickled_objects:
         raise ConfigError(
@@ -197,11 +202,12 @@ def get_pickled_object(path: str, setting: str) -> bytes:
 
 
 def load_object(path: str, setting: str) -> Any:
-    """The object. Raises `ConfigError` also for one that cannot be loaded here, such as one of a module that is not."""
+    """Return the object that `path` names. Raises `ConfigError` also for one that cannot be loaded here, for example
+    because its module is missing."""
     data = get_pickled_object(path, setting)
     try:
         return _unpickle_cached(data)
-    except (Exception, SystemExit) as error:  # whatever the user's module raises
+    except (Exception, SystemExit) as error:  # the user's module may raise anything
         raise ConfigError(
             f"`{setting}`: {path.partition(':')[2]} cannot be loaded in this process: {type(error).__name__}: {error}"
         ) from error
@@ -213,14 +219,15 @@ def _unpickle_cached(data: bytes) -> Any:
 
 
 def construct_from_pickle(data: bytes, arguments: dict[str, Any]) -> Any:
-    """An environment, in a process of the pool."""
+    """Construct an environment from a pickled constructor; called in a process of the pool."""
     return _unpickle_cached(data)(**arguments)
 
 
 def extract_objects(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """`settings` with `object:NAME` in the place of each class and function among them, and these, pickled, by name.
+    """Return `settings` with each class and function replaced by `object:NAME`, and the pickled objects by name.
 
-    Raises `ConfigError` for what cannot be pickled, naming the setting, the object, and what in it is the reason.
+    Raises `ConfigError` for an object that cannot be pickled; the message names the setting, the object, and the part
+    of it that is the reason.
     """
     objects: dict[str, bytes] = {}
 
@@ -260,7 +267,7 @@ def _pickle_object(value: Any, where: str) -> bytes:
         )
     try:
         return bytes(cloudpickle.dumps(value))
-    except Exception as error:  # what is in it may raise anything
+    except Exception as error:  # pickling the user's object may raise anything
         blame = ", ".join(_find_unpicklable(value, cloudpickle.dumps))
         raise ConfigError(
             f"`{where}` = {_name_object(value)} cannot be sent to the generators{f', because of {blame}' if blame else ''}: "
@@ -271,7 +278,7 @@ def _pickle_object(value: Any, where: str) -> bytes:
 
 
 def _find_unpicklable(value: Any, dumps: Callable[[Any], bytes]) -> list[str]:
-    """Names of what a function, or the functions of a class, refer to and cannot be pickled."""
+    """Return the names that a function, or the functions of a class, refer to and that cannot be pickled."""
     functions = [f for f in vars(value).values() if inspect.isfunction(f)] if inspect.isclass(value) else [value]
     used: dict[str, Any] = dict(vars(value)) if inspect.isclass(value) else {}
     for function in functions:
@@ -289,7 +296,8 @@ def _find_unpicklable(value: Any, dumps: Callable[[Any], bytes]) -> list[str]:
 
 
 def build_factory_with_objects(objects: Mapping[str, bytes], config: EnvConfig) -> Callable[[], Any]:
-    """`build_environment_factory` where `objects` are held: of a generator that plays them."""
+    """Register `objects`, then return `build_environment_factory(config)`; used by a generator that plays such
+    environments."""
 
     register_objects(objects)
     return build_environment_factory(config)

@@ -1,4 +1,4 @@
-"""Several environments as one: a task's seed says which of them poses it (`data/mixed.py`)."""
+"""Several environments as one: the seed of a task decides which of them poses it (`data/mixed.py`)."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ from r3async.envs.factory import build_environment_factory
 
 
 class MixedEnvironment:
-    """An episode of one of several environments, which the seed at `reset` chooses. Whatever else is asked of it, such as `tools`
-    or `oracle`, is asked of that one; before, of the first."""
+    """An environment that plays each episode in one of several environments, chosen by the seed at `reset`.
+
+    All other attributes, such as `tools` or `oracle`, are those of the chosen environment; before the first `reset`,
+    those of the first one.
+    """
 
     size = None
-    """Each has tasks of its own."""
+    """Size of the mix, which has none: each environment has its own tasks."""
 
     def __init__(self, factories: Sequence[EnvironmentFactory]):
         self._factories = factories
@@ -48,16 +51,20 @@ class MixedEnvironment:
         return await self._env.step(action)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # of a copy that is being made
+        if name.startswith("_"):  # looked up while a copy is being made
             raise AttributeError(name)
         return getattr(self._env, name)
 
 
 class MixedEnvironmentFactory:
-    """Makes them. `factories`: the factory of each environment, by label, in the order of the labels."""
+    """A factory of mixed environments.
+
+    Attributes:
+        factories: The factory of each environment, by label, in the order of the labels.
+    """
 
     def __init__(self, config: EnvConfig):
-        """Raises `ConfigError` that names the entry."""
+        """Build the factory of each entry. Raises `ConfigError` that names the entry."""
         self.entry_configs = parse_mix_entries(config)
         self.factories: dict[str, EnvironmentFactory] = {}
         for label, entry in self.entry_configs.items():
@@ -76,13 +83,14 @@ class MixedEnvironmentFactory:
 
 
 def make_mix(target: str, config: EnvConfig) -> EnvironmentFactory:
-    """See `MixedEnvironmentFactory`."""
+    """Return a `MixedEnvironmentFactory`."""
     return MixedEnvironmentFactory(config)
 
 
 def add_default_evaluation_sets(config: Config) -> Config:
-    """`config`; where several environments are trained and nothing says what is evaluated, each of them is, as a set that has its
-    label: a dataset with the rows that its `eval` keeps from training."""
+    """Return `config` with default evaluation sets: if several environments are trained and no evaluation is
+    configured, each of them becomes a set with its label. A dataset is evaluated on the rows that its `eval` holds out
+    from training."""
     settings = config.evaluation
     if config.env.name != MIX_ENV or settings.sets or settings.env.name:
         return config

@@ -1,7 +1,7 @@
-"""Blocking environments in processes of their own: a call that hangs is ended, one that crashes takes nothing else down.
+"""A pool of processes for blocking environments: a call that hangs is ended, and a crash affects no other process.
 
-Processes are spawned (never forked: this process has threads and may hold an engine), one call at a time each. A thread
-for each process does the waiting, so the event loop never does, and the pool may be used from any loop.
+Processes are spawned (never forked: this process has threads and may hold an engine), and each handles one call at a
+time. A thread for each process does the waiting, so the event loop never does, and the pool may be used from any loop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from r3async.envs.errors import RemoteEnvironmentError
 from r3async.envs.pool_worker import WorkerCall, WorkerReply, receive_message, send_message
 from r3async.untrusted import MalformedError, decode_msgpack
 
-# The path comes first: what is imported there has to be what is imported here, the person's own modules included.
+# The path comes first: the process must import the same modules as this one, the user's own included.
 WORKER_BOOT_CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import r3async.envs.pool_worker as w; w.main()"
 )
@@ -44,19 +44,21 @@ PASSED_VARIABLES = frozenset(
     ]
 )
 PASSED_PREFIXES = ("LC_", "XDG_", "PYTHON")
-"""Of our own environment variables, what every program needs. Among the others may be tokens of a cluster, of a model hub or of
-a metrics service: no task, and no program that plays one, needs them."""
+"""Names, and prefixes, of the environment variables that every program needs. The others may hold tokens of a cluster,
+of a model hub or of a metrics service: no task, and no program that plays one, needs them."""
 
 
 def filter_variables(extra_names: Iterable[str] = (), variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables of `variables` (this process's) that every program needs, and those of them that `extra_names` names."""
+    """Return those of `variables` (by default this process's) that every program needs, and those that `extra_names`
+    names."""
     variables = os.environ if variables is None else variables
     wanted = PASSED_VARIABLES | set(extra_names)
     return {name: value for name, value in variables.items() if name in wanted or name.startswith(PASSED_PREFIXES)}
 
 
 class EnvironmentWorker:
-    """One process and the thread that talks to it. Once `lost_reason`, every call raises what it was lost to."""
+    """One process and the thread that talks to it. Once `lost_reason` is set, every call raises an error with that
+    reason."""
 
     def __init__(self, path: str, arguments: dict[str, Any], config: EnvConfig):
         self.path, self.config = path, config
@@ -66,8 +68,9 @@ class EnvironmentWorker:
         self._last_instance_id = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        # What may be reached from a finalizer takes no lock that its own thread may hold: garbage is collected anywhere, also
-        # in the middle of the very same method. A SimpleQueue and a set allow that, a ThreadPoolExecutor would deadlock.
+        # Code that a finalizer may reach takes no lock that its own thread may hold: garbage is collected anywhere,
+        # even in the middle of the same method. A SimpleQueue and a set allow that, a ThreadPoolExecutor would
+        # deadlock.
         self._call_queue: queue.SimpleQueue[tuple[WorkerCall, Future[WorkerReply]] | None] = queue.SimpleQueue()
         self._stop_lock = threading.RLock()
         self._thread: threading.Thread | None = None
@@ -82,7 +85,8 @@ class EnvironmentWorker:
         return self._last_instance_id
 
     async def submit_call(self, call: WorkerCall) -> WorkerReply:
-        """Raises `EnvironmentFailed`: with the environment's own traceback, or with why the process is lost."""
+        """Send a call to the process and return its reply. Raises `EnvironmentFailed`, with the environment's own
+        traceback, or with the reason why the process is lost."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_run_worker_thread, args=(weakref.ref(self), self._call_queue), daemon=True
@@ -96,14 +100,15 @@ class EnvironmentWorker:
             self._fail_pending_calls()
         reply = await asyncio.wrap_future(future)
         if reply.wrong:
-            ours = self.path.startswith("r3async.")  # which says itself what it judges
+            ours = self.path.startswith("r3async.")  # whose message names what it judges
             raise EnvironmentProtocolError(reply.wrong if ours else f"{self.path}: {reply.wrong}")
         if reply.raised:
             raise RemoteEnvironmentError(f"{self.path} raised in `{call.method}`:\n{reply.raised.trace}", reply.raised)
         return reply
 
     def drop_instance(self, instance: int) -> None:
-        """The episode is over. Never waits; may be called from any thread and by a finalizer."""
+        """Drop an instance whose episode is over. This never waits, and may be called from any thread and by a
+        finalizer."""
         self.active_instances.discard(instance)
         self._call_queue.put((WorkerCall("drop", instance), Future()))
 
@@ -118,16 +123,16 @@ class EnvironmentWorker:
             self._call_queue.put(None)
 
     def _fail_pending_calls(self) -> None:
-        """Every call of a lost process raises at once, whoever makes it."""
+        """Make all pending calls of a lost process raise at once."""
         with contextlib.suppress(queue.Empty):
             while True:
                 item = self._call_queue.get_nowait()
                 if item is not None:
                     self.execute_call(*item)
-        self._call_queue.put(None)  # ends the thread; the one before may have been among them
+        self._call_queue.put(None)  # ends the thread; the earlier None may have been taken above
 
     def execute_call(self, call: WorkerCall, future: Future[WorkerReply]) -> None:
-        """On the worker's thread."""
+        """Execute a call and set the result of `future`. Runs on the worker's thread."""
         if not future.set_running_or_notify_cancel():
             return
         try:
@@ -182,7 +187,8 @@ class EnvironmentWorker:
             )
 
     def _send_and_receive(self, call: WorkerCall, timeout: float, timeout_reason: str) -> WorkerReply:
-        """Send `call` and receive its reply. `timeout` is for both together: a process that is stopped takes no large call in."""
+        """Send `call` and receive its reply. `timeout`, in seconds, covers both together, because a stopped process
+        does not read a large call."""
         assert self._socket is not None
         assert self._process is not None
         message, deadline = msgspec.msgpack.encode(call), time.monotonic() + timeout
@@ -210,7 +216,8 @@ class EnvironmentWorker:
 def _run_worker_thread(
     worker: weakref.ref[EnvironmentWorker], calls: queue.SimpleQueue[tuple[WorkerCall, Future[WorkerReply]] | None]
 ) -> None:
-    """The thread of a worker, which it does not keep alive. What is still in the queue at its end is made, and raises."""
+    """Run a worker's thread, which does not keep the worker alive. Calls that are still in the queue at the end are
+    executed, and raise."""
     ending = False
     while not (ending and calls.empty()):
         item = calls.get()
@@ -222,7 +229,7 @@ def _run_worker_thread(
 
 
 class WorkerPool:
-    """At most `env.workers` processes, started when they are first needed and replaced when they are lost."""
+    """A pool of at most `env.workers` processes, started when first needed and replaced when lost."""
 
     def __init__(self, path: str, arguments: dict[str, Any], config: EnvConfig):
         self._make_worker = lambda: EnvironmentWorker(path, arguments, config)
@@ -231,19 +238,19 @@ class WorkerPool:
         atexit.register(_close_if_alive, weakref.ref(self))
 
     def pick_worker(self) -> EnvironmentWorker:
-        """The one with the fewest episodes; a new one while there are fewer than `env.workers`."""
+        """Return the worker with the fewest episodes; a new one while there are fewer than `env.workers`."""
         self.workers = [worker for worker in self.workers if not worker.lost_reason]
         if len(self.workers) < self._max_workers:
             self.workers.append(self._make_worker())
         return min(self.workers, key=lambda worker: len(worker.active_instances))
 
     def close(self) -> None:
-        """End all processes. Episodes that are playing raise `EnvironmentFailed`."""
+        """End all processes. Episodes in progress raise `EnvironmentFailed`."""
         for worker in self.workers:
             worker.stop()
 
     def __del__(self) -> None:
-        # At the end of the interpreter it was closed already, and a thread that was frozen may hold a worker's lock for ever.
+        # At interpreter exit the pool is closed already, and a frozen thread may hold a worker's lock for ever.
         if not sys.is_finalizing():
             self.close()
 
@@ -255,9 +262,9 @@ def _close_if_alive(pool: weakref.ref[WorkerPool]) -> None:
 
 
 class PooledEnvironment:
-    """One episode, which lives in one process of the pool until it is done, closed, or forgotten here.
+    """An episode that lives in one process of the pool until it is done, closed, or garbage-collected here.
 
-    A copy plays the same answers again when it is first stepped, so it is as good as the original for an environment that is
+    A copy replays the same answers when it is first stepped, so it equals the original for an environment that is
     determined by seed and answers.
     """
 
@@ -289,7 +296,7 @@ class PooledEnvironment:
         return result
 
     def close(self) -> None:
-        """The episode will not be played on. Also done when this object is forgotten."""
+        """End the episode early. This also happens when the object is garbage-collected."""
         if self._worker is not None:
             self._finalizer()
             self._worker = None
@@ -317,7 +324,8 @@ class PooledEnvironment:
 
 
 class PooledOracleEnvironment(PooledEnvironment):
-    """One whose class has an oracle. Its answer comes with what it asks, so that asking for it never waits."""
+    """A pooled environment whose class has an oracle. The oracle's answer arrives with each prompt, so asking for it
+    never waits."""
 
     def oracle(self) -> str:
         return self._oracle
@@ -326,7 +334,12 @@ class PooledOracleEnvironment(PooledEnvironment):
 def make_pooled_factory(
     path: str, arguments: dict[str, Any], config: EnvConfig, *, has_oracle: bool, size: int | None = None
 ) -> EnvironmentFactory:
-    """Makes environments `path(**arguments)` in one pool. `arguments`: plain data, as in TOML. `size`: see `Environment`."""
+    """Return a factory of environments `path(**arguments)` that share one pool.
+
+    Args:
+        arguments: Plain data, as in TOML.
+        size: Number of tasks, see `Environment`.
+    """
     pool = WorkerPool(path, arguments, config)
     kind = PooledOracleEnvironment if has_oracle else PooledEnvironment
     return lambda: kind(pool, size)

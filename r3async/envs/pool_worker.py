@@ -1,4 +1,5 @@
-"""The process that plays blocking environments: reads a call, makes it, writes the reply; ends with its owner."""
+"""The process that plays blocking environments: it reads a call, makes it and writes the reply, and ends with its
+owner."""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ from r3async.untrusted import decode_msgpack
 from r3async.world.processes import ignore_output_errors
 
 PR_SET_PDEATHSIG = 1
-"""Of prctl(2)."""
+"""Option of prctl(2) that sets the signal sent when the parent ends."""
 _LENGTH_PREFIX = struct.Struct("!Q")
-"""Stands before each message between the owner and its process."""
+"""Length prefix of each message between the owner and its process."""
 
 
 class WorkerCall(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -38,8 +39,13 @@ class WorkerCall(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WorkerReply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`raised`: by the environment; `wrong`: by what we ask of one (`EnvironmentProtocolError`). `oracle` is the best answer
-    to what was asked last, if the environment knows it."""
+    """The reply to a `WorkerCall`.
+
+    Attributes:
+        oracle: The best answer to what was asked last, if the environment knows it.
+        raised: The error that the environment raised.
+        wrong: How the environment broke the protocol (`EnvironmentProtocolError`); empty if it did not.
+    """
 
     messages: list[Message] = []
     result: StepResult | None = None
@@ -49,7 +55,7 @@ class WorkerReply(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class EnvironmentHost:
-    """All instances that live in this process."""
+    """All environment instances that live in this process."""
 
     def __init__(self) -> None:
         self._constructor: Any = None
@@ -57,10 +63,11 @@ class EnvironmentHost:
         self._instances: dict[int, Any] = {}
 
     def handle_call(self, call: WorkerCall) -> WorkerReply:
-        """Never raises for what an environment does, but for `KeyboardInterrupt`."""
+        """Handle one call. Errors of an environment become part of the reply and never raise, except
+        `KeyboardInterrupt`."""
         try:
             return self._dispatch_call(call)
-        except (Exception, SystemExit) as error:  # whoever exits would end the other episodes of this process
+        except (Exception, SystemExit) as error:  # an exit would end the other episodes of this process
             if call.method == "reset":
                 self._instances.pop(call.instance, None)
             raised = summarize_error(error)
@@ -78,7 +85,7 @@ class EnvironmentHost:
             case "step":
                 env = self._instances[call.instance]
                 result = require_step_result(env.step(call.action))
-                # What numpy says is done, msgpack does not know.
+                # `done` may be a NumPy bool, which msgpack cannot encode.
                 result = msgspec.structs.replace(
                     result, done=bool(result.done), messages=coerce_messages(result.messages)
                 )
@@ -91,14 +98,15 @@ class EnvironmentHost:
 
 
 def send_message(channel: socket.socket, message: bytes, deadline: float | None = None) -> None:
-    """Send all of `message`. Raises `TimeoutError` where that is not done at `deadline`, of `time.monotonic()`."""
+    """Send all of `message`. Raises `TimeoutError` if this is not done by `deadline`, a time of `time.monotonic()`."""
     for part in (_LENGTH_PREFIX.pack(len(message)), message):
         channel.settimeout(_remaining_seconds(deadline))
-        channel.sendall(part)  # its time limit holds for all of it
+        channel.sendall(part)  # the timeout covers the whole call
 
 
 def receive_message(channel: socket.socket, deadline: float | None = None) -> bytes:
-    """Receive what `send_message` sends. Raises `EOFError` if the other side ends before, and `TimeoutError` as that does."""
+    """Receive a message of `send_message`. Raises `EOFError` if the other side ends first, and `TimeoutError` after
+    `deadline`."""
     (length,) = _LENGTH_PREFIX.unpack(_receive_bytes(channel, _LENGTH_PREFIX.size, deadline))
     return _receive_bytes(channel, length, deadline)
 
@@ -128,15 +136,15 @@ def get_oracle_answer(env: Any) -> str:
 
 
 def _request_death_signal() -> None:
-    """Where Linux runs this, the kernel kills this process when its owner ends: a process that is stopped cannot look."""
+    """Ask the kernel, on Linux, to kill this process when its owner ends: a process that is stopped cannot check."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _exit_with_owner(owner: int, descriptor: int) -> None:
-    """Ends this process when its owner has ended, also while an environment hangs: the pipe is read by nobody then."""
+    """End this process when its owner has ended, even while an environment hangs and nobody reads the pipe."""
     poll = select.poll()
-    poll.register(descriptor, select.POLLRDHUP)  # the end of the pipe, and not what comes through it
+    poll.register(descriptor, select.POLLRDHUP)  # the end of the pipe, not its data
     while os.getppid() == owner:
         if poll.poll(1000):
             break
@@ -144,10 +152,11 @@ def _exit_with_owner(owner: int, descriptor: int) -> None:
 
 
 def main() -> None:
-    """Arguments: the module path (already set), the descriptor of the pipe, the owner's process id."""
-    ignore_output_errors()  # an environment that prints must not fail by it
+    """Serve calls until the owner ends. The command-line arguments are the module path (already set), the descriptor of
+    the pipe, and the owner's process id."""
+    ignore_output_errors()  # an environment must not fail because it prints
     descriptor, owner = int(sys.argv[2]), int(sys.argv[3])
-    _request_death_signal()  # an owner that ended before is seen by `_exit_with_owner`
+    _request_death_signal()  # `_exit_with_owner` detects an owner that ended before
     threading.Thread(target=_exit_with_owner, args=(owner, descriptor), daemon=True).start()
     channel, player = socket.socket(fileno=descriptor), EnvironmentHost()
     with contextlib.suppress(EOFError, OSError):
@@ -157,7 +166,7 @@ def main() -> None:
 
 
 def _encode_reply(reply: WorkerReply) -> bytes:
-    """What an environment said and no message can hold fails its episode, and not the process with all others."""
+    """Encode a reply. A reply that cannot be encoded fails its own episode, not the process with all other episodes."""
     try:
         return msgspec.msgpack.encode(reply)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What an answer to a row is worth: built-in rewards, and functions of the user's own in the forms of TRL, of verl, or plain."""
+"""Rewards for answers to rows: built-in ones, and user functions in the forms of TRL, of verl, or plain."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ from r3async.envs.factory import import_for_setting, is_object_name, load_object
 from r3async.envs.rows import INSTALL_HINT, MISSING, DatasetTask, list_field_names
 from r3async.untrusted import format_value, to_finite_float
 
-# -- built in ----------------------------------------------------------------------------------------------------------
+# -- built-in rewards --------------------------------------------------------------------------------------------------
 
 _NUMBER_PATTERN = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\.\d+")
 
 
 def reward_exact(completion: str, answer: str) -> float:
-    """1 if the completion is `answer`, white space around both aside; else 0."""
+    """Return 1 if the completion is `answer`, ignoring white space around both, else 0."""
     return float(completion.strip() == answer.strip())
 
 
 def reward_contains(completion: str, answer: str) -> float:
-    """1 if `answer` is somewhere in the completion; else 0."""
+    """Return 1 if the completion contains `answer`, else 0."""
     return float(answer.strip() in completion)
 
 
 def reward_number(completion: str, answer: str) -> float:
-    r"""1 if both say the same number, to one part in a million; else 0. What a text says: the number in its last `\boxed{}`,
-    else the one after its last `####`, else its last one."""
+    r"""Return 1 if both texts say the same number, to one part in a million, else 0. The number of a text is the one in
+    its last `\boxed{}`, else the one after its last `####`, else its last number."""
     said, wanted = find_last_number(completion), find_last_number(answer)
     return float(said is not None and wanted is not None and math.isclose(said, wanted, rel_tol=1e-6, abs_tol=1e-9))
 
 
 def find_last_number(text: str) -> float | None:
-    """See `reward_number`. Commas between thousands are no part of it. None if there is none."""
+    """Return the number that a text says (see `reward_number`), or None if there is none. Commas between thousands are
+    ignored."""
     for mark in (r"\boxed{", "####"):
         _, there, after = text.rpartition(mark)
         if there and (found := _NUMBER_PATTERN.search(after.partition("}")[0] if mark != "####" else after)):
@@ -57,10 +58,10 @@ def _parse_number(text: str) -> float:
 
 
 def reward_math(completion: str, answer: str) -> float:
-    """1 if `math-verify` holds both for the same mathematical expression; else 0."""
+    """Return 1 if `math-verify` considers both the same mathematical expression, else 0."""
     from math_verify import parse, verify
 
-    # A reference may stand in LaTeX without its marks; answers must mark theirs.
+    # A reference may be LaTeX without delimiters; answers must have them.
     wanted = parse(answer) or parse(f"${answer}$")
     return float(bool(wanted) and verify(wanted, parse(completion)))
 
@@ -72,25 +73,30 @@ BUILTIN_REWARDS: dict[str, Callable[[str, str], float]] = {
     "math": reward_math,
 }
 BLOCKING_REWARDS = ("math",)
-"""Built in, and takes its time."""
+"""Built-in rewards that are slow."""
 
-# -- functions of the user's own ---------------------------------------------------------------------------------------
+# -- user-defined rewards ----------------------------------------------------------------------------------------------
 
 RewardForm = Literal["trl", "verl", "plain"]
 SecondArgument = Literal["", "answer", "row"]
 TRL_TOKEN_ID_NAMES = ("completion_ids", "completions_ids")
-"""Token ids of completions; the second is how TRL's page on GRPO spelt it before version 1."""
+"""Names of the argument for token ids of completions; TRL's page on GRPO used the second before version 1."""
 TRL_ARGUMENTS = ("prompts", "completions", *TRL_TOKEN_ID_NAMES, "log_metric")
 TRL_UNSUPPORTED_ARGUMENTS = ("trainer_state", "environments", "log_extra")
-"""What TRL's trainer hands to rewards, and nobody has here."""
+"""Arguments that TRL's trainer passes to rewards and that do not exist here."""
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 TRL_RESERVED_COLUMNS = ("prompt", "completion", "completion_ids")
-"""Columns that TRL does not hand to rewards."""
+"""Columns that TRL does not pass to rewards."""
 
 
 class RewardInputs(msgspec.Struct, frozen=True):
-    """An answer and what it answers, as it travels to the process that judges it. `prompt`: messages, or a text where the row has
-    one. `row`: all columns. `token_ids`: that were sampled; empty where no reward asks for them."""
+    """An answer and its task, as sent to the process that judges it.
+
+    Attributes:
+        prompt: Messages, or a text if the row has one.
+        row: All columns.
+        token_ids: The sampled token ids; empty where no reward asks for them.
+    """
 
     completion: str
     prompt: list[dict[str, Any]] | str
@@ -100,9 +106,14 @@ class RewardInputs(msgspec.Struct, frozen=True):
 
 
 class RewardFunction(NamedTuple):
-    """A reward of the configuration, ready to be called. `is_nonblocking`: it may be called on an event loop.
-    `second_argument`: what a plain function gets beside the completion. `required_columns`: those that it cannot do without;
-    `needs_answer`: nor without an answer."""
+    """A reward of the configuration, ready to be called.
+
+    Attributes:
+        is_nonblocking: True if it may be called on an event loop.
+        second_argument: The argument that a plain function gets after the completion.
+        required_columns: Columns that it requires.
+        needs_answer: True if it requires an answer.
+    """
 
     name: str
     weight: float
@@ -117,12 +128,15 @@ class RewardFunction(NamedTuple):
 
     @property
     def metric_name(self) -> str:
-        """What its value is called among the metrics of an episode."""
+        """The name of the reward's value among the metrics of an episode."""
         return f"reward/{self.name}"
 
     async def __call__(self, inputs: RewardInputs, logged: dict[str, float]) -> float | None:
-        """What it returned for the answer; None: it does not apply. `logged` gets what it logs besides, by name. Raises
-        `EnvironmentProtocolError` for what is no reward, and whatever the function raises."""
+        """Return the reward of an answer, or None if it does not apply.
+
+        Raises `EnvironmentProtocolError` for a value that is not a reward, and whatever the function raises. Other
+        values that the function logs are added to `logged` by name.
+        """
         try:
             made = CALLERS_BY_FORM[self.form](self, inputs, logged)
             made = await made if inspect.isawaitable(made) else made
@@ -180,7 +194,7 @@ def _call_verl(reward: RewardFunction, asked: RewardInputs, logged: dict[str, fl
 
 
 def _call_by_name(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Called with those of `arguments` that it takes."""
+    """Call `function` with those of `arguments` that it takes."""
     parameters = inspect.signature(function).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         arguments = {name: value for name, value in arguments.items() if name in parameters}
@@ -201,7 +215,8 @@ CALLERS_BY_FORM: dict[RewardForm, Callable[[RewardFunction, RewardInputs, dict[s
 
 
 def load_reward(config: RewardConfig) -> RewardFunction:
-    """Raises `ConfigError` for one that there is not, or that cannot be called."""
+    """Return the reward that a configuration names. Raises `ConfigError` for one that does not exist or cannot be
+    called."""
     if ":" in config.fn:
         return _load_user_reward(config)
     function = BUILTIN_REWARDS.get(config.fn)
@@ -266,15 +281,15 @@ def _load_user_reward(config: RewardConfig) -> RewardFunction:
 
 
 def load_reward_function(path: str) -> Any:
-    """What `module:function` or `file.py:function` names. Raises `ConfigError`."""
+    """Return the function that `module:function` or `file.py:function` names. Raises `ConfigError`."""
     return load_object(path, "reward") if is_object_name(path) else import_for_setting(path, "reward")
 
 
-# -- against rows ------------------------------------------------------------------------------------------------------
+# -- checking and scoring rows -----------------------------------------------------------------------------------------
 
 
 def check_reward_row(reward: RewardFunction, task: DatasetTask) -> None:
-    """Raise `ConfigError`, with the row, for one that lacks what `reward` needs."""
+    """Raise `ConfigError`, which names the row, if `task` lacks something that `reward` needs."""
     if reward.needs_answer and task.answer is MISSING:
         raise ConfigError(
             f"{task.location}: no answer, which reward {reward.name!r} asks for; its fields: "
@@ -295,9 +310,12 @@ def check_reward_row(reward: RewardFunction, task: DatasetTask) -> None:
 
 
 async def compute_rewards(rewards: Sequence[RewardFunction], inputs: RewardInputs) -> dict[str, float]:
-    """Metrics of an answer: what it is worth, unweighted, for each reward that applies (`RewardFunction.metric_name`), and
-    what rewards log. Those that wait are awaited together. Each of the user's own has a copy: what it changes in the row, no
-    other sees."""
+    """Return the metrics of an answer: the unweighted value of each reward that applies (`RewardFunction.metric_name`),
+    and the values that rewards log.
+
+    Rewards that wait are awaited together. Each user function gets its own copy of `inputs`, so no other reward sees
+    what it changes in the row.
+    """
     logged: dict[str, float] = {}
     copies = (inputs if reward.is_builtin else copy.deepcopy(inputs) for reward in rewards)
     made = await asyncio.gather(*(reward(each, logged) for reward, each in zip(rewards, copies, strict=True)))

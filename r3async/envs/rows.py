@@ -1,4 +1,5 @@
-"""Rows of the user's own: read from files or the Hugging Face hub, checked, and made into prompts and conversations."""
+"""The user's rows: reading them from files or the Hugging Face hub, checking them, and making prompts and
+conversations."""
 
 from __future__ import annotations
 
@@ -21,18 +22,20 @@ from r3async.untrusted import MalformedError, decode_json, decode_python_json
 Row = dict[str, Any]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 VALUE_OVERHEAD_BYTES = 64
-"""Of memory that a value takes besides what is in it."""
+"""Bytes of memory that a value takes besides its content."""
 PARQUET_BATCH_ROWS = 256
 MAX_COMPRESSION_RATIO = 100
-"""A column of a parquet file that is packed better than this is no text; its rows are made one by one."""
+"""Highest compression ratio of a parquet column that can be text. In a file with a better packed column, rows are made
+one by one."""
 UNCHECKED_BYTES, MAX_EXPANSION_RATIO = 64 * 2**20, 1000
-"""Rows of a parquet file, or of the hub, may take the former, or so many times the bytes of their source."""
+"""Limits of the memory that the rows of a parquet file or of the hub may take: the former in bytes, or the latter times
+the bytes of their source, whichever is more."""
 _SUBSET_HINT = "`data.limit` takes the first rows, and `data.eval` a share or a file to evaluate"
 INSTALL_HINT = "pip install 'r3async[data]'"
 
 
 class LocatedRow(NamedTuple):
-    """A row, and where it is: `file` and the number, from 1, of its `unit` (line or row)."""
+    """A row and its location: `file`, and the number, from 1, of its `unit` (line or row)."""
 
     row: Row
     file: str
@@ -45,9 +48,9 @@ class LocatedRow(NamedTuple):
 
 
 def read_rows(data: DataConfig, path: str, split: str) -> list[LocatedRow]:
-    """All rows of `path`, which is a file, a directory of files, or an id on the hub, in their order.
+    """Return all rows of `path`, in order; `path` is a file, a directory of files, or an id on the hub.
 
-    Raises `ConfigError` that says what is missing, or names the line or row that is none.
+    Raises `ConfigError` that says what is missing, or names the line or row that is not valid.
     """
     found = resolve_user_path(path)
     if not found.exists():
@@ -69,7 +72,8 @@ def read_rows(data: DataConfig, path: str, split: str) -> list[LocatedRow]:
 
 
 def collect_file_stamps(place: Path) -> list[tuple[str, int, int]]:
-    """Name, time and size of the files there: another list when one has changed."""
+    """Return name, modification time and size of the files at `place`; the list differs when one of them has
+    changed."""
     files = [place, *sorted(place.iterdir())] if place.is_dir() else [place]
     return [(str(file), (found := file.stat()).st_mtime_ns, found.st_size) for file in files if file.exists()]
 
@@ -107,7 +111,7 @@ def _read_file(file: Path) -> Iterator[LocatedRow]:
 # -- formats -----------------------------------------------------------------------------------------------------------
 
 NumberedRows = Iterator[tuple[str, int, Any]]
-"""Unit, number and row."""
+"""Iterator over rows, as unit, number and row."""
 
 
 def _read_jsonl(file: Path) -> NumberedRows:
@@ -174,7 +178,8 @@ def _read_parquet(file: Path) -> NumberedRows:
 
 
 def _check_expansion(source: Path | str, size: int, used: int) -> None:
-    """Raise `ConfigError` for rows that take far more memory than their source has bytes: a few hundred can be gigabytes."""
+    """Raise `ConfigError` for rows that take far more memory than their source has bytes: a few hundred bytes can
+    become gigabytes."""
     if used > max(UNCHECKED_BYTES, MAX_EXPANSION_RATIO * size):
         raise ConfigError(
             f"`data.path`: {source} has {size} bytes and its rows take {used} and more, so it holds the same over and over: "
@@ -222,7 +227,7 @@ def _load_hub_dataset(data: DataConfig, path: str, split: str, file: Path) -> li
             found.append(LocatedRow(dict(row), f"{path} ({split})", "row", number))
     except ConfigError:
         raise
-    except Exception as error:  # whatever the hub, the network and the dataset's files raise
+    except Exception as error:  # the hub, the network and the dataset's files may raise anything
         line = next(iter(str(error).splitlines()), type(error).__name__)
         raise ConfigError(f"`data.path` = {path!r} cannot be loaded from the Hugging Face hub: {line}") from error
     if not found:
@@ -230,20 +235,20 @@ def _load_hub_dataset(data: DataConfig, path: str, split: str, file: Path) -> li
     return found
 
 
-# From a row to a task: which column is the prompt, which the answer, in the forms of TRL, of verl, or as templates say.
+# Making tasks from rows: which column is the prompt and which the answer, in the forms of TRL and verl or by templates.
 #
-# What a row has for the chat template is shown to it, or the row is refused: nothing of that is left out in silence.
+# Everything that a row has for the chat template is passed to it, or the row is refused: nothing is dropped silently.
 
 
 ANSWER_COLUMNS = ("reward_model.ground_truth", "answer", "solution", "ground_truth")
-"""Where an answer is looked for, unless `data.answer` says."""
+"""Columns that are searched for an answer, in this order, unless `data.answer` names one."""
 UNSUPPORTED_COLUMNS = {
     "chat_template_kwargs": "a row has no variables of its own: set `episode.template_args`, which is for all rows",
     "images": "only text is shown",
     "videos": "only text is shown",
     "audios": "only text is shown",
 }
-"""Columns that a chat template, or a model, would be given elsewhere; and what to do."""
+"""Columns that a chat template or a model would use elsewhere, and what to do instead."""
 NOT_SHOWN_OF_A_MESSAGE = {
     "function_call": "write it as one of `tool_calls`",
     "tool_responses": "write each as a message of the role `tool`",
@@ -252,16 +257,21 @@ NOT_SHOWN_OF_A_MESSAGE = {
     "recipient": "write a call as one of `tool_calls`",
     "channel": "write a thought as `reasoning_content`, and a call as one of `tool_calls`",
 }
-"""Keys of a message that some chat template would show, and what it is given instead."""
+"""Keys of a message that some chat templates would show, and what to write instead."""
 TRAIN_FLAG_KEYS = ("weight", "train", "loss")
-"""Of a message: what says that an answer is not to be learnt."""
+"""Keys of a message that say whether an answer is trained on."""
 _FIELD_PATTERN = re.compile(r"\{([^{}\s]+)\}")
 MISSING: Any = msgspec.UNSET
 
 
 class DatasetTask(NamedTuple):
-    """`messages`: what is asked. `is_chat`: the row has messages and not a text, and so rewards get messages. `answer`: `MISSING`
-    where there is none."""
+    """A task that was made from a row.
+
+    Attributes:
+        messages: The prompt.
+        is_chat: True if the row has messages and not a text; rewards then get messages.
+        answer: The reference answer; `MISSING` if there is none.
+    """
 
     messages: list[Message]
     is_chat: bool
@@ -271,11 +281,12 @@ class DatasetTask(NamedTuple):
 
 
 class MaskedAnswer(Message, frozen=True):
-    """An answer of the assistant that stands in a conversation, and is not to be learnt."""
+    """An assistant answer in a conversation that is not trained on."""
 
 
 def look_up_field(row: Mapping[str, Any], name: str) -> Any:
-    """The value of a column, or of `a.b` in nested ones; a column whose own name has dots comes first. `MISSING` if none has."""
+    """Return the value of a column, or of `a.b` in nested ones; `MISSING` if there is none. A column whose own name
+    contains dots comes first."""
     if name in row:
         return row[name]
     head, dot, rest = name.partition(".")
@@ -284,7 +295,7 @@ def look_up_field(row: Mapping[str, Any], name: str) -> Any:
 
 
 def list_field_names(row: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Dotted names of everything in a row."""
+    """Return the dotted names of all fields of a row."""
     out = []
     for key, value in row.items():
         out += [f"{prefix}{key}", *(list_field_names(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [])]
@@ -292,9 +303,9 @@ def list_field_names(row: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 
 def fill_template(template: str, row: Mapping[str, Any], where: str) -> str:
-    """`template` with each `{name}` replaced by what the row has of that name; `{{` and `}}` stand for braces.
+    """Return `template` with each `{name}` replaced by the row's value of that name; `{{` and `}}` stand for braces.
 
-    Raises `ConfigError` for a name that the row has not, or that is neither text nor number.
+    Raises `ConfigError` for a name that the row lacks, or whose value is neither text nor number.
     """
     out = []
     for part in re.split(r"(\{\{|\}\}|\{[^{}\s]+\})", template):
@@ -313,7 +324,7 @@ def fill_template(template: str, row: Mapping[str, Any], where: str) -> str:
 
 
 def parse_task(located_row: LocatedRow, data: DataConfig) -> DatasetTask:
-    """Raises `ConfigError` that names the row and the field."""
+    """Return the task of a row. Raises `ConfigError` that names the row and the field."""
     row, where = located_row.row, located_row.location
     asked, chat = _parse_prompt(data.prompt, row, where)
     if data.system:
@@ -326,8 +337,11 @@ def parse_task(located_row: LocatedRow, data: DataConfig) -> DatasetTask:
 
 
 def parse_tools(task: DatasetTask) -> list[dict[str, Any]]:
-    """What the chat template is given besides the messages: the row's column `tools`, a list or one in JSON. Raises `ConfigError`
-    for what are no tools, and for a row with something else that it would have to be given."""
+    """Return the tools that the chat template gets besides the messages: the row's column `tools`, a list or a list in
+    JSON.
+
+    Raises `ConfigError` if they are not tools, and for a row with other columns that the chat template would need.
+    """
     for name, remedy in UNSUPPORTED_COLUMNS.items():
         if task.row.get(name):
             raise ConfigError(f"{task.location}: its column {name!r} has no effect: {remedy}; leave the column out")
@@ -343,7 +357,7 @@ def parse_tools(task: DatasetTask) -> list[dict[str, Any]]:
 
 
 def _parse_prompt(prompt: PromptTemplate, row: Row, where: str) -> tuple[list[Message], bool]:
-    """The prompt's messages, and whether it was written as messages."""
+    """Return the prompt's messages, and True if it was written as messages."""
     if not isinstance(prompt, str):
         return _parse_prompt_messages(
             [{key: fill_template(text, row, where) for key, text in each.items()} for each in prompt], where
@@ -374,7 +388,8 @@ def _parse_prompt_messages(value: list[Any], where: str) -> list[Message]:
 
 
 def parse_messages(value: Any, where: str) -> list[Message]:
-    """Chat messages of a row. Raises `ConfigError` for what are none, or have what cannot be shown."""
+    """Return the chat messages of a row. Raises `ConfigError` if they are not messages, or contain something that
+    cannot be shown."""
     if not isinstance(value, list):
         raise ConfigError(
             f"{where}: a chat message must have role and content, and stand in a list, not {_abbreviate_repr(value)}"
@@ -401,7 +416,7 @@ def _parse_message(value: Any, where: str) -> Message:
 
 
 def _join_text_blocks(content: Any, where: str) -> Any:
-    """The text of content in blocks; else the content as it is."""
+    """Return the joined text of content in blocks, or any other content unchanged."""
     if not isinstance(content, list):
         return content
     texts = [each.get("text") if isinstance(each, Mapping) and each.get("type") == "text" else None for each in content]
@@ -413,7 +428,8 @@ def _join_text_blocks(content: Any, where: str) -> Any:
 
 
 def _decode_call_arguments(call: Any) -> Any:
-    """A call with arguments as an object, which is what templates write best; where they are none, as it is."""
+    """Return a call with its arguments as an object, which templates write best; without such arguments, the call
+    unchanged."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if isinstance(function, Mapping) and isinstance(text := function.get("arguments"), str):
         with contextlib.suppress(MalformedError):
@@ -453,17 +469,19 @@ def _abbreviate_repr(value: Any) -> str:
     return text if len(text) < 80 else f"{text[:77]}..."
 
 
-# From a row to a whole conversation with its answers, for supervised training.
+# Making whole conversations with answers from rows, for supervised training.
 
 
 MESSAGES_COLUMN, COMPLETION_COLUMN = "messages", "completion"
 
 
 def parse_conversation(located_row: LocatedRow, data: DataConfig) -> DatasetTask:
-    """A row as a task whose `messages` are the whole conversation; what the assistant says in it is learnt.
+    """Return a row as a task whose `messages` are the whole conversation; the assistant's messages in it are trained
+    on.
 
-    `messages`: the column `messages`; or else the prompt, as `data.prompt` says, and the answer: `data.answer`, or the first of
-    `completion` and the columns where rewards look for one. Raises `ConfigError` that names the row and what it lacks.
+    The messages are those of the column `messages`; or else the prompt, as `data.prompt` says, and the answer:
+    `data.answer`, or the first of `completion` and the columns where rewards look for one. Raises `ConfigError` that
+    names the row and what it lacks.
     """
     row, where = located_row.row, located_row.location
     given = row.get(MESSAGES_COLUMN)
@@ -499,7 +517,8 @@ def _format_answer(answer: Any, where: str) -> str:
 
 
 def _check_conversation(messages: list[Message], where: str) -> None:
-    """Raises `ConfigError` unless an assistant answers something, with texts."""
+    """Raise `ConfigError` unless the assistant answers something, with texts: the conversation ends with an answer,
+    does not begin with one, no two follow each other, none is empty, and at least one is trained on."""
     if not messages or messages[-1].role != "assistant":
         raise ConfigError(f"{where}: the conversation does not end with an answer of the assistant")
     if messages[0].role == "assistant":

@@ -1,8 +1,9 @@
-"""Commands of a policy, each in a process with limits, in a temporary directory that is gone afterwards.
+"""A sandbox for a policy's commands: each runs in a process with limits, in a temporary directory that is removed
+afterwards.
 
-It bounds accidents: a command that never ends, that starts processes without end, that fills memory, disk or the conversation,
-that reaches the network, or that removes the directory which it works in. It is no wall against a program that means harm: a
-command can read what its user can read, unless there is an `image` for Docker.
+It bounds accidents: a command that never ends, that starts processes without end, that fills memory, disk or the
+conversation, that reaches the network, or that removes its working directory. It does not protect against a malicious
+program: a command can read what its user can read, unless there is an `image` for Docker.
 """
 
 from __future__ import annotations
@@ -31,19 +32,20 @@ from r3async.envs import confine
 from r3async.envs.pool import PASSED_VARIABLES
 
 KILL_SECONDS = 5.0
-"""A group that was killed has ended by then."""
+"""Seconds within which a killed process group has ended."""
 ISOLATION_CHECK_SECONDS = 20.0
 REMOVAL_SECONDS = 60.0
 WATCH_INTERVAL_SECONDS = (0.1, 2.0)
-"""At least and at most between two looks at what a command uses: ten times what the last one computed."""
+"""Shortest and longest pause, in seconds, between two checks of what a command uses: ten times the computing time of
+the last check."""
 ASIDE_PREFIX = "aside-"
-"""So begin the names, in a sandbox's folder, of what stood in the way."""
+"""Prefix of the names, in a sandbox's folder, of files that were moved out of the way."""
 ENTRY_OVERHEAD_BYTES = 512
-"""What a file without content uses: disks run out of names, too."""
+"""Bytes charged for a file without content: disks run out of inodes, too."""
 MIB = 2**20
 _SHELL = ("/bin/sh", "-c")
 _KEEP_CAPS_OPTION = "--keep-caps"
-"""With it a command's files are confined (`confine.py`)."""
+"""Option of `unshare` with which a command's files are confined (`confine.py`)."""
 _UNSHARE_OPTIONS = (
     ("--user", "--map-current-user", _KEEP_CAPS_OPTION, "--net", "--pid", "--fork", "--kill-child", "--mount-proc"),
     ("--user", "--map-current-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"),
@@ -51,18 +53,22 @@ _UNSHARE_OPTIONS = (
     ("--net", "--pid", "--fork", "--kill-child"),
     ("--user", "--map-current-user", "--net"),
 )
-"""Of `unshare`, the best first: what a container or an administrator forbids is left out."""
+"""Option sets for `unshare`, best first; later sets leave out what a container or an administrator may forbid."""
 _working_isolations: set[tuple[str, ...]] = set()
-"""The best that were found: another try costs as much as a command."""
+"""Best isolation prefixes found so far; testing one again costs as much as a command."""
 _name_counter = itertools.count()
 
 
 class CommandLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Bounds one command; `disk_mib` bounds all files of a sandbox.
+    """The limits of one command; `disk_mib` limits all files of a sandbox.
 
-    `memory_mib` is each process's address space, and the size of /dev/shm (with Docker: all processes' memory). `output_bytes`
-    are of stdout and stderr together, of which beginning and end are kept. A command with more `processes`, or with more files
-    than `disk_mib`, is ended; it is looked at ten times a second.
+    A command with more than `processes` processes, or with more files than `disk_mib`, is ended; this is checked ten
+    times a second.
+
+    Attributes:
+        memory_mib: Address space of each process, and the size of /dev/shm (with Docker: memory of all processes), in
+            MiB.
+        output_bytes: Bytes of stdout and stderr together, of which beginning and end are kept.
     """
 
     seconds: float = 30.0
@@ -80,8 +86,13 @@ class CommandLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CommandResult(msgspec.Struct, frozen=True):
-    """What a command did. `exit_code`: None if a limit ended it; negative for the signal that ended it. `ended_by` says which.
-    `reset_reason`: why the working directory is an empty new one."""
+    """The result of a command.
+
+    Attributes:
+        exit_code: Exit code; None if a limit ended the command, negative for the signal that ended it.
+        ended_by: The limit that ended the command.
+        reset_reason: Why the working directory is an empty new one.
+    """
 
     exit_code: int | None
     output: str
@@ -89,15 +100,18 @@ class CommandResult(msgspec.Struct, frozen=True):
     reset_reason: str = ""
 
     def format_for_policy(self) -> str:
-        """As the policy reads it."""
+        """Return the result as the policy reads it."""
         ended = [f"[{self.ended_by}]" if self.exit_code is None else f"[exit code {self.exit_code}]"]
         ended += [f"[{self.reset_reason}: an empty directory took its place]"] * bool(self.reset_reason)
         return "\n".join([self.output.rstrip(), *ended]).lstrip()
 
 
 async def find_isolation(network: bool = False) -> tuple[str, ...]:
-    """The words before a command that isolate it as well as this machine lets us: no network (unless `network`), no file written
-    outside of the sandbox, and all that it starts ends with it. Empty where nothing works."""
+    """Return the command prefix that isolates a command as well as this machine allows; empty if nothing works.
+
+    Isolated means: no network (unless `network`), no file written outside of the sandbox, and all processes that a
+    command starts end with it.
+    """
     program = shutil.which("unshare")
     for options in _UNSHARE_OPTIONS if program else ():
         words = (str(program), *(o for o in options if o != "--net" or not network), "--")
@@ -127,7 +141,7 @@ async def _isolation_works(words: Sequence[str]) -> bool:
 
 
 def build_local_command(command: str, limits: CommandLimits, isolation_prefix: Sequence[str], root: Path) -> list[str]:
-    """`command` for a shell, under `limits`, in the sandbox at `root`."""
+    """Return the words that run `command` in a shell, under `limits`, in the sandbox at `root`."""
     most = {
         "RLIMIT_AS": limits.memory_mib * MIB,
         "RLIMIT_CPU": int(limits.seconds) + 1,
@@ -135,7 +149,7 @@ def build_local_command(command: str, limits: CommandLimits, isolation_prefix: S
         "RLIMIT_CORE": 0,
     }
     if "--user" in isolation_prefix:
-        # Elsewhere it would count all processes of our user, Ray's and the engine's too. Nothing it says holds for root.
+        # Elsewhere the limit would count all processes of our user, Ray's and the engine's too. It does not bind root.
         most["RLIMIT_NPROC"] = limits.processes
     settings = {
         "limits": {name: min(value, _hard_limit(name)) for name, value in most.items()},
@@ -160,7 +174,8 @@ def _hard_limit(name: str) -> int | float:
 
 
 def build_docker_command(command: str, limits: CommandLimits, image: str, directory: Path, name: str) -> list[str]:
-    """`command` in a container of `image` that sees only `directory`, as `/work`. `name`: what to kill it by."""
+    """Return the words that run `command` in a container of `image` that sees only `directory`, as `/work`. The
+    container is called `name`, so that it can be killed."""
     memory = f"{limits.memory_mib}m"
     return [
         *("docker", "run", "--rm", "--init", "--name", name),
@@ -176,13 +191,17 @@ def build_docker_command(command: str, limits: CommandLimits, image: str, direct
 
 
 class Sandbox:
-    """A directory of its own, and the commands that run in it. `await Sandbox.open(...)` makes one; `close` removes it.
+    """A temporary directory and the commands that run in it. `await Sandbox.open(...)` makes one; `close` removes it.
 
-    `image`: of Docker; empty for processes of this machine. They get a few environment variables that every program needs, with
-    HOME and TMPDIR beside the directory. Belongs to one event loop; commands may run at once.
+    A sandbox belongs to one event loop; commands may run concurrently. Processes of this machine get only the few
+    environment variables that every program needs, with HOME and TMPDIR beside the directory.
 
-    A command may do to the directory whatever its user may. So nothing here opens what a command left: what stands in the way
-    of a file is moved aside, and a directory that is no more, or holds more than `disk_mib`, is replaced by an empty one.
+    A command may do to the directory whatever its user may. So nothing here opens what a command left: anything in the
+    way of a file is moved aside, and a directory that was removed, or that holds more than `disk_mib`, is replaced by
+    an empty one.
+
+    Args:
+        image: Docker image; empty for processes of this machine.
     """
 
     def __init__(self, root: Path, limits: CommandLimits, isolation_prefix: Sequence[str], image: str = ""):
@@ -197,8 +216,8 @@ class Sandbox:
         return cls(_make_root(), limits, isolated, image)
 
     async def write(self, files: Mapping[str, str]) -> None:
-        """Write files by their path in the directory, in place of whatever a command left there: a link, a pipe, a directory.
-        Raises `ValueError` for a path that leads out of it."""
+        """Write files by their path in the directory, replacing whatever a command left there: a link, a pipe, a
+        directory. Raises `ValueError` for a path that leads out of the directory."""
         inside = {_resolve_inside(name, self.directory): text for name, text in files.items()}
         await asyncio.to_thread(self._write_files, inside)
 
@@ -212,15 +231,16 @@ class Sandbox:
             os.close(aside)
 
     async def run(self, command: str, seconds: float | None = None) -> CommandResult:
-        """Until it ends, or a limit ends it: then everything that it started is killed. Cancelling kills it too."""
+        """Run a command until it ends or exceeds a limit, and kill everything that it started. Cancelling kills it
+        too."""
         limits = self.limits if seconds is None else msgspec.structs.replace(self.limits, seconds=seconds)
         name = f"r3async-{os.getpid()}-{next(_name_counter)}"
         words = build_local_command(command, limits, self.isolation_prefix, self._root)
         if self.image:
             words = build_docker_command(command, limits, self.image, self.directory, name)
         lost = await asyncio.to_thread(_restore_folders, self._root)
-        # A pipe of our own: before asyncio says that a process has ended it waits for the end of its pipes, and so for all that a
-        # command left in the background.
+        # We make the pipe: asyncio would wait for the end of its own pipes before it reports the end of a process, and
+        # so for everything that a command left in the background.
         ours, theirs = os.pipe()
         reading = asyncio.create_task(_read_bounded(ours, limits.output_bytes))
         try:
@@ -243,13 +263,13 @@ class Sandbox:
             limit = f"ended: {watching.result()}" if watching.done() else "out of time"
         finally:
             watching.cancel()
-            _kill_group(process)  # its group: what it left in the background too
+            _kill_group(process)  # the whole group, background processes too
             if self.image and not ending.done():
                 await _run_quietly("docker", "kill", name)
         lost = await asyncio.to_thread(_restore_folders, self._root, limits) or lost
         await _remove_directories(*self._root.glob(ASIDE_PREFIX + "*"))
         output = ""
-        with contextlib.suppress(TimeoutError):  # something that escaped its group may hold the pipe
+        with contextlib.suppress(TimeoutError):  # a process that escaped its group may hold the pipe
             output = await asyncio.wait_for(reading, KILL_SECONDS)
         return CommandResult(code, output, limit, lost)
 
@@ -276,15 +296,19 @@ def _make_root() -> Path:
 
 
 async def _remove_directories(*paths: Path) -> None:
-    """Remove directories with all that is in them, by a program: no depth of directories ends it, and no loop waits for it."""
+    """Remove directories and their content with a program, which handles any depth and does not block the event
+    loop."""
     if paths:
         command = 'rm -rf -- "$@" || { chmod -R u+rwx -- "$@"; rm -rf -- "$@"; }'
         await _run_quietly(*_SHELL, command, "rm", *map(str, paths), seconds=REMOVAL_SECONDS)
 
 
 def _restore_folders(root: Path, limits: CommandLimits | None = None) -> str:
-    """Make `root` have its folders, as real ones that may be entered. What is there in their place is moved aside, and so is a
-    working directory that holds more than `limits` allow. Returns why that one is an empty new one, or nothing."""
+    """Ensure that `root` has its folders, as real directories that may be entered.
+
+    Anything in their place is moved aside, and so is a working directory that holds more than `limits` allow. Returns
+    why the working directory is a new empty one, or an empty text.
+    """
     why = ""
     for path in (root, *(root / name for name in confine.SANDBOX_FOLDERS)):
         with contextlib.suppress(FileNotFoundError):
@@ -309,7 +333,8 @@ def _move_aside(root: Path, path: Path) -> None:
 
 
 def _resolve_inside(name: str, directory: Path) -> PurePosixPath:
-    """The path of `name` in `directory`, by its words alone: what links lead to, only a look would tell."""
+    """Return the path of `name` relative to `directory`, by its text alone; links are not resolved. Raises `ValueError`
+    for a path outside of the sandbox."""
     path = PurePosixPath(os.path.normpath(directory / name))
     if PurePosixPath(directory) not in path.parents:
         raise ValueError(f"{name!r} is outside of the sandbox")
@@ -317,8 +342,8 @@ def _resolve_inside(name: str, directory: Path) -> PurePosixPath:
 
 
 def _write_file(root: int, path: PurePosixPath, text: str) -> None:
-    """Write a new file and put it in the place of what is there. Every step is by the descriptor of a directory, and none follows
-    a link or opens what a command made."""
+    """Write a new file and put it in the place of what is there. Every step uses the descriptor of a directory, and
+    none follows a link or opens what a command made."""
     folder = os.open("work", _OPEN_DIRECTORY_FLAGS, dir_fd=root)
     try:
         for part in path.parts[:-1]:
@@ -352,7 +377,7 @@ def _open_folder(root: int, name: str, above: int) -> int:
 
 
 def _stat_mode(name: str, folder: int) -> int | None:
-    """Of what is there, itself, and not of what it links to. None where there is nothing."""
+    """Return the mode of a directory entry itself, not of what it links to; None if there is none."""
     try:
         return os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
     except FileNotFoundError:
@@ -363,7 +388,8 @@ def _stat_mode(name: str, folder: int) -> int | None:
 
 
 async def _wait_until_exceeded(pid: int, root: Path, limits: CommandLimits) -> str:
-    """Wait until a command exceeds its number of processes or its share of the disk. Returns which, as the policy reads it."""
+    """Wait until a command exceeds its number of processes or its share of the disk. Returns which, as the policy reads
+    it."""
     pause, longest = WATCH_INTERVAL_SECONDS
     while True:
         await asyncio.sleep(pause)
@@ -374,7 +400,7 @@ async def _wait_until_exceeded(pid: int, root: Path, limits: CommandLimits) -> s
 
 
 def _measure_usage(pid: int, root: Path, limits: CommandLimits) -> tuple[str, float]:
-    """What is exceeded, if anything, and the seconds of computing that it took to see."""
+    """Return the limit that is exceeded, if any, and the seconds of computing that the check took."""
     begun = time.thread_time()
     over = _check_process_count(pid, limits) or _check_disk_usage(root, limits)
     return over, time.thread_time() - begun
@@ -384,7 +410,7 @@ def _check_process_count(pid: int, limits: CommandLimits) -> str:
     found, count = [pid], 0
     while found:
         children = Path("/proc", str(found.pop()), "task")
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             for thread in children.iterdir():
                 found += [int(child) for child in (thread / "children").read_text().split()]
         count += 1
@@ -394,7 +420,7 @@ def _check_process_count(pid: int, limits: CommandLimits) -> str:
 
 
 _WRAPPER_PROCESSES = 2
-"""`unshare` and the shell, which are no processes of the command."""
+"""Number of processes that wrap the command: `unshare` and the shell."""
 
 
 def _check_disk_usage(root: Path, limits: CommandLimits) -> str:
@@ -416,8 +442,8 @@ def _check_disk_usage(root: Path, limits: CommandLimits) -> str:
 
 
 async def _read_bounded(pipe: int, max_bytes: int) -> str:
-    """All that comes, and then closes `pipe`; of more than `max_bytes` bytes the beginning and the end, and how much lay
-    between."""
+    """Read a pipe to its end, close it, and return the text. If it is longer than `max_bytes` bytes, return beginning
+    and end, with the number of bytes left out between them."""
     stream = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(stream), io.FileIO(pipe)
@@ -456,4 +482,4 @@ RUN_TOOL: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
     },
 }
-"""`Sandbox.run` as a tool for a policy."""
+"""Tool schema of `Sandbox.run`, for a policy."""

@@ -1,4 +1,5 @@
-"""Tools of an environment: calls in what a policy wrote, as Hermes and Qwen write them, and servers that speak MCP."""
+"""Tools of an environment: parsing the calls in a policy's answer, as Hermes and Qwen write them, and running MCP
+servers."""
 
 from __future__ import annotations
 
@@ -19,21 +20,24 @@ from r3async.envs import Action, Environment, EnvironmentFactory, EnvironmentFai
 from r3async.envs.pool import filter_variables
 from r3async.untrusted import MalformedError, decode_json
 
-# Two forms are read: `<tool_call>{"name": …, "arguments": {…}}</tool_call>` as Hermes and Qwen write it, any number of times; and
-# an answer that is nothing but that JSON object, or a list of them (`parameters` for `arguments` is taken too).
+# Two forms are read: `<tool_call>{"name": …, "arguments": {…}}</tool_call>` as Hermes and Qwen write it, any number of
+# times; and an answer that is only that JSON object, or a list of them (`parameters` is accepted for `arguments`).
 _CALL_OPEN_TAG, _CALL_CLOSE_TAG = "<tool_call>", "</tool_call>"
 _THINK_TAG = re.compile("</?think>")
 _FENCED_BLOCK = re.compile(r"```(?:json)?[^\S\n]*\n(.*?)\n?```", re.DOTALL)
 ToolCall = tuple[str, dict[str, Any]]
-"""Of a tool: its name and its arguments."""
+"""Tool call: the name of the tool and its arguments."""
 
 
 def parse_tool_calls(
     text: str, tools: Sequence[Mapping[str, Any]], *, thinking: bool = False
 ) -> tuple[str, list[dict[str, Any]]]:
-    """Return `content, tool_calls` of an answer, in OpenAI's shape. Thoughts are content, whatever is in them. Where one call
-    cannot be read or is of a tool that was not offered, or no `tools` were, the whole text is content. `thinking`: the answer
-    begins within a thought, which its prompt opened."""
+    """Return `content, tool_calls` of an answer, in OpenAI's shape.
+
+    Reasoning is part of the content, whatever it contains. The whole text is content if any call cannot be parsed or
+    names a tool that was not offered, or if there are no `tools`. With `thinking`, the answer begins inside reasoning
+    that its prompt opened.
+    """
     thoughts, spoken = split_reasoning(text, thinking=thinking)
     content, calls = _read_calls(spoken, tools)
     if not calls or not {name for name, _ in calls} <= list_tool_names(tools):
@@ -42,10 +46,10 @@ def parse_tool_calls(
 
 
 def split_reasoning(text: str, *, thinking: bool = False) -> tuple[str, str]:
-    """Return the thoughts of an answer, with `<think>` and `</think>`, and what it says beside them.
+    """Return the reasoning of an answer, with `<think>` and `</think>`, and the rest of the text.
 
-    A `</think>` that nothing opened ends a thought which the prompt opened; `thinking` says that it did, for an answer that was
-    cut before. A tag in the arguments of a call is no thought's.
+    A `</think>` that nothing opened ends reasoning that the prompt opened; `thinking` says that the prompt did so, for
+    an answer that was cut before its `</think>`. A tag in the arguments of a call does not count.
     """
     thoughts, spoken, begin, at = "", "", 0, 0
     while tag := _THINK_TAG.search(text, at):
@@ -61,7 +65,7 @@ def split_reasoning(text: str, *, thinking: bool = False) -> tuple[str, str]:
 
 
 def _find_call_end(text: str, begin: int, at: int) -> int:
-    """Return where the call ends that `text[at]` is within the arguments of; 0 if it is in none that begins behind `begin`."""
+    """Return the end of the call whose arguments contain `text[at]`; 0 if no call that begins after `begin` does."""
     start = text.rfind(_CALL_OPEN_TAG, begin, at)
     end = text.find(_CALL_CLOSE_TAG, at) if start >= 0 else -1
     if end < 0 or _parse_tagged_call(text[start + len(_CALL_OPEN_TAG) : end]) is None:
@@ -70,8 +74,8 @@ def _find_call_end(text: str, begin: int, at: int) -> int:
 
 
 def _read_calls(spoken: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
-    """Return what is said beside the calls, and the calls; none where one cannot be read, or no `tools` were offered. A call that
-    is tagged as one may be of a tool that was not offered."""
+    """Return the text beside the calls, and the calls; no calls if one cannot be parsed, or if there are no `tools`. A
+    call in tags may name a tool that was not offered."""
     if not tools:
         return spoken, []
     if blocks := list(_find_tagged_blocks(spoken)):
@@ -96,8 +100,8 @@ def _read_calls(spoken: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, l
 
 
 def _find_tagged_blocks(text: str) -> Iterator[tuple[int, int]]:
-    """Yield where each `<tool_call>…</tool_call>` begins and ends. (An expression that looks for both reads the rest of the text
-    for every tag that is not closed: seconds, for an answer that is nothing but open tags.)"""
+    """Yield the begin and the end of each `<tool_call>…</tool_call>`. A regular expression for both tags would read the
+    rest of the text for every unclosed tag, which takes seconds for an answer of open tags alone."""
     at = 0
     while (start := text.find(_CALL_OPEN_TAG, at)) >= 0 and (end := text.find(_CALL_CLOSE_TAG, start)) >= 0:
         at = end + len(_CALL_CLOSE_TAG)
@@ -143,10 +147,17 @@ async def run_tool_calls(
     max_characters: int = 8192,
     thinking: bool = False,
 ) -> list[Message]:
-    """One message for each tool call in an answer, in their order; none if it has none. The calls run at the same time.
+    """Run the tool calls in an answer at the same time. Returns one message for each call, in order; none if there are
+    no calls.
 
-    `call_tool(name, arguments)`: what the tool of that name says. What it raises, does not answer in `seconds`, or says beyond
-    `max_characters` is told to the policy, as are calls beyond `max_calls`, which are not made. `thinking`: `Action.thinking`.
+    Errors, time-outs, and output that is cut off are reported to the policy, as are calls beyond `max_calls`, which are
+    not made.
+
+    Args:
+        call_tool: Function of name and arguments that returns the tool's text.
+        seconds: Time limit of each call.
+        max_characters: Characters of a tool's text that the policy gets.
+        thinking: See `Action.thinking`.
     """
     _, calls = _read_calls(split_reasoning(text, thinking=thinking)[1], tools)
 
@@ -169,18 +180,23 @@ async def run_tool_calls(
 
 # `mcp:TASK`: the tools of MCP servers, offered to the policy while it works on the tasks of environment TASK.
 #
-# Servers with a `command` are started for each episode and speak over stdio, so what one episode does to them no other sees.
-# Those with a `url` run already: each episode has a session of its own with them, by streamable HTTP.
+# Servers with a `command` are started for each episode and speak over stdio, so episodes do not share their state.
+# Servers with a `url` are running already: each episode has its own session with them, by streamable HTTP.
 
 
 SHUTDOWN_SECONDS = 10.0
-"""What servers may take to end; the package `mcp` kills them before that."""
+"""Seconds that servers may take to end; the package `mcp` kills them before that."""
 
 
 class McpServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`command`: words, with their `directory`; or the `url` of a server that runs, with `headers`, in which `$NAME` stands for a
-    variable of `environment`. `tools`: those that are offered; empty for all. What may be a secret of it is written nowhere: see
-    `EnvConfig`."""
+    """The settings of an MCP server: a `command` to start, or the `url` of a server that runs. Possible secrets in it
+    are never written anywhere, see `EnvConfig`.
+
+    Attributes:
+        command: Program and arguments, which run in `directory`.
+        headers: HTTP headers, in which `$NAME` stands for a variable of `environment`.
+        tools: Names of the tools that are offered; empty for all.
+    """
 
     command: list[str] = []
     directory: str = ""
@@ -197,7 +213,8 @@ class McpServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("`url` must begin with http:// or https://")
 
     def resolve_headers(self, variables: Mapping[str, str]) -> dict[str, str]:
-        """The `headers`. Raises `ValueError` for a variable that there is not."""
+        """Return the `headers` with their variables filled in. Raises `ValueError` for a variable that does not
+        exist."""
         try:
             return {name: Template(value).substitute(variables) for name, value in self.headers.items()}
         except KeyError as error:
@@ -205,8 +222,15 @@ class McpServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class McpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`env.args` of `mcp:TASK`. `task`: the arguments of TASK; `environment`: variables of all servers; `calls`: in an episode,
-    and `calls_at_once` in an answer. Seconds, characters of a result."""
+    """The `env.args` of `mcp:TASK`. Time limits are in seconds.
+
+    Attributes:
+        task: Arguments of TASK.
+        environment: Environment variables of all servers.
+        calls: Calls per episode.
+        calls_at_once: Calls per answer.
+        output_characters: Characters of a result.
+    """
 
     servers: dict[str, McpServerConfig]
     task: dict[str, Any] = {}
@@ -228,7 +252,8 @@ class McpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def make_mcp(target: str, config: EnvConfig) -> EnvironmentFactory:
-    """Raises `ConfigError` for wrong `env.args`, a TASK that there is not, or without the package `mcp`."""
+    """Return a factory of environments with MCP tools. Raises `ConfigError` for wrong `env.args`, an unknown TASK, or
+    if the package `mcp` is missing."""
     from r3async.envs.factory import build_environment_factory, import_optional_package
 
     import_optional_package("mcp", config, extra="mcp")
@@ -241,20 +266,21 @@ def make_mcp(target: str, config: EnvConfig) -> EnvironmentFactory:
 
 
 class McpServers:
-    """The servers of one episode, from `start` to `stop`. A task of its own holds the connections: they have to be closed by
-    whoever opened them."""
+    """The MCP servers of one episode, from `start` to `stop`. A separate task holds the connections, because the task
+    that opened them must close them."""
 
     def __init__(self, settings: McpConfig, variables: Mapping[str, str]):
         self.tools: list[dict[str, Any]] = []
         self._settings = settings
         self._variables = {**variables, **settings.environment}
         self._tool_owners: dict[str, tuple[Any, str]] = {}
-        """By the name that the policy knows: the client, and the name that its server knows."""
+        """Client of each tool and the tool's name on its server, by the name that the policy knows."""
         self._is_started, self._stop_requested = False, asyncio.Event()
         self._connection_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Raises `EnvironmentFailed` for a server that does not start in time, or a tool of a name that there is twice."""
+        """Start the servers. Raises `EnvironmentFailed` for a server that does not start in time, or a tool name that
+        occurs twice."""
         loop = asyncio.get_running_loop()
         started: asyncio.Future[None] = loop.create_future()
         self._connection_task = asyncio.create_task(self._run_connections(started))
@@ -321,7 +347,8 @@ class McpServers:
             self.tools.append({"type": "function", "function": function})
 
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> str:
-        """The text that the tool says. Raises `ValueError` for one that there is not, and what the server or its loss raises."""
+        """Call a tool and return its text. Raises `ValueError` for a tool that does not exist, and whatever the server
+        or the loss of it raises."""
         if name not in self._tool_owners:
             raise ValueError(f"there is no tool {name!r}, only {', '.join(self._tool_owners)}")
         client, known = self._tool_owners[name]
@@ -338,11 +365,11 @@ class McpServers:
             self._stop_requested.set()
         else:
             holding.cancel()
-        # Once is enough: its own ending closes stdin, asks, and then kills, each within seconds.
+        # One request is enough: the task closes stdin, terminates and then kills the servers, each within seconds.
         done, _ = await asyncio.wait([holding], timeout=SHUTDOWN_SECONDS)
         for task in done:
             if not task.cancelled():
-                task.exception()  # it is known, or comes too late to matter
+                task.exception()  # retrieve it: the error is known, or comes too late to matter
 
 
 def _describe_root_cause(error: BaseException) -> str:
@@ -352,7 +379,8 @@ def _describe_root_cause(error: BaseException) -> str:
 
 
 class McpEnvironment:
-    """`inner_env` with the tools of MCP servers: an answer with calls is answered by their results, any other by `inner_env`."""
+    """An environment that adds the tools of MCP servers to `inner_env`: an answer with calls is answered by their
+    results, any other by `inner_env`."""
 
     def __init__(self, inner_env: Environment, settings: McpConfig, variables: Mapping[str, str]):
         self._inner_env, self._settings, self._variables = inner_env, settings, variables

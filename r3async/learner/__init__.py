@@ -1,4 +1,4 @@
-"""What other packages need of the learner without loading torch: its results, its errors, and how a backend is loaded."""
+"""The learner's results and errors, and a function that loads its backend; importing this module does not load torch."""
 
 from __future__ import annotations
 
@@ -20,25 +20,30 @@ if TYPE_CHECKING:
 
 
 class LearnerError(RuntimeError):
-    """The backend cannot train this model or this batch; the message says why, and which setting to change."""
+    """An error for a model or batch that the backend cannot train; the message says why, and which setting to change."""
 
 
 class RejectedTrajectory(NamedTuple):
-    """A trajectory that arrived, and that the step cannot train."""
+    """A trajectory that arrived but that the step cannot train."""
 
     trajectory: Trajectory
     reason: str
 
 
 class RouteTrace(msgspec.Struct, frozen=True):
-    """What one rank's routers did with its tokens of one micro-batch, as they did it.
+    """The choices that one rank's routers made for its tokens of one micro-batch, as they were made.
 
-    The micro-batch is `sample_ids` laid end to end, sample `s` in rows `cu_seqlens[s]:cu_seqlens[s + 1]` (int32 `[S + 1]`).
-    Of its rows this rank has `first .. first + n` and of its MoE layers `columns` (0-based). `own` uint16 `[n, R, K]`: the
-    experts that each router would have chosen, in the order of their scores; `used`: those that it sent the token to.
-    `prefixes`: of samples that share rows, see `MicroBatch`.
-    `logprobs` float32 `[N]`, of all `N = cu_seqlens[-1]` rows, from a rank that computed the loss: the learner's of each
-    trained token, before the step, at its sample's temperature; NaN for the others.
+    The micro-batch is `sample_ids` laid end to end; sample `s` is in rows `cu_seqlens[s]:cu_seqlens[s + 1]`.
+
+    Attributes:
+        cu_seqlens: int32 `[S + 1]`.
+        first: This rank has rows `first .. first + n` of the micro-batch.
+        columns: The MoE layers of this rank (0-based).
+        own: uint16 `[n, R, K]`: the experts that each router would have chosen, in the order of their scores.
+        used: uint16 `[n, R, K]`: the experts that each router sent the token to.
+        logprobs: float32 `[N]` for all `N = cu_seqlens[-1]` rows, from a rank that computed the loss: the learner's
+            log-prob of each trained token before the step, at its sample's temperature; NaN for other tokens.
+        prefixes: Prefixes of samples that share rows, see `MicroBatch`.
     """
 
     sample_ids: tuple[str, ...]
@@ -52,14 +57,18 @@ class RouteTrace(msgspec.Struct, frozen=True):
 
 
 class MinibatchResult(msgspec.Struct, frozen=True):
-    """What training one minibatch did, over all ranks: one optimizer step.
+    """The result of one optimizer step on one minibatch, over all ranks.
 
-    `metrics`: see `metrics.build_minibatch_result`. By MoE layer of the whole model: `layer_agreement` float32 `[L]`, the
-    share of recorded tokens whose own top-k set is the recorded one (0 if none is recorded); `expert_load` int64 `[L, experts]`,
-    tokens sent to each expert, padding not counted. `traces`: of this rank, if they were asked for. `drift` float64 `[3, n, 2]`:
-    `metrics.sum_drift` of all trained tokens, of the probed ones, and of these with the routers' own choice; of no row where
-    nothing measured it. `gap_moments` float64 `[5]`: `metrics.compute_gap_moments`. `digests`: of its stages, with
-    `observe.record`.
+    Attributes:
+        metrics: See `metrics.build_minibatch_result`.
+        layer_agreement: float32 `[L]`, for each MoE layer of the whole model: the share of recorded tokens whose own
+            top-k set is the recorded one (0 if none is recorded).
+        expert_load: int64 `[L, experts]`: tokens sent to each expert of each MoE layer, padding not counted.
+        traces: The traces of this rank, if tracing was requested.
+        drift: float64 `[3, n, 2]`: `metrics.sum_drift` of all trained tokens, of the probed ones, and of the probed
+            ones with the routers' own choice. It has no rows if nothing measured it.
+        gap_moments: float64 `[5]`: `metrics.compute_gap_moments`.
+        digests: A digest for each stage of the step, with `observe.record`.
     """
 
     metrics: dict[str, float]
@@ -72,16 +81,20 @@ class MinibatchResult(msgspec.Struct, frozen=True):
 
 
 def sum_stage_digests(digests: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Of all ranks (`MinibatchResult.digests`), modulo 2^64."""
+    """Return, for each stage, the sum modulo 2^64 of all ranks' digests (`MinibatchResult.digests`)."""
     return {stage: sum(each[stage] for each in digests) % 2**64 for stage in digests[0]}
 
 
 def build_learner(
     config: Config, model_path: Path, files: Files = REAL_WORLD.files, *, frozen: bool = False
 ) -> LearnerBackend:
-    """Load the model with `learner.backend`; nothing of the other backend is imported. Collective; raises `LearnerError`.
+    """Load the model with `learner.backend`, importing nothing of the other backends.
 
-    `files`: where the scripted one finds it. A `frozen` one is only asked for log-probs: it has no optimizer's memory.
+    Collective. Raises `LearnerError`.
+
+    Args:
+        files: The file system in which the scripted backend finds the model.
+        frozen: The learner is used only for log-probs: its optimizer takes no memory.
     """
     if config.learner.deterministic:
         require_deterministic_kernels()
@@ -99,13 +112,16 @@ def build_learner(
 
 
 def require_deterministic_kernels() -> None:
-    """From now on torch uses kernels that give the same bits at every call, in the whole process, and raises for an operator that
-    has none. Before the first product on a GPU: cuBLAS reads its variable then (docs.nvidia.com/cuda/cublas, "Results
-    reproducibility"). One that is set already stays."""
+    """Make torch use kernels that give the same bits at every call, in the whole process from now on.
+
+    Torch raises for an operator that has no such kernel. Call this before the first product on a GPU: cuBLAS reads its
+    variable then (docs.nvidia.com/cuda/cublas, "Results reproducibility"). A variable that is already set keeps its
+    value.
+    """
     import torch
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # No kernel reads what it has not written; to fill it costs a pass over the memory.
+    # No kernel reads memory that it has not written, and filling it costs a pass over the memory.
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False

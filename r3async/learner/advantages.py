@@ -1,18 +1,17 @@
-"""From rewards to the column `advantages`: whom credit goes to, what it is compared with, and what is not trained.
+"""Advantages: rewards are credited to tokens, compared within a group, and become the column `advantages`.
 
-Scores come from an episode's rewards by `algorithm.credit`. What is compared, in each group:
+An episode's rewards become scores according to `algorithm.credit`, which also decides what is compared within a group:
 
-* `turn`: the reward of turn j, with turn j of those episodes of the group that have one. All its tokens share it.
-* `trajectory`: the sum of its turns' rewards, with the other episodes. All sampled tokens of the episode share it, in all of
-  its samples (step-wise rows).
-* `token`: at each token, the sum of the column `rewards` from there to the end of the episode, in the order of its turns,
-  whichever samples they are in.
-  Baseline and scale are those of the same sum at the beginning of the token's turn, over the episodes that have that
-  turn. For rewards that are credited at tokens. (Baseline and scale by turn, where GRPO with process supervision, arXiv
-  2402.03300, section 4.1.3, pools all steps.)
+* `turn`: the reward of turn j with turn j of the episodes of the group that have one. All tokens of the turn share it.
+* `trajectory`: the sum of the episode's turn rewards with that of the other episodes. All sampled tokens of the episode
+  share it, in all of its samples (step-wise rows).
+* `token`: at each token, the sum of the column `rewards` from there to the end of the episode, in the order of its
+  turns, whichever samples they are in. Baseline and scale are those of the same sum at the beginning of the token's
+  turn, over the episodes that have that turn. This is for rewards that are credited at tokens. (Baseline and scale are
+  computed by turn, whereas GRPO with process supervision, arXiv 2402.03300, section 4.1.3, pools all steps.)
 
-How scores become advantages: `compute_baseline_and_scale`. Tokens that no turn sampled have advantage 0. Episodes without
-turns have nothing to train and are compared with nobody.
+`compute_baseline_and_scale` turns scores into advantages. Tokens that no turn sampled have advantage 0. Episodes
+without turns have nothing to train and are compared with no other episode.
 """
 
 from __future__ import annotations
@@ -28,13 +27,17 @@ from r3async.data.tokens import Sample, Trajectory, Turn
 
 STD_EPS = 1e-3
 SCORE_RESOLUTION = 4 * float(np.finfo(np.float32).eps)
-"""Scores that differ by less than this share of the largest are equal: rewards are stored as float32, and sums of the same
-rewards in another order (0.1 + 0.2, 0.3) differ by rounding. An advantage made of that would be noise, scaled to full size."""
+"""The relative difference up to which scores are equal, as a share of the largest. Rewards are stored as float32, and
+sums of the same rewards in another order (0.1 + 0.2, 0.3) differ by rounding. An advantage computed from rounding would
+be noise, scaled to full size."""
 
 
 def compute_overlong_penalty(length: int, max_new_tokens: int, settings: OverlongPenaltyConfig) -> float:
-    """At most 0, added to the reward of an answer of `length` tokens: with `L = max_new_tokens`, `factor` times 0 up to
-    `L - buffer` tokens, then `(L - buffer - length) / buffer`, and -1 from L on. DAPO, arXiv 2503.14476, eq. 13."""
+    """Return the penalty, at most 0, that is added to the reward of an answer of `length` tokens.
+
+    With `L = max_new_tokens`, it is `factor` times 0 up to `L - buffer` tokens, then `(L - buffer - length) / buffer`,
+    and -1 from L on. DAPO, arXiv 2503.14476, eq. 13.
+    """
     if not settings.buffer:
         return 0.0
     free = max_new_tokens - settings.buffer
@@ -42,7 +45,7 @@ def compute_overlong_penalty(length: int, max_new_tokens: int, settings: Overlon
 
 
 def is_overlong(trajectory: Trajectory) -> bool:
-    """Whether the episode ended because its context was full or time ran out, or with an answer that was cut."""
+    """Return True if the episode ended because its context was full or time ran out, or if its last answer was cut."""
     return trajectory.stop_reason in ("length", "timeout") or any(
         turn.stop_reason == "length" for turn in sorted(trajectory.turns, key=lambda t: t.index)[-1:]
     )
@@ -51,20 +54,20 @@ def is_overlong(trajectory: Trajectory) -> bool:
 def assign_advantages(
     groups: Sequence[Sequence[Trajectory]], config: AlgorithmConfig, *, max_new_tokens: int | None = None
 ) -> tuple[list[Sample], dict[str, float]]:
-    """The samples of all groups of a step, in order, with the column `advantages` (float32 `[T]`), and figures.
+    """Return the samples of all groups of a step, in order, with the column `advantages` (float32 `[T]`), and figures.
 
-    `loss_mask` is cleared where a filter drops a sample: `filter_zero_variance` drops groups in which nothing that is
-    compared differs, `overlong_filter` episodes that ended by length (they still count in what others are compared
-    with). `max_new_tokens`: needed for `compute_overlong_penalty`, whose value is added to the reward of each turn (and, with
-    `credit = "token"`, to that of its last token).
+    `loss_mask` is cleared where a filter drops a sample: `filter_zero_variance` drops groups in which no compared
+    scores differ, and `overlong_filter` drops episodes that ended by length (their scores are still compared with those
+    of others). `max_new_tokens` is needed for `compute_overlong_penalty`, whose value is added to the reward of each
+    turn (and, with `credit = "token"`, to that of its last token).
 
-    Figures, always the same: `advantage/zero_variance_groups` (without contrast: nothing that is compared differs),
-    `advantage/zero_variance_share` (of all groups), `advantage/overlong_samples` (episodes that ended by length),
-    `advantage/filtered_tokens` (no longer trained), `advantage/overlong_penalty` (mean over turns),
-    and over trained tokens `advantage/mean`, `advantage/std`, `advantage/abs_max`.
+    The figures are always the same: `advantage/zero_variance_groups` (groups without contrast: no compared scores
+    differ), `advantage/zero_variance_share` (as a share of all groups), `advantage/overlong_samples` (episodes that
+    ended by length), `advantage/filtered_tokens` (tokens that are no longer trained), `advantage/overlong_penalty`
+    (mean over turns), and over trained tokens `advantage/mean`, `advantage/std`, `advantage/abs_max`.
 
-    Each trajectory is trainable (`schedule.validation.check_trajectory`). Raises `ValueError` if a group holds trajectories of
-    another.
+    Each trajectory must be trainable (`schedule.validation.check_trajectory`). Raises `ValueError` if a group holds
+    trajectories of another group.
     """
     if config.overlong_penalty.buffer and max_new_tokens is None:
         raise ValueError("`overlong_penalty` needs `max_new_tokens`")
@@ -86,7 +89,7 @@ def assign_advantages(
                 samples.append(sample)
                 masks.append(np.zeros_like(mask) if drop else mask)
                 values.append(advantages.astype(np.float32))
-    # Tokens without a log-prob are not trained: they are in no mean and no standard deviation either.
+    # Tokens without a log-prob are not trained, so they count in no mean and no standard deviation.
     known = [m & np.isfinite(s.table["rollout_logprobs"]) for m, s in zip(masks, samples, strict=True)]
     if config.advantage in ("reinforce_pp", "reinforce_pp_baseline"):
         values = standardize_advantages(values, known)
@@ -110,18 +113,18 @@ def assign_advantages(
 
 @dataclass
 class _EpisodeTokens:
-    """One trajectory, its samples' tokens laid end to end: N of them."""
+    """One trajectory with the N tokens of its samples laid end to end."""
 
     trajectory: Trajectory
     turns: dict[int, Turn]
     penalties: dict[int, float]
-    """Of each turn, by index."""
+    """Overlong penalty of each turn, by turn index."""
     token_turns: np.ndarray
-    """int32 `[N]`: which turn sampled a token, or -1."""
+    """int32 `[N]`: the turn that sampled each token, or -1."""
     reward_to_go: np.ndarray
-    """float64 `[N]`: sum of the column `rewards`, and of penalties, from a token to the end; only for credit by token."""
+    """float64 `[N]`: the sum of the column `rewards` and penalties from a token to the end; for credit by token only."""
     advantages: np.ndarray
-    """float64 `[N]`, 0 until `_assign_group_advantages`."""
+    """float64 `[N]`: the advantages, 0 until `_assign_group_advantages` sets them."""
 
     @staticmethod
     def from_trajectory(trajectory: Trajectory, config: AlgorithmConfig, max_new_tokens: int) -> _EpisodeTokens:
@@ -145,18 +148,24 @@ class _EpisodeTokens:
         return _EpisodeTokens(trajectory, turns, penalties, turn, to_go, np.zeros(len(turn)))
 
     def turn_reward(self, turn: int) -> float:
-        """Of one turn, with its penalty."""
+        """Return the reward of one turn, its penalty included."""
         return self.turns[turn].reward + self.penalties[turn]
 
     def split_advantages(self) -> list[np.ndarray]:
-        """`advantages`, sample by sample."""
+        """Return `advantages`, split by sample."""
         edges = itertools.accumulate((len(sample.table) for sample in self.trajectory.samples), initial=0)
         return [self.advantages[start:stop] for start, stop in itertools.pairwise(edges)]
 
 
 def _order_by_turn(turn: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-    """int64 `[N]`: the tokens of an episode's samples in the order of its turns; what no turn sampled is after the turn
-    before it in its sample, or before all turns. `turn` int32 `[N]`, `lengths`: of the samples."""
+    """Return int64 `[N]`: the order of an episode's tokens, laid end to end by sample, that follows its turns.
+
+    A token that no turn sampled comes after the turn before it in its sample, or before all turns.
+
+    Args:
+        turn: int32 `[N]`: the turn of each token, or -1.
+        lengths: The lengths of the samples.
+    """
     belongs = turn.astype(np.int64)
     start = 0
     for length in lengths:
@@ -166,7 +175,7 @@ def _order_by_turn(turn: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
 
 
 def _assign_group_advantages(group: Sequence[_EpisodeTokens], config: AlgorithmConfig) -> bool:
-    """Set the advantages of one group's episodes. Returns whether anything that is compared in it differs."""
+    """Set the advantages of one group's episodes. Return True if any compared scores in it differ."""
     indices = {e.trajectory.group_index for e in group}
     if len(indices) > 1:
         raise ValueError(f"advantages are relative to one group, got trajectories of groups {sorted(indices)}")
@@ -181,7 +190,10 @@ def _assign_group_advantages(group: Sequence[_EpisodeTokens], config: AlgorithmC
 
 
 def group_has_variance(group: Sequence[Trajectory], config: AlgorithmConfig, max_new_tokens: int) -> bool:
-    """Whether anything that is compared in a group differs: what `advantage/zero_variance_groups` counts the groups without."""
+    """Return True if any compared scores in a group differ.
+
+    `advantage/zero_variance_groups` counts the groups where none do.
+    """
     episodes = [_EpisodeTokens.from_trajectory(t, config, max_new_tokens) for t in group]
     compared = _iter_comparisons(episodes, config.credit)
     return any(has_variance([score for *_, score in scores]) for scores in compared)
@@ -190,7 +202,7 @@ def group_has_variance(group: Sequence[Trajectory], config: AlgorithmConfig, max
 def _iter_comparisons(
     group: Sequence[_EpisodeTokens], credit: str
 ) -> Iterator[list[tuple[_EpisodeTokens, np.ndarray, np.ndarray | float, float]]]:
-    """What is compared with each other in a group: of each episode its tokens, what each of them earned, and the score."""
+    """Yield the comparisons within a group: each episode with its tokens, what each of them earned, and the score."""
     if credit == "trajectory":
         totals = [(e, float(sum(e.turn_reward(i) for i in e.turns))) for e in group if e.turns]
         yield [(e, e.token_turns >= 0, total, total) for e, total in totals]
@@ -203,11 +215,11 @@ def _iter_comparisons(
             yield [(e, at, e.turn_reward(index), e.turn_reward(index)) for e, at in tokens]
 
 
-# -- from scores to advantages ------------------------------------------------------------------------------------------
+# -- advantages from scores ---------------------------------------------------------------------------------------------
 
 
 def has_variance(scores: Sequence[float] | np.ndarray) -> bool:
-    """Whether there are two different scores, up to `SCORE_RESOLUTION`."""
+    """Return True if two scores differ by more than `SCORE_RESOLUTION`."""
     if len(scores) < 2:
         return False
     low, high = float(np.min(scores)), float(np.max(scores))
@@ -217,10 +229,10 @@ def has_variance(scores: Sequence[float] | np.ndarray) -> bool:
 def compute_baseline_and_scale(
     scores: Sequence[float] | np.ndarray, estimator: str, *, normalize_std: bool = True
 ) -> tuple[np.ndarray, float]:
-    """float64 `[n]` baselines, and the scale, of `scores` `[n]`, by `algorithm.advantage`.
+    """Return the baselines, float64 `[n]`, and the scale for `scores` `[n]`, according to `algorithm.advantage`.
 
-    The scores `r` of a group's n members are compared with each other; each estimator is a baseline `b_i` and a scale `c`, and
-    gives the advantage `c (r_i - b_i)`:
+    The scores `r` of a group's n members are compared with each other; each estimator is a baseline `b_i` and a scale
+    `c`, and gives the advantage `c (r_i - b_i)`:
 
     | name                                | `b_i`                | `c`                 | source                             |
     |-------------------------------------|----------------------|---------------------|------------------------------------|
@@ -231,12 +243,12 @@ def compute_baseline_and_scale(
     | `reinforce_pp_baseline`             | mean(r)              | 1, then batch       | arXiv 2501.03262, "w/ Baseline"    |
     | `reinforce_pp`                      | 0                    | 1, then batch       | arXiv 2501.03262                   |
 
-    std has n - 1 in the denominator. "Then batch": from the advantages of all trained tokens of the step their mean is
-    subtracted, and they are divided by their standard deviation (`standardize_advantages`).
+    std has n - 1 in the denominator. "Then batch": the mean of the advantages of all trained tokens of the step is
+    subtracted from them, and they are divided by their standard deviation (`standardize_advantages`).
 
-    A group without contrast (fewer than two scores, or all equal) has nothing to compare: its advantages are exactly 0, except
-    under `reinforce_pp`, which compares with the whole batch. So a batch has contrast exactly where a trained token's advantage
-    is not 0: that is what decides whether an update is made (`trainer.Minibatch.skip_cause`).
+    A group without contrast (fewer than two scores, or all equal) has nothing to compare: its advantages are exactly 0,
+    except under `reinforce_pp`, which compares with the whole batch. So a batch has contrast exactly where a trained
+    token's advantage is not 0, and this decides whether an update is made (`trainer.Minibatch.skip_cause`).
     """
     values = np.asarray(scores, np.float64)
     n = len(values)
@@ -259,8 +271,11 @@ def compute_baseline_and_scale(
 
 
 def standardize_advantages(advantages: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """float32 `[T_i]`: `(a - mean) / std` with both over all tokens of the step where `masks` is True; 0 elsewhere, and
-    everywhere if those are all equal."""
+    """Return float32 `[T_i]`: `(a - mean) / std` where `masks` is True, and 0 elsewhere.
+
+    Mean and standard deviation are over all tokens of the step where `masks` is True. If these are all equal, the
+    result is 0 everywhere.
+    """
     trained = np.concatenate([a[m] for a, m in zip(advantages, masks, strict=True)] or [np.zeros(0)]).astype(np.float64)
     mean, scale = (float(trained.mean()), 1 / float(trained.std())) if has_variance(trained) else (0.0, 0.0)
     return [

@@ -1,4 +1,4 @@
-"""What every backend shares: ranks, passes over micro-batches, what is saved, and what is asked of a model."""
+"""The base class of all backends: ranks, passes over micro-batches, saved state, and the methods left to each."""
 
 from __future__ import annotations
 
@@ -28,17 +28,19 @@ from r3async.learner.replay import MicroBatchRoutes, RouteBinder, RoutingReplay
 from r3async.learner.state import ReferenceWeights, ShardSlice, capture_learner_state, restore_learner_state, save_model
 
 TokenScores = tuple[Tensor, Tensor]
-"""float32 `[M]` each: log-probs of some tokens, and the entropies of the distributions that they are from."""
+"""Log-probs of some tokens, and the entropies of the distributions that they come from: float32 `[M]` each."""
 ScoreCallback = Callable[[int, Tensor, Tensor], Tensor | None]
-"""`finish(index, log-probs, entropies)` of a micro-batch; the loss that is propagated back, if any is."""
+"""The callback `finish(index, log-probs, entropies)` for a micro-batch; a loss that it returns is propagated back."""
 RoutesCallback = Callable[[int, MicroBatchRoutes], object]
-"""`visit(index, routes)`: with what the routers of this rank have chosen."""
+"""The callback `visit(index, routes)`, called with the choices of this rank's routers."""
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """This process among those that train together: `rank` of `world_size`, all in the default process group. `device`: where
-    figures are reduced."""
+    """This process among the ranks that train together: `rank` of `world_size`, all in the default process group.
+
+    Figures are reduced on `device`.
+    """
 
     rank: int
     world_size: int
@@ -46,16 +48,16 @@ class RankGroup:
 
     @property
     def is_batch_reporter(self) -> bool:
-        """Of the ranks that are given the same micro-batches, the one that counts them."""
+        """True if this rank counts the micro-batches, among the ranks that are given the same ones."""
         return True
 
     @property
     def is_loss_reporter(self) -> bool:
-        """Of the ranks that compute the same losses, the one that reports them."""
+        """True if this rank reports the losses, among the ranks that compute the same ones."""
         return True
 
     def all_reduce(self, values: np.ndarray, op: Literal["sum", "max"]) -> np.ndarray:
-        """`values` float64 `[n]` reduced over all ranks; every rank gets the result. Collective."""
+        """Reduce `values`, float64 `[n]`, over all ranks, and return the result on every rank. Collective."""
         if self.world_size == 1:
             return values
         # A copy: gloo reduces in place.
@@ -73,24 +75,29 @@ SINGLE_RANK = RankGroup(0, 1, torch.device("cpu"))
 
 
 class LearnerBackend:
-    """A model and its optimizer, or this process's part of them. `trainer.py` makes steps of it.
+    """A model and its optimizer, or this process's part of them. `trainer.py` runs training steps on it.
 
-    A backend builds the model (its `from_pretrained`, which is collective; no constructor is), feeds it forward and exports
-    it; the rest is here. Where there are several ranks (`learner.parallel`), every call is collective: all ranks have to make
-    it, in the same order. Ranks that share a data-parallel index are given the same micro-batches; data-parallel ranks are
-    given the same *number* of them (`batch.make_padding_batch` makes up for what is missing).
+    A backend builds the model (in its `from_pretrained`, which is collective; constructors are not), runs its forward
+    passes and exports it; the rest is implemented here. With several ranks (`learner.parallel`), every call is
+    collective: all ranks have to make it, in the same order. Ranks that share a data-parallel index are given the same
+    micro-batches; data-parallel ranks are given the same *number* of them (`batch.make_padding_batch` provides the
+    missing ones).
 
-    Every call must come from the thread that built the backend. It need not be the main thread, but it has to be one:
-    grad mode and the number of OpenMP threads are per thread in torch.
+    Every call must come from the thread that built the backend. It need not be the main thread, but it has to be a
+    single one: grad mode and the number of OpenMP threads are per thread in torch.
 
-    `model_path`: the Hugging Face directory that the run began with. `vocab_size`: token ids are `0..vocab_size - 1`.
-    `parameters`: the model's, for the copy that `algorithm.reference_kl` takes of them. `adapters`: what is trained in their
-    place, with `learner.lora`. `expert_biases`: of this rank's routers. Raises `LearnerError` if `learner.expert_bias_rate` is to
-    change some, and the model has none.
+    Raises `LearnerError` if `learner.expert_bias_rate` is set and the model has no expert biases.
+
+    Args:
+        model_path: The Hugging Face directory that the run began with.
+        vocab_size: Token ids are `0..vocab_size - 1`.
+        parameters: The model's parameters, which `algorithm.reference_kl` copies.
+        adapters: The adapters that are trained in place of the parameters, with `learner.lora`.
+        expert_biases: The expert biases of this rank's routers.
     """
 
     name: str
-    """Of `learner.backend`."""
+    """The backend's name in `learner.backend`."""
 
     def __init__(
         self,
@@ -119,49 +126,65 @@ class LearnerBackend:
 
     @property
     def update_count(self) -> int:
-        """Optimizer steps taken. A step that was skipped does not count."""
+        """The number of optimizer steps made. A skipped step does not count."""
         return self.optimizer.update_count
 
     @property
     def can_skip_untrained(self) -> bool:
-        """Whether micro-batches in which nothing is trained are left out. One of many ranks takes part in them all: the
-        others wait for it."""
+        """True if micro-batches without a trained token are left out.
+
+        With several ranks, every rank takes part in all of them, because the others wait for it.
+        """
         return self.config.learner.parallel.world_size == 1
 
     def pad_for_parallel(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """With padding that keeps sequence-parallel and context-parallel parts equal."""
+        """Return the micro-batches with padding that makes sequence-parallel and context-parallel parts equal."""
         p = self.config.learner.parallel
         return [pad_to_multiple(m, p.cp * p.tp) for m in micro_batches]
 
-    # -- what differs ----------------------------------------------------------------------------------------------
+    # -- implemented by each backend -------------------------------------------------------------------------------
 
     def forward(self, micro_batch: MicroBatch, rows: np.ndarray, routes: MicroBatchRoutes | None) -> Any:
-        """What this rank's part of the model makes of the micro-batch: what `score_tokens` takes, on the last pipeline stage.
-        `rows` int64 `[M]`: the tokens whose log-probs are wanted. `routes`: those bound for this pass."""
+        """Run this rank's part of the model on the micro-batch and return its output.
+
+        On the last pipeline stage, this is what `score_tokens` takes.
+
+        Args:
+            rows: int64 `[M]`: the tokens whose log-probs are wanted.
+            routes: The routes bound for this pass.
+        """
         raise NotImplementedError
 
     def score_tokens(self, output: Any, micro_batch: MicroBatch, rows: np.ndarray) -> TokenScores:
-        """Of the tokens at `rows`, none a sample's first, at their samples' temperatures. Logits are made for these only."""
+        """Return the scores of the tokens at `rows`, at their samples' temperatures.
+
+        None of them is a sample's first token. Logits are computed for these tokens only.
+        """
         raise NotImplementedError
 
     def export_weights(self, *, copy: bool = True) -> dict[str, Tensor]:
-        """A snapshot of all weights under their Hugging Face checkpoint names, contiguous, in the compute dtype: on rank 0,
-        nothing elsewhere. Later steps do not change it. Without `copy` they may, and tensors need not be contiguous: for who
-        copies them himself, at once."""
+        """Return a snapshot of all weights by their Hugging Face checkpoint names, contiguous, in the compute dtype.
+
+        Rank 0 gets the weights, other ranks get nothing. Later steps do not change the snapshot. Without `copy` they
+        may, and tensors need not be contiguous: this is for callers that copy the weights themselves, at once.
+        """
         raise NotImplementedError
 
     def iter_full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights that this rank hands in, as `export_weights(copy=False)` would: over all ranks each is there once,
-        whole, and no rank has much more of them than it holds of the model. What is put together for one is free again when
-        the next is asked for. Collective: all ranks have to ask to the end."""
+        """Yield the weights that this rank exports, as `export_weights(copy=False)` would return them.
+
+        Over all ranks each weight comes exactly once, whole, and no rank holds much more of them than its part of the
+        model. The memory gathered for one weight is free again when the next one is requested. Collective: all ranks
+        have to iterate to the end.
+        """
         raise NotImplementedError
 
     def parameter_slices(self) -> list[ShardSlice]:
-        """Where this rank's part of each parameter that is not frozen lies in the whole, in the optimizer's order."""
+        """Return where this rank's part of each unfrozen parameter lies in the whole, in the optimizer's order."""
         raise NotImplementedError
 
     def trained_slices(self) -> list[ShardSlice]:
-        """The same of what is trained: these, or their adapters."""
+        """Return the slices of the trained tensors: those of `parameter_slices`, or of the adapters on them."""
         return (
             self.parameter_slices()
             if self._adapters is None
@@ -169,7 +192,10 @@ class LearnerBackend:
         )
 
     def owned_slices(self) -> list[ShardSlice]:
-        """The same of what this rank updates: all, or its share (`learner.shard_optimizer`)."""
+        """Return the slices that this rank updates.
+
+        These are all trained ones, or its share of them (`learner.shard_optimizer`).
+        """
         shared = zip(self.trained_slices(), self.optimizer.parameters, self.optimizer.shares, strict=True)
         return [held.narrow_to_share(parameter.shape, share) for held, parameter, share in shared]
 
@@ -181,7 +207,7 @@ class LearnerBackend:
         *,
         backward: bool,
     ) -> None:
-        """Micro-batches `0..count`, each forward and, with `backward`, back before the next one."""
+        """Run micro-batches `0..count`, each forward and, with `backward`, back before the next one."""
         for index in range(count):
             with self.replay.bind_pipelined() as bind:
                 loss = on_output(index, forward(index, bind))
@@ -189,21 +215,23 @@ class LearnerBackend:
                     loss.backward()
 
     def update_expert_biases(self, expert_load: np.ndarray) -> None:
-        """After an update: biases of experts follow the tokens that they got, `expert_load` `[layers, experts]`, over all
-        ranks."""
+        """Move the expert biases after an update, according to the tokens that each expert got.
+
+        `expert_load` `[layers, experts]` counts these tokens over all ranks.
+        """
         update_expert_biases(self.expert_biases, expert_load, self.config.learner.expert_bias_rate)
 
     def reset_forward_state(self) -> None:
-        """Leave nothing in the model of a pass without a backward, or of one that failed."""
+        """Clear what a pass without a backward pass, or a failed pass, left in the model."""
 
     def broadcast_logprobs(self, values: Sequence[np.ndarray]) -> None:
-        """Fill `values`, of the last pipeline stage, in on every stage."""
+        """Fill in `values` on every stage from those of the last pipeline stage."""
 
     def all_reduce_routes(self, routes: Tensor) -> None:
-        """Add up, in place, what each rank has of the routes of a micro-batch, zeros elsewhere."""
+        """Sum, in place, the ranks' parts of a micro-batch's routes; each rank has zeros outside of its part."""
 
     def close(self) -> None:
-        """Release the process group, if this backend made it."""
+        """Release the process group, if this backend created it."""
 
     # -- passes ----------------------------------------------------------------------------------------------------
 
@@ -217,10 +245,12 @@ class LearnerBackend:
         on_routes: RoutesCallback | None = None,
         backward: bool = False,
     ) -> None:
-        """Forward passes over micro-batches; with `backward`, back through the loss that `on_scores` returns.
+        """Run forward passes over micro-batches and, with `backward`, back through the loss that `on_scores` returns.
 
-        With `replay` each has its recorded routes, as `routing.replay` says; without, routers choose by themselves. `on_scores`
-        is called with the scores of `rows[index]` where this rank has them.
+        Args:
+            on_scores: Called with the scores of `rows[index]`, on the ranks that have them.
+            replay: Each micro-batch has its recorded routes, as `routing.replay` says; otherwise routers choose for
+                themselves.
         """
 
         def forward(index: int, bind: RouteBinder) -> Any:
@@ -241,7 +271,7 @@ class LearnerBackend:
 
     @contextmanager
     def forward_only(self) -> Iterator[None]:
-        """In this block nothing is kept for a backward pass, and nothing counted."""
+        """Keep nothing for a backward pass, and count nothing, inside this block."""
         try:
             with torch.no_grad():
                 yield
@@ -250,7 +280,7 @@ class LearnerBackend:
             self.reset_forward_state()
 
     def abort_step(self) -> None:
-        """Of a step that failed: its gradients, its counts, what it left in the model."""
+        """Discard what a failed step left behind: its gradients, its counts, its state in the model."""
         self.optimizer.zero_grad()
         self.replay.pop_counts()
         self.reset_forward_state()
@@ -263,12 +293,15 @@ class LearnerBackend:
         use_reference: bool = False,
         trained_only: bool = False,
     ) -> list[np.ndarray]:
-        """A forward-only pass: for each micro-batch float32 `[N]`, the log-prob of every token at its sample's temperature.
+        """Return the log-probs of each micro-batch's tokens at their samples' temperatures, from a forward-only pass.
 
-        0 for the first token of a sample, and for padding. `replay`: see `run_micro_batches`. With `use_reference` the
-        weights are those that the learner began with (`algorithm.reference_kl.coef` must not be 0). With `trained_only` only
-        tokens in `loss_mask` have theirs, and the others 0: logits of the others are not made. Every rank returns those of
-        its own micro-batches.
+        For each micro-batch they are float32 `[N]`, and 0 for the first token of a sample and for padding. Every rank
+        returns those of its own micro-batches.
+
+        Args:
+            replay: See `run_micro_batches`.
+            use_reference: Use the weights that the learner began with (`algorithm.reference_kl.coef` must not be 0).
+            trained_only: Compute logits only for tokens in `loss_mask`; the log-probs of the others are 0.
         """
         if use_reference:
             if self._reference is None:
@@ -290,12 +323,14 @@ class LearnerBackend:
         return [values[: m.num_tokens] for values, m in zip(out, micro_batches, strict=True)]
 
     def record_learner_routes(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches with the routes that the learner itself chooses now, in a forward-only pass (R2 of arXiv
-        2510.11370's comparison, `routing.replay = learner`)."""
+        """Return the micro-batches with the routes that the learner itself chooses now, in a forward-only pass.
+
+        This is R2 in the comparison of arXiv 2510.11370 (`routing.replay = learner`).
+        """
         layers, top_k = self.replay.num_moe_layers, self.replay.top_k
         if not layers:
             return list(micro_batches)
-        # Without what is recorded already: no layer's choice may follow from what an earlier layer replays.
+        # Recorded routes are removed: no layer's choice may depend on what an earlier layer replays.
         bare = [
             replace(m, table=m.table.without_columns("routed_experts", "routing_recorded"))
             for m in self.pad_for_parallel(micro_batches)
@@ -320,45 +355,54 @@ class LearnerBackend:
         return out
 
     def score_sequence(self, token_ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-        """float32 `[T - 1]`: log-prob of each token after the first of int `[T]`, with own routing."""
+        """Return float32 `[T - 1]`: the log-prob of each token after the first of int `[T]`, without replay."""
         token_ids = np.asarray(token_ids)
         if token_ids.ndim != 1 or len(token_ids) < 2:
             raise ValueError(f"score needs at least two tokens in one dimension, got shape {token_ids.shape}")
         sample = Sample("scored", TokenTable.from_tokens(token_ids), temperature)
         return self.logprobs([collate_samples([sample])], replay=False)[0][1:]
 
-    # -- what is saved ---------------------------------------------------------------------------------------------
+    # -- saved state -----------------------------------------------------------------------------------------------
 
     def capture_state(self) -> RankState:
-        """See `state.capture_learner_state`; for `checkpoint.tensors.write_rank_file`. Not collective, but all ranks have to
-        take theirs between the same two steps. The reference model is not in it: it is the start path's."""
+        """Capture this rank's state for `checkpoint.tensors.write_rank_file`, see `state.capture_learner_state`.
+
+        Not collective, but all ranks have to capture theirs between the same two steps. The reference model is not part
+        of it: it is loaded from the path that the run began with.
+        """
         return capture_learner_state(self)
 
     def restore_state(self, saved: LearnerStateReader, *, with_optimizer: bool = True) -> None:
-        """Resume from a state that any number of ranks wrote, bit by bit. Not collective; every rank has to make the call.
+        """Resume from a state that any number of ranks wrote, bit by bit.
 
-        The learner must have been built from the path that the run began with. With another number of ranks than wrote it,
-        random number generators stay as they are. Without `with_optimizer` only the weights are read, for `save_pretrained`.
-        Raises what `state.restore_learner_state` raises; then the learner is not to be used.
+        Not collective; every rank has to make the call.
+
+        The learner must have been built from the path that the run began with. If the number of ranks differs from the
+        one that wrote the state, random number generators stay as they are. Without `with_optimizer` only the weights
+        are read, for `save_pretrained`. Raises what `state.restore_learner_state` raises; the learner must not be used
+        after that.
         """
         restore_learner_state(self, saved, with_optimizer=with_optimizer)
 
     def save_pretrained(self, directory: Path) -> None:
-        """Write `export_weights()` as a Hugging Face model directory with the source model's configuration and tokenizer.
+        """Write `export_weights()` as a Hugging Face model directory.
 
-        It is written aside and renamed: `directory` is complete or not there. One that exists is replaced.
+        Configuration and tokenizer are those of the source model. The directory is written aside and renamed:
+        `directory` is complete or absent. An existing one is replaced.
         """
         tensors = self.export_weights()
         try:
             if self.ranks.rank == 0:
                 save_model(Path(directory), self.model_path, tensors, self.config.learner.dtype)
         finally:
-            # If writing failed here, the other ranks learn of it from this process's end, but do not wait for ever.
+            # If writing fails here, the other ranks must not wait forever; they learn of it when this process ends.
             self.ranks.barrier()
 
 
 def find_predicted_rows(micro_batch: MicroBatch, *, trained_only: bool) -> np.ndarray:
-    """int64 `[M]`: the tokens that another one of their sample is before, padding left out; with `trained_only` those of
-    `loss_mask` only."""
+    """Return int64 `[M]`: the rows of tokens that have a token before them in their sample, padding left out.
+
+    With `trained_only`, only tokens in `loss_mask`.
+    """
     rows = micro_batch.positions[: micro_batch.num_real_tokens] > 0
     return np.flatnonzero(rows & micro_batch.table["loss_mask"][: len(rows)] if trained_only else rows)

@@ -1,4 +1,4 @@
-"""Micro-batches: prefixes that samples share, who computes what at which cost, and rows packed by tokens. Pure."""
+"""Micro-batches: samples packed by tokens, prefixes they share, and a plan that balances cost over ranks. Pure."""
 
 from __future__ import annotations
 
@@ -22,19 +22,22 @@ from r3async.data.tokens import Sample, SchemaError, TokenTable
 
 
 PARTS_PER_RANK = 4
-"""Of a rank's work: families of no more than one part are tried where there are several ranks."""
+"""Parts of a rank's work: with several ranks, families of no more than one part are tried as well."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Samples laid end to end.
 
-    `table`: every column of the samples, `[N]` rows. `cu_seqlens`: int32 `[S + 1]`, sample `s` is rows
-    `cu_seqlens[s]:cu_seqlens[s + 1]`. `temperatures`: float32 `[S]`. `sample_ids`: one per sample; segments beyond them are
-    padding, which trains nothing, replays nothing and is in no metric.
-
-    `prefixes`: None, or where samples share rows int32 `[S, 2]`: sample `s` begins with the first `prefixes[s, 1]` tokens of
-    sample `prefixes[s, 0]`, an earlier one, and only what follows them is in its own rows: one at least.
+    Attributes:
+        table: Every column of the samples, `[N]` rows.
+        cu_seqlens: int32 `[S + 1]`; sample `s` is rows `cu_seqlens[s]:cu_seqlens[s + 1]`.
+        temperatures: float32 `[S]`.
+        sample_ids: One per sample; segments beyond them are padding, which is not trained, replays nothing and counts
+            in no metric.
+        prefixes: None, or int32 `[S, 2]` where samples share rows: sample `s` begins with the first `prefixes[s, 1]`
+            tokens of the earlier sample `prefixes[s, 0]`, and its own rows hold only what follows them, at least one
+            token.
     """
 
     table: TokenTable
@@ -49,40 +52,43 @@ class MicroBatch:
 
     @property
     def num_real_tokens(self) -> int:
-        """Rows before the padding."""
+        """The number of rows before the padding."""
         return int(self.cu_seqlens[len(self.sample_ids)])
 
     @property
     def num_shared_tokens(self) -> int:
-        """Tokens of the samples that have no row of their own."""
+        """The number of tokens of the samples that have no row of their own."""
         return 0 if self.prefixes is None else int(self.prefixes[:, 1].sum())
 
     @property
     def segment_lengths(self) -> np.ndarray:
-        """Of the samples' own rows."""
+        """The number of rows that each sample has itself, without shared ones."""
         return np.diff(self.cu_seqlens)
 
     @property
     def positions(self) -> np.ndarray:
-        """int32 `[N]`: 0, 1, ... within each sample."""
+        """int32 `[N]`: the position of each row in its sample, 0, 1, ..."""
         begins = self.cu_seqlens[:-1] if self.prefixes is None else self.cu_seqlens[:-1] - self.prefixes[:, 1]
         return (np.arange(self.num_tokens) - np.repeat(begins, self.segment_lengths)).astype(np.int32)
 
     @property
     def first_rows(self) -> np.ndarray:
-        """int `[F]`: the rows of samples' first tokens, padding left out. A sample that shares them has none."""
+        """int `[F]`: the rows of samples' first tokens, padding left out; a sample that shares its first has none."""
         starts = self.cu_seqlens[: len(self.sample_ids)]
         return starts if self.prefixes is None else starts[self.prefixes[: len(starts), 1] == 0]
 
     @cached_property
     def expanded_samples(self) -> tuple[np.ndarray, np.ndarray]:
-        """The whole samples: see `expand_prefixes`."""
+        """The rows of the whole samples, see `expand_prefixes`."""
         if self.prefixes is None:
             return np.arange(self.num_tokens), self.cu_seqlens.astype(np.int64)
         return expand_prefixes(self.cu_seqlens, self.prefixes)
 
     def previous_rows(self, rows: np.ndarray) -> np.ndarray:
-        """int64 `[M]`: the rows of the tokens before those at `rows`, none a sample's first: their logits predict them."""
+        """Return int64 `[M]`: the rows of the tokens before those at `rows`, whose logits predict them.
+
+        No token at `rows` may be a sample's first.
+        """
         if self.prefixes is None:
             return rows - 1
         whole, edges = self.expanded_samples
@@ -93,25 +99,26 @@ class MicroBatch:
 
     @cached_property
     def row_multiplicity(self) -> np.ndarray | None:
-        """int64 `[N]`: of how many samples each row is a token; None if each is of one."""
+        """int64 `[N]`: the number of samples that each row is a token of; None if every row belongs to one sample."""
         return None if self.prefixes is None else np.bincount(self.expanded_samples[0], minlength=self.num_tokens)
 
     @property
     def support(self) -> SupportSets | None:
-        """Of all rows, see the column of that name."""
+        """The column `support` of all rows; None if the table has none."""
         table = self.table
         return table["support"] if "support" in table else None  # noqa: SIM401 - not a dictionary
 
     @property
     def token_temperatures(self) -> np.ndarray:
-        """float32 `[N]`."""
+        """The sampling temperature of each row, float32 `[N]`."""
         return np.repeat(self.temperatures, self.segment_lengths)
 
 
 def collate_samples(samples: Sequence[Sample], shared: np.ndarray | None = None) -> MicroBatch:
-    """One micro-batch of all samples, in order. Raises `PackingError` naming the sample whose columns differ.
+    """Return one micro-batch of all samples, in order. Raises `PackingError` naming the sample whose columns differ.
 
-    `shared` int `[S]`: how many tokens of the sample before it each begins with, of which it gives its own rows up.
+    `shared` int `[S]` is the number of tokens that each sample has in common with the start of the sample before it; it
+    gives up its own rows for them.
     """
     try:
         table = TokenTable.concat([s.table for s in samples], shared)
@@ -132,13 +139,13 @@ def collate_samples(samples: Sequence[Sample], shared: np.ndarray | None = None)
 
 
 def make_padding_batch(micro_batch: MicroBatch, tokens: int = 1) -> MicroBatch:
-    """A micro-batch of nothing but padding, for a rank that has run out of samples: every column that `micro_batch` has."""
+    """Return a micro-batch of padding only, with all columns of `micro_batch`, for a rank that has run out of samples."""
     m = micro_batch
     return _append_padding(MicroBatch(m.table.slice_rows(0, 0), np.zeros(1, np.int32), m.temperatures[:0], ()), tokens)
 
 
 def pad_to_multiple(micro_batch: MicroBatch, multiple: int) -> MicroBatch:
-    """The micro-batch with padding behind it, up to a multiple of `multiple` tokens."""
+    """Return the micro-batch, padded at the end to a multiple of `multiple` tokens."""
     extra = -micro_batch.num_tokens % multiple
     return _append_padding(micro_batch, extra) if extra else micro_batch
 
@@ -153,7 +160,7 @@ def _append_padding(micro_batch: MicroBatch, tokens: int) -> MicroBatch:
 def pack_samples(
     samples: Sequence[Sample], max_tokens: int, *, whole_episodes: bool = False, share_prefixes: bool = False
 ) -> list[MicroBatch]:
-    """All samples in micro-batches of at most `max_tokens` tokens, for one rank."""
+    """Pack all samples into micro-batches of at most `max_tokens` tokens, for one rank."""
     return pack_for_ranks(samples, max_tokens, whole_episodes=whole_episodes, share_prefixes=share_prefixes)[0]
 
 
@@ -166,12 +173,15 @@ def pack_for_ranks(
     whole_episodes: bool = False,
     share_prefixes: bool = False,
 ) -> list[list[MicroBatch]]:
-    """What each data-parallel rank trains: every sample once, and the same number of micro-batches for all.
+    """Pack the samples of a minibatch for the data-parallel ranks.
 
-    With `whole_episodes` the samples of an episode (column `episode`) are in one micro-batch, if they fit into one. With
-    `share_prefixes` those of one micro-batch have the rows that they have in common once.
-    A rank that runs out is given padding of one row, because the others wait for it in every forward and backward pass.
-    Raises `PackingError` for a sample longer than `max_tokens`, or for samples whose columns differ.
+    Every sample is trained once, and all ranks get the same number of micro-batches. A rank that runs out of samples is
+    given padding of one row, because the others wait for it in every forward and backward pass. Raises `PackingError`
+    for a sample longer than `max_tokens`, or for samples whose columns differ.
+
+    Args:
+        whole_episodes: Keep the samples of an episode (column `episode`) in one micro-batch, if they fit into one.
+        share_prefixes: Store rows that samples of one micro-batch have in common only once.
     """
     cost = cost or CostModel()
     units = _group_by_episode(samples, max_tokens) if whole_episodes else [[i] for i in range(len(samples))]
@@ -187,13 +197,13 @@ def pack_for_ranks(
         planned = _plan_with_prefixes(units, likeness, max_tokens, ranks, cost)
     if not samples:
         return [[] for _ in range(ranks)]
-    # No rows of every sample: that all have the same columns is found out here, not when ranks wait for each other.
+    # Collates no rows of every sample: differing columns are found here, not when ranks wait for each other.
     padding = make_padding_batch(collate_samples([Sample(s.sample_id, s.table.slice_rows(0, 0)) for s in samples]))
     return [[_collate_members(samples, m, likeness) if m else padding for m in mine] for mine in planned]
 
 
 def _collate_members(samples: Sequence[Sample], members: Sequence[int], likeness: PrefixOverlap | None) -> MicroBatch:
-    """In the order in which they share most, if they share anything."""
+    """Return the micro-batch of these samples, in the order in which they share most, if they share anything."""
     if likeness is not None:
         order, shared = likeness.sort_members(members)
         if shared.any():
@@ -204,8 +214,11 @@ def _collate_members(samples: Sequence[Sample], members: Sequence[int], likeness
 def _plan_with_prefixes(
     units: Sequence[Sequence[int]], likeness: PrefixOverlap, max_tokens: int, ranks: int, cost: CostModel
 ) -> list[list[list[int]]]:
-    """For each rank its micro-batches, of indices of samples: those that share prefixes together as far as that makes the step
-    shorter. Families are lumps that divide less evenly, so smaller ones are tried as well."""
+    """Return, for each rank, its micro-batches as lists of sample indices.
+
+    Samples that share prefixes are kept together as far as that makes the step shorter. Families are large units that
+    divide less evenly, so smaller ones are tried as well.
+    """
     share = max(1, int(likeness.lengths.sum()) // (PARTS_PER_RANK * ranks))
     best: tuple[float, int, list[list[list[int]]]] | None = None
     for capacity in (max_tokens, min(max_tokens, share), 0) if ranks > 1 else (max_tokens,):
@@ -229,7 +242,10 @@ def _plan_with_prefixes(
 
 
 def _group_by_episode(samples: Sequence[Sample], max_tokens: int) -> list[list[int]]:
-    """Indices of samples that stay together: those of an episode of at most `max_tokens` tokens; others each alone."""
+    """Return the indices of samples that stay together.
+
+    These are the samples of an episode of at most `max_tokens` tokens; other samples stay alone.
+    """
     members: dict[int, list[int]] = {}
     for index, sample in enumerate(samples):
         known = "episode" in sample.table and len(sample.table)
@@ -241,45 +257,45 @@ def _group_by_episode(samples: Sequence[Sample], max_tokens: int) -> list[list[i
     return units
 
 
-# Which samples make up which micro-batch of which data-parallel rank. Pure, and deterministic.
+# The plan: which samples go into which micro-batch of which data-parallel rank. Pure and deterministic.
 #
 # Ranks wait for each other in every micro-batch, so a step takes the time of the costliest micro-batch at each index:
 #
 # lockstep efficiency = total cost / (ranks · Σ_j max_r cost(micro-batch j of rank r))
 #
-# How it is raised, at the least number of micro-batches that the token cap allows. A *round* is the micro-batches of all
+# The planner raises it, using the fewest micro-batches that the token cap allows. A *round* is the micro-batches of all
 # ranks at one index; its *level* is the cost of its costliest one.
 #
-# 1. `find_round_levels` finds levels whose sum is the least that any plan could have: a linear programme, solved by filling up
-# (see there). With a little more work to do than there is (`LEVEL_SLACKS`), as nothing packs perfectly.
-# 2. Rounds are filled under cap and level with the longest sample that fits, again and again: first-fit decreasing, one
+# 1. `find_round_levels` finds levels whose sum is the least that any plan could have: a linear programme, solved by
+# filling up (see there). It plans for slightly more work than there is (`LEVEL_SLACKS`), as nothing packs perfectly.
+# 2. Rounds are filled under cap and level, each time with the longest sample that fits: first-fit decreasing, one
 # micro-batch after another (Johnson 1973), so that the micro-batches of one round are alike. The last round takes the
 # rest, longest first, each to the rank with the least (LPT, Graham 1969).
 # 3. Two simpler plans are made as well: all micro-batches of first-fit decreasing in order of cost, and ranks that are
 # balanced first and packed one by one (`apart`), which is best where many samples are cut at the same length.
-# 4. The plan that waits least is kept. A plan is abandoned as soon as it cannot be that one any more: it has waited longer
-# so far than the best plan in all, less what is left to do in equal shares. Micro-batches of a round are dealt so that
-# the ranks' totals are near too.
+# 4. The plan with the shortest wait is kept. A plan is abandoned as soon as it cannot be the best: its wait so far
+# exceeds the total wait of the best plan, less the remaining work in equal shares. Micro-batches of a round are
+# assigned so that the ranks' totals are close, too.
 
 
 Bin = list[int]
 
 LEVEL_SLACKS = (0.03, 0.08, 0.01, 0.05, 0.0, 0.02, 0.12, 0.2, 0.5)
-"""In order of what they gain where there are many samples. The more samples, the less the choice among them matters."""
+"""Relative slacks of the levels, ordered by gain with many samples. The more samples, the less the choice matters."""
 PLANNING_BUDGET = 20_000
-"""Samples and micro-batches that are packed under levels in one plan, over all slacks."""
+"""Number of samples and micro-batches that are packed under levels in one plan, over all slacks."""
 EXACT_FIT_ROUNDS = 200
-"""In more, a round that an exact fit might spare is less than half a percent."""
+"""Number of rounds from which on no exact fit is tried: one round saved is then less than half a percent."""
 MAX_PAIRS = 24
-"""Pairs of samples that are tried to fill one micro-batch to the last token, when plain first-fit needs too many."""
+"""Number of pairs of samples tried to fill one micro-batch to the last token, when plain first-fit needs too many."""
 
 
-# -- what a sample costs -------------------------------------------------------------------------------------------------
+# -- the cost of a sample ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """A sample of `n` tokens costs `linear * n + quadratic * n²`, in any unit: only ratios matter."""
+    """The cost of a sample of `n` tokens, `linear * n + quadratic * n²`, in any unit: only ratios matter."""
 
     linear: float = 1.0
     quadratic: float = 0.0
@@ -289,26 +305,28 @@ class CostModel:
             raise ValueError(f"`linear` must be greater than 0 and `quadratic` not negative, got {self}")
 
     def estimate_costs(self, lengths: np.ndarray) -> np.ndarray:
-        """float64, of the shape of `lengths`."""
+        """Return the costs of samples of these lengths: float64, in the shape of `lengths`."""
         n = np.asarray(lengths, np.float64)
         return (self.linear + self.quadratic * n) * n
 
 
 def build_cost_model(config: Mapping[str, Any]) -> CostModel:
-    """FLOPs of the forward pass over one sample, from a Hugging Face `config.json`. The backward pass is twice that.
+    """Return the FLOPs of the forward pass over one sample as a cost model, from a Hugging Face `config.json`.
 
-    A multiply-add is 2 FLOPs. With `h` hidden size, `a` heads, `g` key-value heads, `d_qk` and `d_v` head dimensions:
+    The backward pass takes twice as many. A multiply-add is 2 FLOPs. With `h` hidden size, `a` heads, `g` key-value
+    heads, `d_qk` and `d_v` head dimensions:
 
-    * linear, per layer: 2 h (a d_qk + g (d_qk + d_v) + a d_v) for the projections; 2 · 3 h w for a gated feed-forward of
-      width `w`, where an MoE layer has w = top_k · expert width + shared width, and 2 h · experts for its router; and once
-      2 h · vocabulary for the logits. Latent attention (MLA) projects through its low ranks instead.
-    * quadratic, per layer with full attention: Σ_t 2 a (d_qk + d_v) t over the t = 1..n keys that token t sees, which is
-      a (d_qk + d_v) n². A layer with a sliding window sees at most the window, and is linear; so is linear attention.
+    * linear, per layer: 2 h (a d_qk + g (d_qk + d_v) + a d_v) for the projections; 2 · 3 h w for a gated feed-forward
+      of width `w`, where an MoE layer has w = top_k · expert width + shared width, and 2 h · experts for its router;
+      and once 2 h · vocabulary for the logits. Latent attention (MLA) projects through its low ranks instead.
+    * quadratic, per layer with full attention: Σ_t 2 a (d_qk + d_v) t over the t = 1..n keys that token t sees, which
+      is a (d_qk + d_v) n². A layer with a sliding window sees at most the window, and is linear; so is linear
+      attention.
 
-    Source: Kaplan et al. 2020 (arXiv 2001.08361), table 1, with a causal mask, active experts only, grouped-query and gated
-    layers; Chowdhery et al. 2022 (arXiv 2204.02311), appendix B, counts attention without the mask. Embedding lookup, norms
-    and activation functions are left out, as they are there. A configuration that names its shape otherwise costs its
-    tokens: a plan is then less even, and as right.
+    Source: Kaplan et al. 2020 (arXiv 2001.08361), table 1, with a causal mask, active experts only, grouped-query and
+    gated layers; Chowdhery et al. 2022 (arXiv 2204.02311), appendix B, counts attention without the mask. Embedding
+    lookup, norms and activation functions are left out, as in these sources. If a configuration describes its shape in
+    another way, the cost is the number of tokens: a plan is then less even, but just as correct.
     """
     try:
         s = parse_model_shape(config)
@@ -330,11 +348,11 @@ def build_cost_model(config: Mapping[str, Any]) -> CostModel:
     )
 
 
-# -- which samples are trained together ---------------------------------------------------------------------------------
+# -- the plan of micro-batches ------------------------------------------------------------------------------------------
 
 
 class PackingError(ValueError):
-    """Samples that cannot be packed as asked."""
+    """An error for samples that cannot be packed as requested."""
 
 
 def plan_micro_batches(
@@ -345,13 +363,14 @@ def plan_micro_batches(
     cost: CostModel | None = None,
     costs: Sequence[float] | None = None,
 ) -> list[list[Bin]]:
-    """For each rank its micro-batches, each a list of indices into `lengths`, at most `max_tokens` tokens together.
+    """Return, for each rank, its micro-batches as lists of indices into `lengths`.
 
-    Every index is in one micro-batch. All ranks have the same number of them, some perhaps empty, costliest first. `costs`: of
-    each, where it is not what `cost` makes of its length.
+    A micro-batch has at most `max_tokens` tokens. Every index is in one micro-batch. All ranks have the same number of
+    micro-batches, costliest first; some may be empty. The wait at each micro-batch is as short as the planner can make
+    it (see the comment above), with as few micro-batches as it can find.
 
-    The wait at each micro-batch is as short as can be found (see the module), with as few micro-batches as can be found.
-    Raises `PackingError` if one sample alone is longer than `max_tokens`.
+    `costs` are the costs of the samples, if they are not what `cost` gives for their lengths. Raises `PackingError` if
+    one sample alone is longer than `max_tokens`.
     """
     if ranks < 1:
         raise ValueError(f"`ranks` must be 1 or more, got {ranks}")
@@ -371,25 +390,25 @@ def plan_micro_batches(
 
 
 def sum_lockstep_cost(costs: Sequence[Sequence[float]]) -> float:
-    """What the ranks wait for in all, given the cost of each micro-batch of each of them."""
+    """Return the total cost that the ranks wait for, given the cost of each micro-batch of each rank."""
     return float(sum(max(of_rank) for of_rank in zip(*costs, strict=True)))
 
 
 def find_round_levels(
     lengths: np.ndarray, *, max_tokens: int, ranks: int, count: int, cost: CostModel, total_cost: float
 ) -> np.ndarray:
-    """float64 `[count]`: the levels with the least sum under which micro-batches of cost `total_cost` in all might exist.
+    """Return float64 `[count]`: the levels with the least sum that micro-batches of cost `total_cost` in all allow.
 
-    Let y_1 >= y_2 >= ... be the costs of a plan's micro-batches. The i-th of them holds no more than `u_i`, the cost of a
-    full one whose longest sample is the i-th longest of all (its quadratic part is convex, so greatest if the other samples
-    are as long as they may be); and no less than the i-th longest sample where that is over half the cap, as no two of
-    those are together. The levels of any plan are, sorted, at least M_j = y_{j · ranks}, so
+    Let y_1 >= y_2 >= ... be the costs of a plan's micro-batches. The i-th of them holds no more than `u_i`, the cost of
+    a full one whose longest sample is the i-th longest of all (its quadratic part is convex, so greatest if the other
+    samples are as long as they may be); and no less than the i-th longest sample where that is over half the cap, as no
+    two of those are together. The levels of any plan are, sorted, at least M_j = y_{j · ranks}, so
 
         Σ_j Σ_r min(M_j, u_{j · ranks + r}) >= work,    M_j >= cost of that single sample,
 
-    and the least Σ_j M_j under this is a bound on every plan. Each sum over r is concave in M_j, with a slope of the number
-    of micro-batches that can still follow: so levels are raised where most can, until the work is done. What is asked
-    for beyond the most possible is not done.
+    and the least Σ_j M_j under this is a bound on every plan. Each sum over r is concave in M_j, with a slope of the
+    number of micro-batches that can still follow: so levels are raised where most can, until the work is done. Work
+    beyond the most possible is left undone.
     """
     n = np.sort(np.asarray(lengths, np.float64))[::-1][: count * ranks]
     alone, rest = cost.estimate_costs(n), max_tokens - n
@@ -414,10 +433,10 @@ def find_round_levels(
 
 
 class _SamplePool:
-    """Samples that are not placed yet, found by length in nearly constant time.
+    """The samples that are not placed yet, found by length in nearly constant time.
 
-    `samples` ascend in length. `below[i + 1]` leads, over some steps, to `j + 1` of the last sample `j <= i` that is left
-    (disjoint sets with path halving, Tarjan & van Leeuwen 1984).
+    `samples` ascend in length. `below[i + 1]` leads, over some steps, to `j + 1` of the last sample `j <= i` that is
+    left (disjoint sets with path halving, Tarjan & van Leeuwen 1984).
     """
 
     def __init__(self, samples: list[int], lengths: list[int], costs: list[float]):
@@ -426,19 +445,19 @@ class _SamplePool:
         self._below = list(range(len(samples) + 1))
 
     def find_last(self, end: int) -> int:
-        """The index of the last sample left before `end`, or -1."""
+        """Return the index of the last sample left before `end`, or -1."""
         below = self._below
         while below[end] != end:
             below[end] = end = below[below[end]]
         return end - 1
 
     def find_fitting(self, free: int, level: float, end: int) -> int:
-        """The index, below `end`, of the longest that is not longer than `free` and costs no more than `level`; or -1."""
+        """Return the index, below `end`, of the longest sample within `free` tokens and cost `level`; or -1."""
         end = bisect_right(self.lengths, free, 0, end)
         return self.find_last(end if level == np.inf else bisect_right(self.costs, level, 0, end))
 
     def list_remaining(self) -> list[int]:
-        """The samples, in order of length."""
+        """Return the samples that are left, in order of length."""
         return [s for i, s in enumerate(self.samples, 1) if self._below[i] == i]
 
     def remove(self, indices: Iterable[int]) -> None:
@@ -446,8 +465,10 @@ class _SamplePool:
             self._below[at + 1] = at
 
     def find_pair(self, free: int, slack: int, excluded: int) -> tuple[int, ...]:
-        """The indices of two, neither of them `excluded`, that leave less than `slack` of `free`: the best of about `MAX_PAIRS`
-        tried, or none."""
+        """Return the indices of two samples, neither of them `excluded`, that leave less than `slack` of `free`.
+
+        They are the best of about `MAX_PAIRS` tried; the result is empty if none fits.
+        """
         best: tuple[int, ...] = ()
         end = bisect_right(self.lengths, free // 2)
         for start in range(end, 0, -max(1, end // MAX_PAIRS)):
@@ -468,7 +489,7 @@ class _StepPlanner:
         self.sorted_lengths, self.max_tokens, self.ranks, self.cost = lengths, max_tokens, ranks, cost
         self.lengths: list[int] = lengths.tolist()
         self.costs: list[float] = costs.tolist()
-        # Looked for by cost as by length: none costs more than a longer one is taken to.
+        # Costs are searched like lengths: no sample has a higher ceiling than a longer one.
         self._cost_ceilings: list[float] = np.maximum.accumulate(costs).tolist()
         self.total_cost = sum(self.costs)
 
@@ -477,7 +498,7 @@ class _StepPlanner:
         if self.ranks == 1:
             return [sorted(bins, key=self.bin_cost, reverse=True)]
         packed, apart = self.arrange_rounds(bins), self.pack_ranks_separately()
-        # Of equals the first by number: one under levels is even where first-fit leaves ranks empty.
+        # Ties go to the lower number: a plan under levels is even where first-fit leaves ranks empty.
         best = min((self.lockstep_cost(packed), 1, packed), (self.lockstep_cost(apart), 2, apart))
         for slack in LEVEL_SLACKS[: max(1, PLANNING_BUDGET // (len(self.lengths) + len(bins)))] if bins else ():
             found = self.pack_under_levels(self.find_levels(len(packed), slack), limit=best[0])
@@ -503,7 +524,10 @@ class _StepPlanner:
         return sum(max(map(self.bin_cost, bins)) for bins in rounds)
 
     def pack_fewest(self) -> list[Bin]:
-        """All samples in as few micro-batches as first-fit decreasing needs, or an exact fit if that spares a round of a few."""
+        """Pack all samples into as few micro-batches as first-fit decreasing needs.
+
+        Use an exact fit instead, if it saves a round and there are few.
+        """
         bins = self.fill_all(self.make_pool())
         possible = max(-(-sum(self.lengths) // self.max_tokens), sum(2 * n > self.max_tokens for n in self.lengths))
         if EXACT_FIT_ROUNDS > -(-len(bins) // self.ranks) > -(-possible // self.ranks):
@@ -511,7 +535,7 @@ class _StepPlanner:
         return bins
 
     def make_pool(self, samples: Iterable[int] | None = None) -> _SamplePool:
-        """Of all samples, or of some, in ascending order."""
+        """Return a pool of all samples, or of some, in ascending order."""
         return _SamplePool(
             list(range(len(self.lengths)) if samples is None else samples), self.lengths, self._cost_ceilings
         )
@@ -523,10 +547,10 @@ class _StepPlanner:
         return bins
 
     def fill_bin(self, pool: _SamplePool, level: float = np.inf, *, exact: bool = False) -> Bin:
-        """A micro-batch of the longest sample in the pool, then always the longest one that fits under cap and `level`.
+        """Fill a micro-batch: the longest sample in the pool, then always the longest that fits cap and `level`.
 
-        With `exact` the last one may be replaced by two that leave fewer tokens free: small samples are what gaps are filled
-        with, and too good for leaving gaps.
+        With `exact`, the last one may be replaced by two that leave fewer tokens free: gaps are filled with small
+        samples, which are too useful to leave gaps with.
         """
         found: list[int] = []  # descending indices in the pool
         free, end = self.max_tokens, len(pool.samples)
@@ -545,13 +569,13 @@ class _StepPlanner:
         return [pool.samples[i] for i in found]
 
     def arrange_rounds(self, bins: list[Bin]) -> list[list[Bin]]:
-        """Micro-batches of near cost at the same index; empty ones make up for what is missing."""
+        """Put micro-batches of similar cost at the same index, and add empty ones to complete the last round."""
         bins = sorted(bins, key=self.bin_cost, reverse=True)
         bins += [[] for _ in range(-len(bins) % self.ranks)]
         return [bins[i : i + self.ranks] for i in range(0, len(bins), self.ranks)]
 
     def pack_ranks_separately(self) -> list[list[Bin]]:
-        """Samples divided among the ranks for equal cost (LPT), each rank's packed first-fit decreasing, costliest first."""
+        """Divide samples among the ranks for equal cost (LPT); pack each rank's first-fit decreasing, costliest first."""
         mine: list[list[int]] = [[] for _ in range(self.ranks)]
         loads = [(0.0, rank) for rank in range(self.ranks)]  # a heap
         for sample in range(len(self.lengths) - 1, -1, -1):
@@ -562,12 +586,14 @@ class _StepPlanner:
         return [list(bins) for bins in zip_longest(*packed, fillvalue=[])]
 
     def pack_under_levels(self, levels: list[float], limit: float) -> list[list[Bin]] | None:
-        """All samples in rounds under these levels, the last of which is what it turns out to be; None if they do not fit, or
-        if the ranks wait longer than `limit`."""
+        """Pack all samples in rounds under these levels, where the last round takes the rest.
+
+        Returns None if they do not fit, or if the ranks wait longer than `limit`.
+        """
         pool, rounds = self.make_pool(), []
         waited, rest = 0.0, self.total_cost
         for level in levels[:-1]:
-            # The longest sample that is left has to go somewhere.
+            # The longest remaining sample must fit into some round.
             longest = pool.find_last(len(self.lengths))
             level = max(level, self._cost_ceilings[longest] if longest >= 0 else 0.0)
             rounds.append([self.fill_bin(pool, level) for _ in range(self.ranks)])
@@ -582,8 +608,11 @@ class _StepPlanner:
         return None if pool.list_remaining() else rounds
 
     def fill_last_round(self, pool: _SamplePool) -> list[Bin] | None:
-        """What is in the pool in one micro-batch per rank, longest sample first, each to the rank with the least cost of those
-        with capacity for it. None if one fits nowhere."""
+        """Divide the pool into one micro-batch per rank.
+
+        The longest sample comes first, and each goes to the rank with the least cost that has capacity for it. Returns
+        None if a sample fits nowhere.
+        """
         divided: list[Bin] = [[] for _ in range(self.ranks)]
         free = [self.max_tokens] * self.ranks
         loads = [(0.0, rank) for rank in range(self.ranks)]  # a heap
@@ -605,8 +634,11 @@ class _StepPlanner:
         return divided
 
     def assign_to_ranks(self, rounds: list[list[Bin]]) -> list[list[Bin]]:
-        """Each round's micro-batches among the ranks, the costliest to the rank with the least so far. Costliest round
-        first: memory that does not suffice is then found out at once."""
+        """Assign each round's micro-batches to the ranks.
+
+        The costliest goes to the rank with the least so far. The costliest round comes first, so that insufficient
+        memory shows at once.
+        """
         divided: list[list[Bin]] = [[] for _ in range(self.ranks)]
         totals = [0.0] * self.ranks
         costed = [
@@ -620,26 +652,33 @@ class _StepPlanner:
         return divided
 
 
-# Prefixes that samples have in common: found here, so that the learner feeds each forward once. Pure.
+# Prefixes that samples have in common, so that the learner computes each of them once. Pure.
 #
-# The G samples of a group begin with the same prompt; a sample that branches off an episode repeats what was said before. Under a
-# causal mask what the model makes of a token follows from the tokens up to it and their routes alone. So where these are the
-# same, and nothing of it is trained twice, one copy does for all.
+# The G samples of a group begin with the same prompt; a sample that branches off an episode repeats its earlier tokens.
+# Under a causal mask, the model's output at a token depends only on the tokens up to it and their routes. So where
+# these are the same, and no token is trained twice, one copy serves all samples.
 #
-# Samples are sorted by their tokens, so that each begins most like the one before it. What it shares with that one, it gives up.
-# The minimum over a part of this order is what the ends of that part share at least: any choice of samples shares by the same
-# numbers.
+# Samples are sorted by their tokens, so that each has the longest common prefix with the one before it. It gives up the
+# rows of that prefix. The minimum over a part of this order is what the ends of that part share at least, so the same
+# numbers serve any selection of samples.
 
 
 KEYS_PER_ROW = 8
-"""Every sample attends to a copy of its prefix's keys and values. At most so many times the token budget exist at once."""
+"""Most keys per token of the budget: every sample attends to its own copy of its prefix's keys and values, and all
+copies together take at most this many times the token budget."""
 
 
 @dataclass(frozen=True)
 class PrefixOverlap:
-    """Of some samples. `order` int64 `[S]`: their indices, sorted by tokens; `sort_position` its inverse. `shared_rows` int64
-    `[S + 1]`: how many of its first rows the sample at each place of that order can give up for those of the sample before
-    it; 0 at both ends. `lengths` int64 `[S]`, by index."""
+    """The rows that samples can share, in the order of their tokens.
+
+    Attributes:
+        order: int64 `[S]`: the indices of the samples, sorted by tokens.
+        sort_position: int64 `[S]`: the inverse of `order`.
+        shared_rows: int64 `[S + 1]`: the number of its first rows that the sample at each position of that order can
+            give up for those of the sample before it; 0 at both ends.
+        lengths: int64 `[S]`, by index.
+    """
 
     order: np.ndarray
     sort_position: np.ndarray
@@ -647,21 +686,24 @@ class PrefixOverlap:
     lengths: np.ndarray
 
     def sort_members(self, members: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """`members` in this order, and what each shares with the one before it: int64 `[M]` each."""
+        """Return `members` in this order, and how many rows each shares with the one before it: int64 `[M]` each."""
         at = np.sort(self.sort_position[np.asarray(members, np.int64)])
-        # The least of each part after one member up to the next.
+        # The minimum over each part after one member up to the next.
         edges = np.append(at[:1], at[:-1] + 1)
         shared = np.minimum.reduceat(self.shared_rows, np.stack([edges, at + 1], axis=1).ravel())[::2]
         shared[:1] = 0
         return self.order[at], shared
 
     def min_shared_rows(self, first: int, last: int) -> int:
-        """What the sample at place `last` can give up for the one at place `first` before it, at least."""
+        """Return how many rows, at least, the sample at position `last` can give up for the earlier one at `first`."""
         return int(self.shared_rows[first + 1 : last + 1].min())
 
 
 def find_prefix_overlap(samples: Sequence[Sample]) -> PrefixOverlap | None:
-    """None if nothing can be shared. A sample gives up rows before its first trained one, and keeps its last one."""
+    """Return the rows that samples can share, or None if there are none.
+
+    A sample gives up only rows before its first trained one, and keeps its last row.
+    """
     tokens = [s.table["token_ids"] for s in samples]
     names = [t.tobytes() for t in tokens]
     order = sorted(range(len(samples)), key=names.__getitem__)
@@ -683,13 +725,16 @@ def find_prefix_overlap(samples: Sequence[Sample]) -> PrefixOverlap | None:
 
 
 def _count_leading_true(same: np.ndarray) -> int:
-    """How many there are before the first that is False."""
+    """Return the number of entries before the first False one."""
     first = int(same.argmin()) if len(same) else 0
     return first if first or (len(same) and not same[0]) else len(same)
 
 
 def _count_equal_routes(before: TokenTable, after: TokenTable, rows: int) -> int:
-    """Of the first `rows` rows, those before the first whose records differ. The order of a record carries nothing."""
+    """Return how many of the first `rows` rows come before the first one whose recorded routes differ.
+
+    The order of experts in a record does not matter.
+    """
     if "routed_experts" not in before or "routed_experts" not in after or "routing_recorded" not in after:
         return rows if "routed_experts" not in before and "routed_experts" not in after else 0
     recorded = before["routing_recorded"][:rows]
@@ -708,7 +753,7 @@ def _count_equal_routes(before: TokenTable, after: TokenTable, rows: int) -> int
 
 
 def _sort_experts(rows: np.ndarray) -> np.ndarray:
-    """`[n, L, K]`, each sorted."""
+    """Return the experts `[n, L, K]`, each record sorted."""
     out = np.empty((rows.shape[0] * rows.shape[1], rows.shape[2]), rows.dtype)
     for part, columns in iter_sorted_columns(rows.reshape(out.shape)):
         np.stack(columns, axis=1, out=out[part])
@@ -716,8 +761,7 @@ def _sort_experts(rows: np.ndarray) -> np.ndarray:
 
 
 def merge_by_prefix(units: Sequence[Sequence[int]], likeness: PrefixOverlap, capacity: int) -> list[list[int]]:
-    """The units (indices of samples, each sample in one) joined with those that share their prefixes, as far as what they are
-    together takes no more than `capacity`."""
+    """Merge units (lists of sample indices, each sample in one) that share prefixes, up to `capacity` tokens together."""
     first = [int(likeness.sort_position[np.asarray(unit)].min()) for unit in units]
     joined: list[list[int]] = []
     rows = keys = last = 0
@@ -736,12 +780,12 @@ def merge_by_prefix(units: Sequence[Sequence[int]], likeness: PrefixOverlap, cap
 
 
 def count_budget_tokens(rows: int, keys: int) -> int:
-    """Of the token budget, by so many rows and the keys that they attend to."""
+    """Return the tokens of the budget that these numbers of rows and attended keys take."""
     return max(rows, -(-keys // KEYS_PER_ROW))
 
 
 def _count_rows_and_keys(members: Sequence[int], likeness: PrefixOverlap) -> tuple[int, int]:
-    """Rows that are fed forward, and keys that are attended to."""
+    """Return the number of rows that are computed, and the number of keys that are attended to."""
     if len(members) == 1:
         return (length := int(likeness.lengths[members[0]])), length
     keys = int(likeness.lengths[np.asarray(members)].sum())
@@ -749,7 +793,7 @@ def _count_rows_and_keys(members: Sequence[int], likeness: PrefixOverlap) -> tup
 
 
 def compute_size_and_cost(members: Sequence[int], likeness: PrefixOverlap, cost: CostModel) -> tuple[int, float]:
-    """What samples that are together take of the token budget, and what they cost: rows, and the keys before each."""
+    """Return the budget tokens and the cost of samples packed together: of rows, and of the keys before each."""
     which, shared = likeness.sort_members(members)
     lengths = likeness.lengths[which]
     rows, keys = int((lengths - shared).sum()), int(lengths.sum())
@@ -758,9 +802,9 @@ def compute_size_and_cost(members: Sequence[int], likeness: PrefixOverlap, cost:
 
 
 def expand_prefixes(cu_seqlens: np.ndarray, prefixes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the tokens of each whole sample are: packed rows int64 `[T]`, and the edges int64 `[S + 1]` of the samples in them.
+    """Return the packed rows of whole samples, int64 `[T]`, and the samples' edges in them, int64 `[S + 1]`.
 
-    Sample `s` is the first `prefixes[s, 1]` tokens of sample `prefixes[s, 0]`, which is an earlier one, and then rows
+    Sample `s` is the first `prefixes[s, 1]` tokens of the earlier sample `prefixes[s, 0]`, followed by rows
     `cu_seqlens[s]:cu_seqlens[s + 1]`.
     """
     starts, stops = cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist()

@@ -1,7 +1,8 @@
-"""Digests of what a step goes through, stage by stage: two runs of it part at the first that differs.
+"""Digests of the stages of a step: two runs of the same step diverge at the first stage whose digests differ.
 
-A digest is a number of 64 bits. Those of several tensors, micro-batches or ranks are summed, each with its name in it, so that no
-order matters. Bits count: `-0.0` is not `0.0`. They are of one layout of ranks, and of another they say nothing.
+A digest is a number of 64 bits. Digests of several tensors, micro-batches or ranks are summed, each with its name
+hashed in, so that order does not matter. Every bit counts: `-0.0` is not `0.0`. Digests can be compared only between
+runs with the same layout of ranks.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
 ScoreCallback = Callable[[int, torch.Tensor, torch.Tensor], Any]
 DIGEST_MODULUS = 2**64
 RANK_STAGES = ("logprobs", "gradients", "weights", "moments")
-"""In the order in which a step makes them."""
+"""The stages that each rank digests, in the order of a step."""
 DIGEST_STAGES = ("trajectories", "advantages", "packing", *RANK_STAGES, "metrics")
-"""In the order in which a step makes them; `metrics` follow from all, and their differences have names."""
+"""All stages, in the order of a step; `metrics` follow from all the others, and their differences have names."""
 
 
 def compute_digest(name: str, value: np.ndarray | torch.Tensor) -> int:
-    """Of its name, dtype, shape and bits."""
+    """Return the digest of a tensor's name, dtype, shape and bits."""
     array = (
         value.detach().cpu().contiguous()
         if isinstance(value, torch.Tensor)
@@ -48,7 +49,7 @@ def sum_digests(digests: Iterable[int]) -> int:
 
 
 class StageDigests:
-    """Of one rank, of one minibatch at a time."""
+    """The digests of one rank's stages, for one minibatch at a time."""
 
     def __init__(self) -> None:
         self._digests = dict.fromkeys(RANK_STAGES, 0)
@@ -57,7 +58,7 @@ class StageDigests:
         self._digests[stage] = (self._digests[stage] + compute_digest(name, value)) % DIGEST_MODULUS
 
     def wrap_loss(self, loss: ScoreCallback) -> ScoreCallback:
-        """`loss`, which is given the log-probs of a micro-batch and their entropies, with a look at them."""
+        """Return a function that digests a micro-batch's log-probs, then calls `loss` with them and their entropies."""
 
         def looked(index: int, logprobs: torch.Tensor, entropies: torch.Tensor) -> Any:
             self.add("logprobs", str(index), logprobs)
@@ -66,12 +67,15 @@ class StageDigests:
         return looked
 
     def add_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Summed over ranks, before clipping."""
+        """Add gradients that are summed over ranks and not clipped yet."""
         for index, gradient in enumerate(gradients):
             self.add("gradients", str(index), to_local(gradient))
 
     def pop_digests(self, backend: LearnerBackend) -> dict[str, int]:
-        """Those of the minibatch that has just been trained, with the optimizer as it is now; the next one begins."""
+        """Return the digests of the minibatch that has just been trained, and start the next one.
+
+        They include the optimizer's state as it is now.
+        """
         for index, tensors in enumerate(backend.optimizer.iter_states()):
             for kind, tensor in tensors.items():
                 self.add("weights" if kind == "master" else "moments", f"{index} {kind}", tensor)
@@ -82,8 +86,10 @@ class StageDigests:
 
 
 def digest_samples(samples: Sequence[Sample]) -> int:
-    """Of the columns that a step adds to them: advantages, weights in the loss, episodes. One digest a column: there may be
-    hundreds of short samples."""
+    """Return the digest of the columns that a step adds to samples: advantages, weights in the loss, episodes.
+
+    Each column is digested once over all samples, as there may be hundreds of short ones.
+    """
     which = " ".join(f"{sample.sample_id}:{len(sample.table)}" for sample in samples)
     return sum_digests(
         compute_digest(f"{name} {which}", np.concatenate([sample.table[name] for sample in samples]))
@@ -93,7 +99,7 @@ def digest_samples(samples: Sequence[Sample]) -> int:
 
 
 def digest_packing(micro_batches: Sequence[Sequence[MicroBatch]]) -> int:
-    """Which samples are in which micro-batch of which rank, and where."""
+    """Return the digest of the packing: the samples in each micro-batch of each rank, and their positions."""
     return sum_digests(
         compute_digest(f"{rank} {at} {' '.join(m.sample_ids)}", _packing_layout(m))
         for rank, mine in enumerate(micro_batches)

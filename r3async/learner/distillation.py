@@ -1,12 +1,12 @@
-"""On-policy distillation: a teacher judges, token by token, what the learner's engines sampled.
+"""The teacher of on-policy distillation, which scores, token by token, what the learner's engines sampled.
 
-Of samples of the learner itself, the mean of `(log learner - log teacher) grad log learner` is the gradient of
-KL(learner || teacher) at each token (MiniLLM, arXiv 2306.08543, eq. 3, with the reward of the token alone; on-policy: arXiv
-2306.13649). So `coef (log teacher - log rollout)` is part of the token's advantage. It is trained with the policy loss, the trust
-region and the corrections that rewards are trained with, and a token that is stale or clipped is stale or clipped here as well.
+On samples of the learner itself, the mean of `(log learner - log teacher) grad log learner` is the gradient of
+KL(learner || teacher) at each token (MiniLLM, arXiv 2306.08543, eq. 3, with the reward of the token alone; on-policy:
+arXiv 2306.13649). So `coef (log teacher - log rollout)` is added to the token's advantage. It is trained with the same
+policy loss, trust region and corrections as rewards, and tokens that are stale or clipped are treated in the same way.
 
-The teacher is a frozen model that the learner's ranks hold beside their own, of the same backend and divided in the same way. It
-chooses its experts by itself, at the sample's temperature and over the sample's support.
+The teacher is a frozen model that the learner's ranks hold beside their own, with the same backend and the same
+sharding. It uses its own routers' choice, at the sample's temperature and over the sample's support.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def load_teacher(config: Config, model_path: Path) -> LearnerBackend | None:
-    """The teacher of a learner of `model_path`, if there is one. Collective. Raises `LearnerError` for one whose tokens are not
-    the learner's, or that the backend does not have."""
+    """Return the teacher of a learner of `model_path`, or None if none is configured.
+
+    Collective. Raises `LearnerError` if the teacher's tokens are not the learner's, or if the backend does not support
+    it.
+    """
     settings = config.algorithm.distillation
     if not settings.teacher:
         return None
@@ -49,7 +52,7 @@ def load_teacher(config: Config, model_path: Path) -> LearnerBackend | None:
 
 
 def check_same_vocabulary(model: Path, teacher: Path) -> None:
-    """Raise `LearnerError` if a token id is not the same text for both."""
+    """Raise `LearnerError` if a token id stands for different text in the two models."""
     try:
         if _read_vocabulary(model) == _read_vocabulary(teacher):
             return
@@ -70,7 +73,7 @@ def _read_vocabulary(directory: Path) -> Any:
 def add_teacher_advantages(
     teacher: LearnerBackend, micro_batches: Sequence[MicroBatch], settings: DistillationConfig, ranks: RankGroup
 ) -> tuple[list[MicroBatch], dict[str, float]]:
-    """The micro-batches of a minibatch with what `teacher` says in their column `advantages`, and figures of it. Collective."""
+    """Return the micro-batches with the teacher's term in their column `advantages`, and figures. Collective."""
     judged, sums = [], np.zeros(2)
     for m, said in zip(micro_batches, teacher.logprobs(micro_batches, replay=False, trained_only=True), strict=True):
         rollout = m.table["rollout_logprobs"]

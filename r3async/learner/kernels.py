@@ -1,4 +1,4 @@
-"""The arithmetic that every backend shares: packed attention, stacks of experts, rows by index, log-probs."""
+"""Computation that every backend shares: packed attention, stacked experts, gathers, log-probs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,18 @@ from r3async.learner.batch import expand_prefixes
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """How the samples of one micro-batch attend.
+    """The attention of one micro-batch's samples, planned once.
 
     Samples of similar length form a bucket, padded on the right to its longest and attended by one call: under a causal
-    mask no token sees the padding behind it. `buckets`: (samples, padded length, skipped) of each. Samples that share a
-    prefix have keys and values of all their tokens, and queries without the first `skipped`, which others have in theirs.
-    `key_gather`, `query_gather`: which packed row each padded slot is filled from. `query_slots` int64 `[N]`: for every
-    packed row its slot among the queries. All are None if the packed order is the padded one.
+    mask no token sees the padding behind it. Samples that share a prefix have keys and values of all their tokens, but
+    queries only after the first `skipped`, whose queries belong to other samples. All fields but `buckets` are None if
+    the packed order is the padded one.
+
+    Attributes:
+        buckets: (samples, padded length, skipped) of each bucket.
+        key_gather: The packed row that fills each padded slot of keys and values.
+        query_gather: The packed row that fills each padded slot of queries.
+        query_slots: int64 `[N]`: for every packed row its slot among the queries.
     """
 
     buckets: tuple[tuple[int, int, int], ...]
@@ -36,7 +41,10 @@ class AttentionPlan:
 
 
 def plan_buckets(lengths: np.ndarray) -> list[np.ndarray]:
-    """Samples (indices, longest first) per bucket: shorter than the longest by at most a quarter, or by 16 tokens."""
+    """Return the samples of each bucket (indices, longest first).
+
+    A sample is shorter than the longest of its bucket by at most a quarter, or by 16 tokens.
+    """
     order = np.argsort(-lengths, kind="stable")
     buckets, start = [], 0
     for i in range(1, len(order) + 1):
@@ -48,7 +56,10 @@ def plan_buckets(lengths: np.ndarray) -> list[np.ndarray]:
 
 
 def plan_prefix_buckets(lengths: np.ndarray, shared: np.ndarray) -> list[np.ndarray]:
-    """`plan_buckets` of samples that share about as much: those that share nothing, then others by the same rule."""
+    """Return the buckets of samples that share about as much.
+
+    Samples that share nothing come first, then the others by the rule of `plan_buckets`.
+    """
     if not shared.any():
         return plan_buckets(lengths)
     alone = np.flatnonzero(shared == 0)
@@ -58,7 +69,7 @@ def plan_prefix_buckets(lengths: np.ndarray, shared: np.ndarray) -> list[np.ndar
 
 
 def plan_attention(cu_seqlens: np.ndarray, device: torch.device, prefixes: np.ndarray | None = None) -> AttentionPlan:
-    """Plan for samples laid end to end at `cu_seqlens` (int `[S + 1]`); `prefixes`: see `MicroBatch`."""
+    """Plan attention for samples laid end to end at `cu_seqlens` (int `[S + 1]`); `prefixes`: see `MicroBatch`."""
     total = int(cu_seqlens[-1])
     if prefixes is None:
         whole, edges, shared = np.arange(total), cu_seqlens.astype(np.int64), np.zeros(len(cu_seqlens) - 1, np.int64)
@@ -72,7 +83,7 @@ def plan_attention(cu_seqlens: np.ndarray, device: torch.device, prefixes: np.nd
         width, skipped = int(lengths[members[0]]), int(shared[members].min())
         column = np.arange(width)
         inside = column < lengths[members, None]
-        # A padded slot holds its sample's first token: any finite value does, nothing depends on it.
+        # A padded slot holds its sample's first token: any finite value will do, as nothing depends on it.
         rows = whole[starts[members, None] + np.where(inside, column, 0)]
         keys.append(np.where(inside, rows, -1 - rows).reshape(-1))
         own = (inside & (column >= shared[members, None]))[:, skipped:]
@@ -104,10 +115,12 @@ def packed_attention(
     sinks: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """`query [N, heads, D]`, `key` and `value` `[N, groups, D]` -> `[N, heads, D]`; `scale` None is `1 / sqrt(D)`.
+    """Compute attention: `query [N, heads, D]`, `key` and `value` `[N, groups, D]` -> `[N, heads, D]`.
 
-    `sinks` `[heads]`: of each head a score that is in every softmax and has no value. `window`: a token sees so many, itself
-    the last of them.
+    Args:
+        scale: Factor of the scores; None is `1 / sqrt(D)`.
+        sinks: `[heads]`: a score for each head that takes part in every softmax and has no value.
+        window: The number of tokens that a token sees, itself the last of them.
     """
     if plan.key_gather is not None and plan.query_gather is not None:
         query, key, value = plan.query_gather(query), plan.key_gather(key), plan.key_gather(value)
@@ -143,9 +156,9 @@ def _attend_bucket(
     if window is not None and window < width:
         mask = F.pad(_build_window_mask(width, skipped, window, q.device), (before, 0), value=True)
     elif skipped or before:
-        from torch.nn.attention.bias import causal_lower_right  # brings the compiler, a second of each start
+        from torch.nn.attention.bias import causal_lower_right  # imports the compiler: one second at start-up
 
-        # Where queries lack the first tokens, the last of them still sees all keys.
+        # Queries lack the first tokens, but the last query still sees all keys.
         mask = causal_lower_right(width - skipped, width + before)
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
@@ -154,14 +167,14 @@ def _attend_bucket(
 
 
 _SINK_PADDING = 8
-"""Values that a head has more with sinks: kernels take sizes in eights."""
+"""Values by which each head grows with sinks: kernels take sizes in multiples of eight."""
 
 
 def _append_sink_key(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """One key more, before all others, whose product with a query of head `h` is `sinks[h] / scale`; its value is zero.
+    """Prepend one key to all others, whose product with a query of head `h` is `sinks[h] / scale`; its value is zero.
 
-    All three `[n, heads or groups, W, D]` -> `[.., D + 8]`: queries have that product in the first of the new values, and of the
-    keys the new one has 1 there.
+    All three `[n, heads or groups, W, D]` -> `[.., D + 8]`: the first of the new values holds that product in queries,
+    and 1 in the new key.
     """
     score = (sinks.to(q.dtype) / scale).view(1, -1, 1, 1).expand(*q.shape[:3], 1)
     q = torch.cat([q, F.pad(score, (0, _SINK_PADDING - 1))], dim=-1)
@@ -171,14 +184,14 @@ def _append_sink_key(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: floa
 
 
 def _build_window_mask(width: int, skipped: int, window: int, device: torch.device) -> Tensor:
-    """bool `[width - skipped, width]`: which keys each query sees."""
+    """Return bool `[width - skipped, width]`: the keys that each query sees."""
     at = torch.arange(width, device=device)
     ago = at[skipped:, None] - at
     return (ago >= 0) & (ago < window)
 
 
 class _UnpadRows(torch.autograd.Function):
-    """Packed rows from padded ones: `x[slots]`. The gradient of padding is zero."""
+    """Packed rows selected from padded ones: `x[slots]`. The gradient of padding is zero."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Tensor) -> Tensor:
@@ -193,32 +206,34 @@ class _UnpadRows(torch.autograd.Function):
         return grad.index_copy_(0, slots, grads[0]), None
 
 
-# The experts of a layer as stacks of matrices, in plain torch: one grouped product in the place of a loop over experts.
+# The experts of a layer as stacks of matrices, in plain torch: one grouped product instead of a loop over experts.
 #
-# Nothing here asks the device for a number: how many tokens an expert has stays where it was counted.
+# Nothing here reads a number back from the device: the experts' token counts stay where they were computed.
 
 
 GROUPED_ROW_BYTES = 16
-"""Bytes of which a row has to be a multiple in torch's grouped product."""
+"""Bytes that the size of a row must be a multiple of in torch's grouped product."""
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """`x [P, K]`, `weight [E, M, K]` -> `[P, M]`: of the rows of `x`, the first `counts[0]` times the first matrix, and so on.
+    """Multiply rows by their group's matrix: `x [P, K]`, `weight [E, M, K]` -> `[P, M]`.
 
-    `counts` int64 `[E]`, which add up to P. Differentiable. On CUDA in bf16 it is one kernel; in other precisions torch runs the
-    matrices one by one. Rows that are not a multiple of 16 bytes are for small tests only: these ask for the counts.
+    The first `counts[0]` rows of `x` are multiplied by the first matrix, and so on. `counts` int64 `[E]` add up to P.
+    Differentiable. On CUDA in bf16 it is one kernel; in other precisions torch runs the matrices one by one. Rows that
+    are not a multiple of 16 bytes are for small tests only: they read the counts back to the host.
     """
     if all(n * x.element_size() % GROUPED_ROW_BYTES == 0 for n in weight.shape[1:]):
-        # torch has no products of zero rows, and gradients that are expanded have no strides that it takes.
+        # torch has no products of zero rows, and does not take the strides of expanded gradients.
         return F.grouped_mm(x, weight.mT, offs=counts.cumsum(0).to(x.device, torch.int32, non_blocking=True))
     parts = zip(x.split(counts.tolist()), weight.unbind(), strict=True)
     return torch.cat([F.linear(part, matrix) for part, matrix in parts])
 
 
 class WeightedSwiGLU(torch.autograd.Function):
-    """`silu(gate) * up * share` of `x [P, 2 W]` (gate next to up) and `share` float32 `[P]` -> `[P, W]` in the dtype of `x`.
+    """The weighted SwiGLU: `silu(gate) * up * share` of `x [P, 2 W]` and `share` float32 `[P]` -> `[P, W]`.
 
-    Only `x` and `share` are kept for the backward pass: half of what a chain of torch's operations would keep.
+    The result has the dtype of `x`. In `x`, gate is next to up. Only `x` and `share` are kept for the backward pass:
+    half of what a chain of torch's operations would keep.
     """
 
     @staticmethod
@@ -242,10 +257,10 @@ class WeightedSwiGLU(torch.autograd.Function):
 
 
 class ExpertDispatch:
-    """Which expert each of `N` tokens is sent to, `K` times each: the order of the sent rows, by expert and then by token.
+    """The dispatch of `N` tokens to `K` experts each: sent rows are ordered by expert and then by token.
 
-    `chosen` bool `[N, E]`, K of them in a row. `token_index` int64 `[N K]`: the token of each sent row. `expert_counts` int64
-    `[E]`.
+    `chosen` bool `[N, E]` has K True values in a row. `token_index` int64 `[N K]` is the token of each sent row,
+    `expert_counts` int64 `[E]` the number of rows sent to each expert.
     """
 
     def __init__(self, chosen: Tensor, top_k: int):
@@ -256,20 +271,20 @@ class ExpertDispatch:
         self.expert_counts = chosen.sum(dim=0)
 
     def dispatch_rows(self, x: Tensor) -> Tensor:
-        """`x [N, H]` -> `[N K, H]`."""
+        """Return the sent rows: `x [N, H]` -> `[N K, H]`."""
         return _DispatchRows.apply(x, self.token_index, self._token_slots)
 
     def gather_gates(self, gates: Tensor) -> Tensor:
-        """`gates [N, E]` -> `[N K]`."""
+        """Return the gates of the sent rows: `gates [N, E]` -> `[N K]`."""
         return gates.reshape(-1).gather(0, self._gate_index)
 
     def combine_outputs(self, y: Tensor) -> Tensor:
-        """`y [N K, H]` -> `[N, H]`: what a token's experts made of it, added up in the order of experts."""
+        """Return the sum of each token's expert outputs, in the order of experts: `y [N K, H]` -> `[N, H]`."""
         return _CombineRows.apply(y, self.token_index, self._token_slots)
 
 
 def _sum_rows(y: Tensor, slots: Tensor) -> Tensor:
-    """Rows of `y` at `slots [N, K]`, added up: in one order at every call, where a scatter on CUDA has none."""
+    """Return the sums of the rows of `y` at `slots [N, K]`, in one order at every call; a scatter on CUDA has none."""
     return F.embedding_bag(slots, y, mode="sum") if slots.numel() else y.new_zeros(len(slots), y.shape[1])
 
 
@@ -295,11 +310,11 @@ class _CombineRows(torch.autograd.Function):
         return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
 
 
-# Log-probs of given tokens from hidden states, without holding all logits at once; where tokens were left out of sampling, over
-# those that were not.
+# Log-probs of given tokens from hidden states, without holding all logits at once. Where sampling excluded tokens, the
+# distribution is over the others.
 #
-# Logits exist in chunks of tokens, in float32, and are made again in the backward pass: what is kept between is one number a
-# token. With `z` the logits of a token over its temperature and `p = softmax(z)`,
+# Logits exist in chunks of tokens, in float32, and are recomputed in the backward pass: only one number per token is
+# kept in between. With `z` the logits of a token over its temperature and `p = softmax(z)`,
 #
 # log p(t) = z_t - max - log sum exp(z - max)        by z:  onehot(t) - p
 # H = -sum p log p                                   by z:  -p (log p + H)
@@ -316,7 +331,7 @@ class SupportMask:
         written = supports.encoded_ids()
         here = (written.ids >= first) & (written.ids < first + columns)
         self._columns, self._length = columns, len(supports)
-        # Of those who name what is in it, all others are left out.
+        # A support that lists its tokens excludes all others.
         named_in = supports.recorded_mask & ~supports.complement_mask
         self._excludes_unnamed = torch.from_numpy(named_in).to(device)
         self._rows = torch.from_numpy(written.rows[here]).to(device)
@@ -330,7 +345,7 @@ class SupportMask:
             self._bits.append((torch.from_numpy(rows).to(device), torch.from_numpy(part).to(device)))
 
     def build_excluded(self) -> Tensor:
-        """bool `[M, columns]`: what could not be sampled. A new tensor."""
+        """Return bool `[M, columns]`: the tokens that could not be sampled. A new tensor."""
         out = self._excludes_unnamed[:, None].repeat(1, self._columns)
         out[self._rows, self._ids] = ~self._excludes_unnamed[self._rows]
         shifts = torch.arange(8, dtype=torch.uint8, device=out.device)
@@ -353,18 +368,22 @@ def token_logprobs(
     entropy_gradient: bool = False,
     supports: SupportSets | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """float32 `[M]` log-prob of each target under `softmax(logits / temperature)`, and its entropy, in nats. The logits are
-    `hidden @ matrix.T + bias`.
+    """Return each target's log-prob under `softmax(logits / temperature)`, and its entropy: float32 `[M]`, in nats.
 
-    `output_weight [V, H]`, `hidden [M, H]`, `targets` int64 `[M]`, `temperatures` float32 `[M]`. At most `chunk_elements`
-    logits exist at once, but those of a token. The gradient of `output_weight` is summed over chunks in float32. Entropies
-    have a gradient only if it is asked for.
+    The logits are `hidden @ output_weight.T + bias`. At most `chunk_elements` logits exist at once, but at least those
+    of one token. The gradient of `output_weight` is summed over chunks in float32.
 
-    `group`: ranks that each have the logits of a part of the ids, this one of `first_token_id .. first + V`; every rank gets the
-    result. Two collectives a chunk, in the forward pass only.
-
-    `supports`: of M tokens; both are then of the distribution over the tokens in it, and nothing else has a gradient. It takes a
-    byte for each logit of a chunk.
+    Args:
+        output_weight: `[V, H]`.
+        hidden: `[M, H]`.
+        targets: int64 `[M]`.
+        temperatures: float32 `[M]`.
+        first_token_id: This rank has the logits of ids `first_token_id .. first_token_id + V`.
+        group: Ranks that each have the logits of a part of the ids; every rank gets the result. Two collectives per
+            chunk, in the forward pass only.
+        entropy_gradient: Entropies have a gradient only if this is set.
+        supports: The supports of the M tokens. Log-probs and entropies are then those of the distribution over the
+            tokens in it, and nothing else has a gradient. It takes a byte for each logit of a chunk.
     """
     columns = len(output_weight)
     rows = max(1, chunk_elements // max(1, columns))
@@ -375,7 +394,7 @@ def token_logprobs(
 
 
 class _ChunkSettings(NamedTuple):
-    """`chunk_rows`: tokens of a chunk. `masks`: of each chunk."""
+    """The settings of chunked log-probs, with `chunk_rows` tokens in a chunk and one of `masks` for each chunk."""
 
     first_token_id: int
     group: dist.ProcessGroup | None
@@ -429,34 +448,34 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 del part
             if of_bias is not None:
                 of_bias += by_logit.sum(0)
-            del by_logit, rounded  # before those of the next chunk are made
+            del by_logit, rounded  # before the next chunk allocates its own
         of_matrix = None if of_matrix is None else of_matrix.to(matrix.dtype)
         of_bias = None if bias is None or of_bias is None else of_bias.to(bias.dtype)
         return torch.cat(of_hidden), of_matrix, of_bias, None, None, None
 
 
 def _iter_chunks(head: _ChunkSettings, *tensors: Tensor) -> Any:
-    """Of each chunk the rows of every tensor, and its mask."""
+    """Yield, for each chunk, the rows of every tensor, and its mask."""
     return zip(*(t.split(head.chunk_rows) for t in tensors), head.masks, strict=True)
 
 
 def _compute_logits(
     hidden: Tensor, matrix: Tensor, bias: Tensor | None, temperatures: Tensor, mask: SupportMask | None
 ) -> Tensor:
-    """float32 `[m, V]`, minus infinity where `mask` leaves tokens out."""
+    """Return the logits, float32 `[m, V]`, minus infinity where `mask` excludes tokens."""
     z = F.linear(hidden, matrix, bias).float().div_(temperatures[:, None])
     return z if mask is None else z.masked_fill_(mask.build_excluded(), -torch.inf)
 
 
 def _find_local_targets(targets: Tensor, head: _ChunkSettings, columns: int) -> tuple[Tensor, Tensor]:
-    """The column of each target, and whether it is one of this rank's."""
+    """Return the column of each target, and whether it is one of this rank's."""
     column = targets - head.first_token_id
     mine = (column >= 0) & (column < columns)
     return torch.where(mine, column, 0)[:, None], mine
 
 
 def _forward_chunk(z: Tensor, targets: Tensor, head: _ChunkSettings) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs, entropies, and the logarithm of what `exp(z)` sums to. `z` is lost."""
+    """Return log-probs, entropies, and the logarithm of the sum of `exp(z)`. Overwrites `z`."""
     top = z.max(dim=-1).values
     if head.group is not None:
         dist.all_reduce(top, dist.ReduceOp.MAX, group=head.group)
@@ -464,7 +483,7 @@ def _forward_chunk(z: Tensor, targets: Tensor, head: _ChunkSettings) -> tuple[Te
     column, mine = _find_local_targets(targets, head, z.shape[1])
     picked = torch.where(mine, z.gather(1, column)[:, 0], 0.0)
     weights = z.exp()
-    # Where a weight is 0 the logit may be minus infinity, and their product nothing.
+    # Where a weight is 0 the logit may be minus infinity, and their product NaN.
     spread = z.mul_(weights).masked_fill_(weights == 0, 0.0).sum(dim=-1)
     total = torch.stack([weights.sum(dim=-1), picked, spread])
     if head.group is not None:
@@ -476,13 +495,16 @@ def _forward_chunk(z: Tensor, targets: Tensor, head: _ChunkSettings) -> tuple[Te
 def _backward_chunk(
     z: Tensor, norm: Tensor, targets: Tensor, entropies: Tensor, grad: Tensor, spread: Tensor, head: _ChunkSettings
 ) -> Tensor:
-    """`[m, V]`: the gradient by `z`, which is lost. `norm` `[m]`: the logarithm of what `exp(z)` sums to. `grad`, `spread` `[m]`:
-    by log-prob and entropy."""
+    """Return the gradient by `z`, `[m, V]`. Overwrites `z`.
+
+    `norm` `[m]` is the logarithm of the sum of `exp(z)`; `grad` and `spread` `[m]` are the gradients by log-prob and
+    entropy.
+    """
     column, mine = _find_local_targets(targets, head, z.shape[1])
     logs = z.sub_(norm[:, None])
     if head.entropy_gradient:
         out = logs.exp()
-        # What has no probability has no gradient, and an infinite logarithm.
+        # A token without probability has no gradient, but an infinite logarithm.
         information = logs.masked_fill_(out == 0, 0.0).add_(entropies[:, None])
         out.mul_(information.mul_(-spread[:, None]).sub_(grad[:, None]))
     else:
@@ -493,7 +515,7 @@ def _backward_chunk(
 def _build_masks(
     supports: SupportSets | None, rows: int, count: int, device: torch.device, first: int, columns: int
 ) -> Sequence[SupportMask | None]:
-    """One for each chunk of `rows` of `count` tokens."""
+    """Return one mask for each chunk of `rows` of `count` tokens."""
     starts = range(0, max(1, count), rows)
     if supports is None:
         return [None] * len(starts)
@@ -501,21 +523,21 @@ def _build_masks(
 
 
 def select_supports(column: SupportSets | None, rows: np.ndarray) -> SupportSets | None:
-    """Those of the tokens at `rows`; None if none has one, and logits are of the whole vocabulary."""
+    """Return the supports of the tokens at `rows`; None if none has one, and logits are of the whole vocabulary."""
     if column is None:
         return None
     supports = column.take_rows(rows)
     return supports if supports.recorded_mask.any() else None
 
 
-# Rows of a tensor by their index, some of them several times, with a gradient that is the same at every call.
+# Gathering rows of a tensor by index, possibly several times, with a gradient that is the same at every call.
 
 
 class DeterministicGather:
-    """`gather(x)`: rows `source_rows` int64 `[P]` of `x [N, ...]`. The gradient of a row is the sum of those at its
-    `gradient_slots`, in order.
+    """A gather with a deterministic gradient: `gather(x)` returns rows `source_rows` int64 `[P]` of `x [N, ...]`.
 
-    `slot_offsets` int64 `[N]`: where the slots of each row begin; None if each row has one.
+    The gradient of a row is the sum of those at its `gradient_slots`, in order. `slot_offsets` int64 `[N]` says where
+    the slots of each row begin; it is None if each row has one slot.
     """
 
     def __init__(self, source_rows: Tensor, gradient_slots: Tensor, slot_offsets: Tensor | None):
@@ -523,7 +545,10 @@ class DeterministicGather:
 
     @staticmethod
     def from_index(index: np.ndarray, total: int, device: torch.device) -> DeterministicGather:
-        """`index` int `[P]`, of `total` rows: `-1 - row` where nothing depends on what is taken, and its gradient is 0."""
+        """Build a gather from `index` int `[P]` of `total` rows.
+
+        An entry is `-1 - row` where nothing depends on the gathered row; its gradient is 0.
+        """
         (there,) = np.nonzero(index >= 0)
         rows = index[there]
         slots = there[np.argsort(rows, kind="stable")]
@@ -539,8 +564,11 @@ class DeterministicGather:
 
 
 class _GatherRows(torch.autograd.Function):
-    """For slots whose gradient is zero this equals the scatter-add that indexing would do, and is much faster; and where a row
-    is taken several times, its sum has an order also on CUDA."""
+    """The autograd function of `DeterministicGather`.
+
+    For slots whose gradient is zero this equals the scatter-add that indexing would do, and is much faster; and where a
+    row is gathered several times, its sum has a fixed order also on CUDA.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, slots: Tensor, offsets: Tensor | None) -> Tensor:

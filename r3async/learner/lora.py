@@ -1,14 +1,14 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) on the weights of any backend, whatever ranks divide them.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) on the weights of any backend, with any sharding over ranks.
 
-An adapted matrix, or stack of matrices (the experts of a layer), is `W = W0 + s B A`, with `s = alpha / rank`. The model always
-has the merged `W` in the compute dtype: what engines have, so the learner's log-probs are those of the policy that is served,
-and nothing in a forward pass knows of adapters. The backward pass makes the gradient of one `W` at a time. It is projected
-onto the adapter and let go of, in float32:
+An adapted matrix, or stack of matrices (the experts of a layer), is `W = W0 + s B A`, with `s = alpha / rank`. The
+model always holds the merged `W` in the compute dtype, as engines do. So the learner's log-probs are those of the
+policy that is served, and a forward pass is the same as without adapters. The backward pass computes the gradient of
+one `W` at a time. It is projected onto the adapter, in float32, and freed:
 
     dL/dA = s Bᵀ dL/dW      dL/dB = s dL/dW Aᵀ
 
-Only `A` and `B` have gradients, float32 values and moments. `W0` is kept in host memory. Forward and backward passes cost what
-they cost when all weights are trained; what is saved is memory.
+Only `A` and `B` have gradients, float32 values and moments. `W0` is kept in host memory. Forward and backward passes
+cost the same as when all weights are trained; only memory is saved.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from r3async.learner.state import ShardSlice
 
 ADAPTER_NAMES = ("lora_A", "lora_B")
 ShardedDim = Literal["rows", "columns", "matrices"] | None
-"""What of a matrix, or stack of them, ranks divide among themselves."""
+"""The dimension of a matrix, or of a stack of matrices, that is divided among ranks."""
 
 
 class AdapterCandidate(NamedTuple):
-    """A parameter of this rank that may be adapted: matrices, or stacks of them, at the places that `shard_slice` names."""
+    """A parameter of this rank that may be adapted: matrices, or stacks of them, at the places in `shard_slice`."""
 
     parameter: Parameter
     shard_slice: ShardSlice
@@ -53,13 +53,15 @@ class AdapterCandidate(NamedTuple):
 
 
 def strip_weight_suffix(name: str) -> str:
-    """Of a weight: without `.weight`, which all but stacked ones end with."""
+    """Return a weight's name without `.weight`, which all but stacked ones end with."""
     return name.removesuffix(".weight")
 
 
 def select_targets(config: LoraConfig, modules: Iterable[tuple[str, bool]]) -> set[str]:
-    """Of the model's matrices, each with whether it is a router's, the names of those that have adapters. Raises `LearnerError`
-    for a target that names none."""
+    """Return the names of the model's matrices that have adapters; each matrix comes with whether it is a router's.
+
+    Raises `LearnerError` for a target that matches none.
+    """
     known = sorted(set(modules))
     chosen: set[str] = set()
     for target in config.targets:
@@ -76,7 +78,10 @@ def select_targets(config: LoraConfig, modules: Iterable[tuple[str, bool]]) -> s
 
 @dataclass(frozen=True)
 class LoraAdapter:
-    """Of the matrices at `place`: `lora_a` float32 `[.., rank, columns]` and `lora_b` `[.., rows, rank]`, of this rank's part."""
+    """The adapter of the matrices at `place`, this rank's part of it.
+
+    `lora_a` is float32 `[.., rank, columns]`, and `lora_b` `[.., rows, rank]`.
+    """
 
     place: TensorSlice
     lora_a: Parameter
@@ -85,7 +90,10 @@ class LoraAdapter:
 
     @staticmethod
     def initialize(place: TensorSlice, config: LoraConfig, seed: int, device: torch.device) -> LoraAdapter:
-        """`B` is 0, and `A` uniform within `1 / sqrt(columns)`, as PEFT has it; the same on any layout of ranks."""
+        """Create an adapter with `B` 0 and `A` uniform within `1 / sqrt(columns)`, as in PEFT.
+
+        It is the same on any layout of ranks.
+        """
         shape = (*place.shape[:-2], config.rank, place.shape[-1])
         digest = hashlib.sha256(f"{seed} {place.name}".encode()).digest()
         rng = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
@@ -99,7 +107,7 @@ class LoraAdapter:
 
     @property
     def factor_places(self) -> tuple[TensorSlice, TensorSlice]:
-        """Of `lora_a` and `lora_b`."""
+        """The places of `lora_a` and `lora_b`."""
         name = strip_weight_suffix(self.place.name)
         rank = self.lora_a.shape[-2]
         a, b = _replace_dimension(self.place, -2, rank), _replace_dimension(self.place, -1, rank)
@@ -108,13 +116,13 @@ class LoraAdapter:
         )
 
     def project_gradient(self, gradient: Tensor) -> None:
-        """Add what a gradient of the weight's part is for the adapter."""
+        """Project a gradient of the weight's part onto the adapter, and add it to the adapter's gradients."""
         g = gradient.float().mul_(self.scale) if gradient.dtype != torch.float32 else gradient * self.scale
         for parameter, part in ((self.lora_a, self.lora_b.detach().mT @ g), (self.lora_b, g @ self.lora_a.detach().mT)):
             parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
 
     def merge_weight(self, base: Tensor) -> Tensor:
-        """float32: the weight's part, of that of the start model."""
+        """Return the weight's part with the adapter, float32, from that of the start model."""
         return torch.add(base.float(), self.lora_b.detach() @ self.lora_a.detach(), alpha=self.scale)
 
 
@@ -125,7 +133,7 @@ class _Box(NamedTuple):
 
 
 def _replace_dimension(place: TensorSlice, dimension: int, rank: int) -> _Box:
-    """The box with `rank` in the place of that dimension, which is then whole."""
+    """Return the box with `rank` in place of that dimension, which is then whole."""
 
     def put(values: tuple[int, ...], value: int) -> tuple[int, ...]:
         out = list(values)
@@ -136,8 +144,10 @@ def _replace_dimension(place: TensorSlice, dimension: int, rank: int) -> _Box:
 
 
 class AdapterParameter(NamedTuple):
-    """An `A` or `B`, where it lies in the whole, and what is divided of the weight that it is for. `is_replicated`: each rank
-    has all of it, and the gradient of its own rows or columns of the weight only."""
+    """An `A` or `B`, its place in the whole, and the candidate with the sharding of its weight.
+
+    `is_replicated`: each rank has all of it, and the gradient of its own rows or columns of the weight only.
+    """
 
     parameter: Parameter
     shard_slice: ShardSlice
@@ -146,7 +156,7 @@ class AdapterParameter(NamedTuple):
 
 
 class _AdaptedParameter(NamedTuple):
-    """A parameter, its values in the start model, and the adapters of its parts, None for those that have none."""
+    """A parameter, its values in the start model, and the adapters of its parts; None for parts without one."""
 
     candidate: AdapterCandidate
     base_weight: Tensor
@@ -154,10 +164,10 @@ class _AdaptedParameter(NamedTuple):
 
 
 class LoraAdapters:
-    """The adapters of this rank's part of a model. Every other parameter is frozen by who builds the model.
+    """The adapters of this rank's part of a model. Every other parameter is frozen by the code that builds the model.
 
-    `chosen`: names of the matrices that have one, see `select_targets`. From now on a gradient of an adapted parameter
-    becomes one of its adapters when it has been accumulated.
+    `chosen` are the names of the matrices that have one, see `select_targets`. From then on, a gradient of an adapted
+    parameter is projected onto its adapters when it has been accumulated.
     """
 
     def __init__(
@@ -184,7 +194,7 @@ class LoraAdapters:
                 parameter.register_post_accumulate_grad_hook(lambda p, one=one: _project_gradient(one, p))
 
     def list_parameters(self) -> list[AdapterParameter]:
-        """Every `A` and `B`, in the optimizer's order."""
+        """Return every `A` and `B`, in the optimizer's order."""
         out = []
         for candidate, _, adapters in self._adapted:
             for adapter in filter(None, adapters):
@@ -193,24 +203,27 @@ class LoraAdapters:
                     (adapter.lora_b, adapter.factor_places[1], "columns", adapter.place.offset[-1]),
                 ):
                     shared = candidate.sharded_dim == over
-                    # Of the ranks that have all of it, the one with the first of the weight's rows, or columns.
+                    # Among the ranks that have all of it, the one with the weight's first rows, or columns, writes it.
                     writes = candidate.shard_slice.is_writer and not (shared and whole)
                     out.append(AdapterParameter(parameter, ShardSlice((place,), is_writer=writes), candidate, shared))
         return out
 
     @torch.no_grad()
     def merge_weights(self) -> None:
-        """Make the model's weights those that the adapters say."""
+        """Set the model's weights to the start model's, merged with the adapters."""
         for candidate, base, adapters in self._adapted:
             target = to_local(candidate.parameter.detach())
             parts = zip(candidate.shard_slice.split(base.to(target.device)), adapters, strict=True)
-            # Rounded one at a time: all experts of a layer are one parameter.
+            # Parts are rounded one at a time, because all experts of a layer are one parameter.
             made = [(part if one is None else one.merge_weight(part)).to(target.dtype) for part, one in parts]
             target.copy_(candidate.shard_slice.join(made))
 
     @contextmanager
     def use_reference_weights(self) -> Iterator[None]:
-        """In this block the model is the start model; afterwards itself again, bit by bit. As `state.ReferenceWeights`."""
+        """Make the model the start model inside this block, and restore it bit by bit afterwards.
+
+        The counterpart of `state.ReferenceWeights`.
+        """
         with torch.no_grad():
             for candidate, base, _ in self._adapted:
                 to_local(candidate.parameter.detach()).copy_(base)
@@ -237,9 +250,13 @@ def save_adapter(
 ) -> None:
     """Write adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
 
-    `tensors`: whole ones, float32, by the names of `LoraAdapter.factor_places`. `base`: the start model, a path or a name.
-    Adapters of stacked experts are PEFT's of parameters (`target_parameters`), all experts' ranks in one dimension; `order`
-    has the model's names of its parameters, in order, for these.
+    Adapters of stacked experts become PEFT's adapters of parameters (`target_parameters`), with all experts' ranks in
+    one dimension.
+
+    Args:
+        tensors: Whole tensors, float32, by the names of `LoraAdapter.factor_places`.
+        base: The start model, a path or a name.
+        order: The model's names of its parameters, in order, for stacked experts.
     """
     stacked: set[str] = set()
     modules: set[str] = set()
@@ -269,7 +286,7 @@ def save_adapter(
 
 
 def _flatten_stack(tensor: Tensor, side: str) -> Tensor:
-    """Of a stack `[experts, ..]` the matrix that PEFT has: ranks of all experts in one dimension."""
+    """Return the matrix that PEFT has for a stack `[experts, ..]`: the ranks of all experts in one dimension."""
     if tensor.ndim == 2:
         return tensor.contiguous()
     if side == ADAPTER_NAMES[0]:
@@ -278,7 +295,10 @@ def _flatten_stack(tensor: Tensor, side: str) -> Tensor:
 
 
 def _peft_module_name(name: str, stacked: Sequence[str]) -> str:
-    """PEFT's name of what wraps that parameter: those of one module are around one another, the first parameter's innermost."""
+    """Return PEFT's name of the module that wraps that parameter.
+
+    The wrappers of one module are nested, the first parameter's innermost.
+    """
     owner = name.rsplit(".", 1)[0]
     beside = [other for other in stacked if other.rsplit(".", 1)[0] == owner]
     return owner + ".base_layer" * (len(beside) - 1 - beside.index(name))

@@ -1,4 +1,4 @@
-"""What a step reports: sums over its tokens, metrics of a minibatch over all ranks, and those of several minibatches as one."""
+"""Metrics of a step: sums over tokens, metrics of a minibatch over all ranks, and several minibatches combined."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ if TYPE_CHECKING:
     from r3async.learner.trainer import Minibatch
 
 REPLAYED_DRIFT_METRIC = "rollout_kl/k3"
-"""The metric that the trust region holds: unbiased for KL(rollout || learner), and never negative."""
+"""The metric that the trust region bounds: unbiased for KL(rollout || learner), and never negative."""
 
 
 @dataclass
 class LossSums:
-    """float64 scalars on the loss's device. All are sums, except those that `max_names` names, and `split_episode_parts`."""
+    """The sums of a loss's terms and figures, as float64 scalars on the loss's device.
 
-    # The terms of the loss, each token's multiplied by its weight.
+    All are sums, except those that `max_names` names, and `split_episode_parts`.
+    """
+
+    # Terms of the loss, each token's multiplied by its weight.
     policy: Tensor
     rollout_kl: Tensor
     reference_kl: Tensor
@@ -50,7 +53,7 @@ class LossSums:
     clipped: Tensor
     clipped_high: Tensor
     masked: Tensor
-    # Over episodes that have a trained token, without the open ones.
+    # Over episodes that have a trained token, without split ones whose parts are still open.
     episodes: Tensor
     episodes_masked: Tensor
     learner_perplexity: Tensor
@@ -58,8 +61,9 @@ class LossSums:
     perplexity_ratio: Tensor
     episode_ratio_squared: Tensor
     split_episode_parts: Tensor
-    """float64 `[P, 5]`: of parts of episodes that have tokens elsewhere too, which `add_episodes` makes figures of when all parts
-    are there: the episode's number (-1: all of it is here), its tokens here, those that are kept, sum(log pi), sum(log mu)."""
+    """float64 `[P, 5]`: parts of episodes that have tokens elsewhere too; `add_episodes` computes their figures when
+    all parts are known. Columns: the episode's number (-1: all of it is here), its tokens here, those that are kept,
+    sum(log pi), sum(log mu)."""
 
     def __add__(self, other: LossSums) -> LossSums:
         added = {name: getattr(self, name) + getattr(other, name) for name in self.sum_names()}
@@ -68,17 +72,17 @@ class LossSums:
 
     @staticmethod
     def sum_names() -> list[str]:
-        """The sums in the order of `to_numpy`."""
+        """Return the names of the sums in the order of `to_numpy`."""
         return [f.name for f in fields(LossSums) if f.name != "split_episode_parts"]
 
     @staticmethod
     def max_names() -> list[str]:
-        """The names that combine by their maximum, not by their sum."""
+        """Return the names of the entries that combine by their maximum, not by their sum."""
         return ["ratio_max", "abs_diff_max"]
 
     @staticmethod
     def zeros(device: torch.device | str = "cpu") -> LossSums:
-        """Of no token at all."""
+        """Return the sums of no tokens."""
         scalars = {name: torch.zeros((), dtype=torch.float64, device=device) for name in LossSums.sum_names()}
         return LossSums(**scalars, split_episode_parts=torch.zeros(0, 5, dtype=torch.float64, device=device))
 
@@ -98,9 +102,17 @@ class LossSums:
         split_episode_ids: Tensor | None = None,
         token_limit: float = math.inf,
     ) -> LossSums:
-        """Of one micro-batch; the terms of the loss are left 0. Columns `[M]` without gradient, of which those count where
-        `counted` is True; `trained`, `clipped`, `clipped_high` bool `[M]`: which of `counted` the policy loss trains, clips,
-        and clips from above. `split_episode_ids`: see `TokenBatch`. `token_limit`: see `clamped_k3`.
+        """Return the sums of one micro-batch; the terms of the loss are left 0.
+
+        Columns are `[M]` without gradient; tokens count where `counted` is True.
+
+        Args:
+            counted: bool `[M]`: the tokens that count.
+            trained: bool `[M]`: the counted tokens that the policy loss trains.
+            clipped: bool `[M]`: the counted tokens that it clips.
+            clipped_high: bool `[M]`: the counted tokens that it clips from above.
+            split_episode_ids: See `TokenBatch`.
+            token_limit: See `clamped_k3`.
         """
         sums = LossSums.zeros(logprobs.device)
         logprobs, rollout_logprobs, entropies = (
@@ -123,7 +135,7 @@ class LossSums:
         parts = torch.stack([sum_by_episode(x, episode_index, num_episodes) for x in columns], dim=1)
         if split_episode_ids is not None:
             sums.split_episode_parts = torch.cat([split_episode_ids.double()[:, None], parts], dim=1)
-            parts = torch.where(split_episode_ids[:, None] < 0, parts, 0.0)  # taking rows out would wait for the device
+            parts = torch.where(split_episode_ids[:, None] < 0, parts, 0.0)  # selecting rows would wait for the device
         sums.add_episodes(parts)
         return sums
 
@@ -144,33 +156,35 @@ class LossSums:
         self.episode_ratio_squared += total(bounded_exp(learner - rollout).square())
 
     def to_numpy(self) -> np.ndarray:
-        """float64 `[n]` on the host, by one transfer; without `split_episode_parts`."""
+        """Return the sums, float64 `[n]`, on the host, by one transfer; without `split_episode_parts`."""
         return torch.stack([getattr(self, name) for name in self.sum_names()]).cpu().numpy()
 
     def to_metrics(self) -> dict[str, float]:
-        """See `compute_metrics`."""
+        """Return the metrics of these sums alone, see `compute_metrics`."""
         return self.compute_metrics(self.to_numpy())
 
     @staticmethod
     def compute_metrics(values: np.ndarray) -> dict[str, float]:
-        """From `values` combined over micro-batches and ranks. All are 0 if no token was trained.
+        """Return the metrics from `values` combined over micro-batches and ranks. All are 0 if no token was trained.
 
-        pi: the learner; mu: the rollout policy; `delta = log pi - log mu` and `r = e^clamp(delta, -20, 20)` at a token. Means
-        over tokens are over the n trained ones, corrected or not; means over episodes are over the N that have a trained token.
+        pi: the learner; mu: the rollout policy; `delta = log pi - log mu` and `r = e^clamp(delta, -20, 20)` at a token.
+        Means over tokens are over the n trained ones, corrected or not; means over episodes are over the N that have a
+        trained token.
 
-        * `loss/*`: the terms of the loss, which they add up to (`loss/entropy` is the bonus, so negative).
+        * `loss/*`: the terms of the loss, which is their sum (`loss/entropy` is the bonus, so negative).
         * `rollout_kl/k1`, `/k2`, `/k3`: means of the estimators of KL(mu || pi), see `drift`; `reference_kl/k3`: of
           KL(pi || reference), 0 without a reference model. `entropy/mean`: nats.
-        * `rollout_logprob/abs_diff_mean`, `_max`: of |delta|, which engine and learner should agree on with the same weights.
-        * `ratio/max`: the largest r. `ratio/ess`: `(sum r)^2 / (n sum r^2)`, the effective sample size by token, 1 when all
-          ratios are equal.
+        * `rollout_logprob/abs_diff_mean`, `_max`: of |delta|, on which engine and learner should agree with the same
+          weights.
+        * `ratio/max`: the largest r. `ratio/ess`: `(sum r)^2 / (n sum r^2)`, the effective sample size by token, 1 when
+          all ratios are equal.
         * `rollout_corr/*`, the vocabulary of verl's rollout correction: `kl` = k1, `k3_kl` = k3, `ess` = `ratio/ess`;
-          `chi2_token` = `mean(r^2) - 1` and `chi2_seq` = `mean over episodes of e^2clamp(sum(delta), -20, 20) - 1`, both
-          estimates of chi^2(pi || mu); `training_ppl`, `rollout_ppl` = mean over episodes of `e^-mean(log pi)`, of
-          `e^-mean(log mu)`; `ppl_ratio` = mean over episodes of `e^-mean(delta)`; `clipped_fraction`: of trained tokens,
-          those that a bound of the policy loss held, and `clipped_high_fraction`, `clipped_low_fraction` by the side of the
-          bound; `masked_fraction`: those that `correction` left out of it, and `masked_sequence_fraction`: episodes of which
-          it left out every token.
+          `chi2_token` = `mean(r^2) - 1` and `chi2_seq` = `mean over episodes of e^2clamp(sum(delta), -20, 20) - 1`,
+          both estimates of chi^2(pi || mu); `training_ppl`, `rollout_ppl` = mean over episodes of `e^-mean(log pi)`, of
+          `e^-mean(log mu)`; `ppl_ratio` = mean over episodes of `e^-mean(delta)`; `clipped_fraction`: the share of
+          trained tokens that a bound of the policy loss clipped, and `clipped_high_fraction`, `clipped_low_fraction` by
+          the side of the bound; `masked_fraction`: the share that `correction` left out of it, and
+          `masked_sequence_fraction`: the share of episodes of which it left out every token.
         """
         s = dict(zip(LossSums.sum_names(), values.tolist(), strict=True))
         n, episodes = max(s["tokens"], 1.0), max(s["episodes"], 1.0)
@@ -206,19 +220,19 @@ class LossSums:
 
 
 SERVED_DRIFT_METRIC = "served_kl/k3"
-"""The same with the routers' own choice: what engines will serve. See `served`. Only where it was measured."""
+"""The drift with the routers' own choice, as engines will serve it; see `trust_region`. Only in steps that measure it."""
 SERVED_ESTIMATE_METRIC = f"{SERVED_DRIFT_METRIC}_estimate"
-"""What the trust region takes for it in a step that does not measure it."""
+"""The estimate that the trust region uses for served drift in a step that does not measure it."""
 SERVED_BOUND_METRICS = (f"{SERVED_DRIFT_METRIC}_low", f"{SERVED_DRIFT_METRIC}_high")
 INTERVAL_CONFIDENCE, UPPER_WIDENING = 0.99, 5.0
-"""What Student's t is to hold, and how much wider the upper half is. k3 has a long tail: in one step an episode of 128 had 82 %
-of the gap. A sample more often lacks such episodes than has them, so the variance is no less than that of recent measurements,
-either. Of draws of 19 of 128 episodes such intervals held the true value in 99.5 % or more, in each of six runs; without the
-factor and the memory in 77 to 91 %."""
+"""The confidence of Student's t, and the factor by which the upper half of the interval is wider. k3 has a long tail:
+in one step, one of 128 episodes had 82 % of the gap. A sample lacks such episodes more often than it has them, so the
+variance is also no less than that of recent measurements. For draws of 19 of 128 episodes such intervals held the true
+value in 99.5 % or more, in each of six runs; without the factor and the memory, in 77 to 91 %."""
 STALENESS_BINS, TURN_BINS, POSITION_BINS = 8, 16, 8
-"""For so many ages, turns and ranges of positions drift is told apart; the last of each stands for those above, too."""
+"""Numbers of ages, turns and ranges of positions by which drift is reported; the last of each includes all above it."""
 FIRST_POSITION_BIN = 64
-"""Positions in a sample of the first range; each further one is as long as all before it."""
+"""Number of positions in the first range of a sample; each further range is as long as all before it."""
 DRIFT_BINS = STALENESS_BINS + TURN_BINS + POSITION_BINS
 _BIN_NAMES = [
     *(f"age_{age}" for age in range(STALENESS_BINS)),
@@ -226,7 +240,7 @@ _BIN_NAMES = [
     *(f"position_{place}" for place in range(POSITION_BINS)),
 ]
 BINNED_METRIC_PREFIXES = (*(f"{REPLAYED_DRIFT_METRIC}_{kind}_" for kind in ("age", "turn", "position")), "served_kl/")
-"""Metrics that follow from `MinibatchResult.drift`."""
+"""Prefixes of the metrics that follow from `MinibatchResult.drift`."""
 
 
 def sum_drift(
@@ -241,12 +255,12 @@ def sum_drift(
 ) -> Tensor:
     """Sum k3 over trained tokens, and count them, by age, turn, position in the sample and episode.
 
-    Returns float64 `[DRIFT_ROWS + episode_count, 2]`, without gradient. Positions are 0..63, 64..127, 128..255, ...
+    Returns float64 `[DRIFT_BINS + episode_count, 2]`, without gradient. Positions are 0..63, 64..127, 128..255, ...
 
     Args:
-        logprobs: float32 `[M]`; the others int64 `[M]`, on the same device.
-        limit: the most that a token counts, see `clamped_k3`.
-        episodes: number of each token's episode, below `episode_count`; None: they are not told apart.
+        logprobs: float32 `[M]`; the other columns are int64 `[M]`, on the same device.
+        token_limit: The most that a token counts, see `clamped_k3`.
+        episodes: The number of each token's episode, below `episode_count`; None: episodes are not told apart.
     """
     drift = clamped_k3(logprobs.detach().double() - rollout_logprobs.double(), token_limit)
     counted = torch.stack([drift, torch.ones_like(drift)], dim=1)
@@ -259,8 +273,11 @@ def sum_drift(
 
 
 def estimate_served_drift(drift: np.ndarray) -> float:
-    """Served drift over all trained tokens, from sums float64 `[3, n, 2]` as `MinibatchResult.drift`, whose rows hold every token
-    as often: `all replayed + (probed served - probed replayed)`, of means. An unbiased estimate; 0 if it is negative."""
+    """Return an unbiased estimate of served drift over all trained tokens; 0 if it is negative.
+
+    It is `all replayed + (probed served - probed replayed)`, of means. `drift` are sums float64 `[3, n, 2]` as in
+    `MinibatchResult.drift`, whose rows count every token equally often.
+    """
     everything, replayed, served = (sums.sum(axis=0) for sums in drift)
     means = [total / max(tokens, 1.0) for total, tokens in (everything, replayed, served)]
     return float(np.maximum(means[0] + means[2] - means[1], 0.0))
@@ -276,12 +293,14 @@ def compute_served_gaps(drift: np.ndarray) -> list[float | None]:
 
 
 def compute_gap_moments(by_episode: np.ndarray, usual_variance: float = 0.0) -> np.ndarray:
-    """Return what an interval of served drift needs of the probed episodes, float64 `[5]`, which adds up over minibatches.
+    """Return the moments of the probed episodes for an interval of served drift, float64 `[5]`.
 
-    Their number, and the sums of `gap^2`, `gap * tokens`, `tokens^2` and the variance that is usual, where `gap` is the sum of
-    served less replayed k3 over an episode's probed tokens. `by_episode` float64 `[3, episodes, 2]`: see
-    `Minibatch.reduce_drift`. `mean_gap_variance`: the mean `compute_gap_variance` of measurements before this one; 0 if there
-    are none.
+    They add up over minibatches. They are the number of episodes, and the sums of `gap^2`, `gap * tokens`, `tokens^2`
+    and the usual variance, where `gap` is the sum of served less replayed k3 over an episode's probed tokens.
+
+    Args:
+        by_episode: float64 `[3, episodes, 2]`, see `Minibatch.reduce_drift`.
+        usual_variance: The mean `compute_gap_variance` of measurements before this one; 0 if there are none.
     """
     tokens = by_episode[2, :, 1]
     gap = (by_episode[2, :, 0] - by_episode[1, :, 0])[tokens > 0]
@@ -290,10 +309,10 @@ def compute_gap_moments(by_episode: np.ndarray, usual_variance: float = 0.0) -> 
 
 
 def compute_gap_variance(drift: np.ndarray, moments: np.ndarray, epochs: int = 1) -> float | None:
-    """Return the variance over probed episodes of what each adds to the gap above its share of it, squared nats.
+    """Return the variance over probed episodes of what each adds to the gap beyond its share, in squared nats.
 
-    The gap is a ratio of sums over episodes: Cochran, Sampling Techniques, 1977, 6.9. None for fewer than two episodes. Args as
-    for `compute_served_interval`.
+    The gap is a ratio of sums over episodes: Cochran, Sampling Techniques, 1977, 6.9. None for fewer than two episodes.
+    The arguments are those of `compute_served_interval`.
     """
     episodes = moments[0] / epochs
     if episodes < 2:
@@ -305,15 +324,15 @@ def compute_gap_variance(drift: np.ndarray, moments: np.ndarray, epochs: int = 1
 
 
 def compute_served_interval(drift: np.ndarray, moments: np.ndarray, epochs: int = 1) -> tuple[float, float] | None:
-    """Return the interval around `estimate_served_drift(drift)` in which the served drift of all trained tokens is to be.
+    """Return the interval around `estimate_served_drift(drift)` for the served drift of all trained tokens.
 
-    Episodes are the sample: tokens of one drift together. Their variance is the larger of this sample's and the usual one.
-    `INTERVAL_CONFIDENCE` says how wide. None for fewer than two episodes.
+    Episodes are the sampled units: the tokens of one drift together. Their variance is the larger of this sample's and
+    the usual one. `INTERVAL_CONFIDENCE` sets the width. None for fewer than two episodes.
 
     Args:
-        drift: sums as `MinibatchResult.drift`.
-        moments: `compute_gap_moments` of the same.
-        epochs: how often each episode is in them.
+        drift: Sums as in `MinibatchResult.drift`.
+        moments: The `compute_gap_moments` of the same episodes.
+        epochs: How often each episode is in them.
     """
     own = compute_gap_variance(drift, moments, epochs)
     if own is None:
@@ -325,9 +344,9 @@ def compute_served_interval(drift: np.ndarray, moments: np.ndarray, epochs: int 
 
 
 def compute_drift_metrics(drift: np.ndarray, moments: np.ndarray, epochs: int = 1) -> dict[str, float]:
-    """Return drift of the ages, turns and positions of which there are tokens; of what is served, where there are probed ones.
+    """Return drift by age, turn and position, for those that have tokens; and served drift, if there are probed tokens.
 
-    Args as for `compute_served_interval`.
+    The arguments are those of `compute_served_interval`.
     """
     if not drift.size:
         return {}
@@ -357,32 +376,34 @@ def build_minibatch_result(
     update: OptimizerUpdate,
     replay: RoutingReplay,
 ) -> MinibatchResult:
-    """The figures of a minibatch, over all ranks: collective. `total`, `drift`: see `Minibatch.reduce_loss_sums`,
-    `Minibatch.reduce_drift`; `moments`: `compute_gap_moments`. The counts of `replay` are taken.
+    """Build the result of a minibatch, over all ranks. Collective. Takes the counts of `replay`.
+
+    `total`, `drift`: see `Minibatch.reduce_loss_sums`, `Minibatch.reduce_drift`; `moments`: `compute_gap_moments`.
 
     Metrics (means are over trained tokens, log-probs in nats), besides those of `LossSums.compute_metrics`:
 
     * `rollout_kl/k3_age_N`, `_turn_N`, `_position_N`: means over the tokens of an age, turn or range of positions.
-    * `served_kl/k3`, and by age, turn and position: the same with the routers' own choice, from `served_kl/tokens` probed tokens,
-      with the interval `_low` .. `_high`; else `_estimate` alone. `served_kl/predicted`: of the probed tokens after the update,
-      with a limit.
-    * `optimizer/step_share`: of the update that was made, less than 1 where `rollout_kl.limit` shortened it; 0 where none was.
-      Of several updates, their mean.
-    * `loss/router_aux`: with the other `loss/*` it adds up to the loss. `rollout_kl/coef`: of the trust region.
+    * `served_kl/k3`, and by age, turn and position: the same with the routers' own choice, from `served_kl/tokens`
+      probed tokens, with the interval `_low` .. `_high`; else `_estimate` alone. `served_kl/predicted`: of the probed
+      tokens after the update, with a limit.
+    * `optimizer/step_share`: the share of the update that was made, less than 1 where `rollout_kl.limit` shortened it;
+      0 where no update was made. For several updates, their mean.
+    * `loss/router_aux`: adds up to the loss together with the other `loss/*`. `rollout_kl/coef`: the trust region's
+      coefficient.
     * `routing/recorded_fraction`: share of trained tokens whose input position has recorded routes;
-      `routing/recorded_fraction_fed`: share of all tokens fed forward that have.
+      `routing/recorded_fraction_fed`: share of all input tokens that have.
     * `routing/agreement`: share of (recorded position, MoE layer) whose own top-k set is the recorded one, also with
-      replay off; missing if nothing is recorded. `routing/agreement_min`: of the layer where it is lowest.
+      replay off; missing if nothing is recorded. `routing/agreement_min`: the same in the layer where it is lowest.
     * `routing/load_imbalance`: tokens of the busiest expert over the layer's mean, in the worst layer.
     * `grad_norm` before clipping, `lr` used, `optimizer/updates` 1 or 0, `optimizer/skipped` 0 or 1;
       `optimizer/no_contrast` 1 if it was skipped because no trained token has an advantage, `optimizer/broken` because
       the drift was beyond `algorithm.rollout_kl.max`.
     * `tokens/dropped_non_finite`, `batch/tokens`, `batch/trained_tokens`, `batch/micro_batches`: counts.
-      `batch/shared_tokens`: of `batch/tokens`, those that were not fed forward, as another sample's row did for them. Routing
-      figures count a row for every sample that it is of.
-    * `batch/split_episodes`: with a loss that takes whole episodes, how many are in several micro-batches. If any, the
-      minibatch is fed forward once more, first.
-    * `batch/fill`: tokens fed forward as a share of the micro-batches' token budget.
+      `batch/shared_tokens`: those of `batch/tokens` that were not computed, as another sample's row served for them.
+      Routing figures count a row once for every sample that it belongs to.
+    * `batch/split_episodes`: with a loss that takes whole episodes, how many are in several micro-batches. If there are
+      any, the minibatch first takes one more forward pass.
+    * `batch/fill`: tokens computed as a share of the micro-batches' token budget.
     """
     counts, cause, routing, layers = minibatch.counts, update.cause, replay.pop_counts(), replay.num_moe_layers
     mine = np.zeros((layers, 2 + replay.num_experts))
@@ -436,12 +457,14 @@ def build_minibatch_result(
 
 
 LAST_EPOCH_METRIC = f"{REPLAYED_DRIFT_METRIC}_last_epoch"
-"""Mean drift in the last of several epochs: how far the updates of a step have left what sampled its tokens."""
+"""Mean drift in the last of several epochs: how far the updates of a step have moved away from the rollout policy."""
 
 
 def combine_results(results: Sequence[MinibatchResult], epochs: int = 1) -> MinibatchResult:
-    """The figures of several minibatches as one: counts add up, extremes stay, the rest is averaged over trained tokens.
-    `results`: of the minibatches in each of so many `epochs`, one epoch behind the other, whose tokens and load count once.
+    """Combine the results of several minibatches into one.
+
+    Counts add up, extremes stay, the rest is averaged over trained tokens. `results` are those of the minibatches in
+    each of `epochs`, one epoch after the other; their tokens and load count once.
     """
     if len(results) == 1:
         return results[0]
@@ -457,7 +480,7 @@ def combine_results(results: Sequence[MinibatchResult], epochs: int = 1) -> Mini
     for name in dict.fromkeys(name for r in results for name in r.metrics):
         if name.startswith(BINNED_METRIC_PREFIXES):
             continue
-        having = [i for i, r in enumerate(results) if name in r.metrics]  # not all of them recorded routes
+        having = [i for i, r in enumerate(results) if name in r.metrics]  # not all minibatches have recorded routes
         values = [results[i].metrics[name] for i in having]
         if name in METRIC_REDUCERS:
             metrics[name] = float(METRIC_REDUCERS[name](values)) / (epochs if name in COUNTED_ONCE_METRICS else 1)
@@ -503,4 +526,4 @@ METRIC_REDUCERS: dict[str, Callable[[list[float]], float]] = {
     "optimizer/step_share": statistics.fmean,
     **dict.fromkeys(("lr", "rollout_kl/coef"), lambda values: values[-1]),
 }
-"""How a metric of several minibatches becomes one, if not by its mean."""
+"""Functions that combine a metric of several minibatches, for metrics that are not averaged."""

@@ -1,4 +1,4 @@
-"""What a checkpoint's `config.json` says of a declared model, for a backend that builds it itself, and what its files have."""
+"""The shape of a declared model, read from `config.json`, and its checkpoint's tensors; for the Megatron backend."""
 
 from __future__ import annotations
 
@@ -25,13 +25,17 @@ from r3async.learner import LearnerError
 from r3async.untrusted import decode_python_json
 
 TensorShapes = dict[str, tuple[int, ...]]
-"""Of tensors, by name."""
+"""Shapes of tensors, by name."""
 
 
 class RotarySettings(msgspec.Struct, frozen=True):
-    """Rotary positions: a value of each pair turns by its frequency times the position. `frequencies`: of the pairs that turn,
-    the first ones of a head. `scale`: of cosine and sine. `interleaved`: a pair's values are neighbours, and not half a head
-    apart."""
+    """Rotary positions: a value of each pair turns by its frequency times the position.
+
+    Attributes:
+        frequencies: Frequencies of the pairs that turn, the first ones of a head.
+        scale: Factor of cosine and sine.
+        interleaved: A pair's values are neighbours, instead of half a head apart.
+    """
 
     frequencies: tuple[float, ...]
     scale: float = 1.0
@@ -39,7 +43,7 @@ class RotarySettings(msgspec.Struct, frozen=True):
 
 
 class MegatronModelShape(ModelShape, frozen=True, kw_only=True):
-    """And what this backend needs besides."""
+    """A model's shape, and the further settings that this backend needs."""
 
     rotary: RotarySettings
     norm_eps: float
@@ -47,13 +51,13 @@ class MegatronModelShape(ModelShape, frozen=True, kw_only=True):
     """The token whose embedding is never trained, or None."""
     normalizes_gates: bool = True
     gate_scale: float = 1.0
-    """Of gates."""
+    """Factor of the gates."""
     expert_groups: tuple[int, int] | None = None
-    """Experts are in so many groups, and so many of these are chosen first."""
+    """Number of groups of experts, and number of groups that are chosen first; None without groups."""
     attention_scale: float | None = None
-    """Of scores of queries and keys; None: one over the root of a head's size."""
+    """Factor of the scores of queries and keys; None: one over the root of a head's size."""
     has_extra_layers: bool = False
-    """The checkpoint may have layers beyond `num_layers`, for multi-token prediction, which are not trained."""
+    """True if the checkpoint may have layers beyond `num_layers`, for multi-token prediction, which are not trained."""
 
     @property
     def architecture(self) -> ModelArchitecture:
@@ -61,16 +65,16 @@ class MegatronModelShape(ModelShape, frozen=True, kw_only=True):
 
     @property
     def moe_pattern(self) -> list[bool]:
-        """Per layer: whether its MLP is a mixture of experts."""
+        """A list that is True for each layer whose MLP is a mixture of experts."""
         return [i in self.moe_layers for i in range(self.num_layers)]
 
     @property
     def has_expert_biases(self) -> bool:
-        """Whether a bias of each expert decides who is chosen."""
+        """True if a bias of each expert takes part in the choice of experts."""
         return bool(self.moe_layers) and self.architecture.router_score == "sigmoid"
 
     def list_tensor_shapes(self) -> TensorShapes:
-        """All tensors of a checkpoint of this model."""
+        """Return the shapes of all tensors of a checkpoint of this model."""
         shapes: TensorShapes = {
             "model.embed_tokens.weight": (self.vocab_size, self.hidden_size),
             "model.norm.weight": (self.hidden_size,),
@@ -145,13 +149,16 @@ def check_tensor_shapes(shape: MegatronModelShape, found: Mapping[str, Sequence[
 
 
 def _is_extra_layer(name: str, layers: int) -> bool:
-    """Whether that tensor is of a layer beyond the first `layers`."""
+    """Return True if that tensor belongs to a layer beyond the first `layers`."""
     parts = name.split(".")
     return parts[:2] == ["model", "layers"] and parts[2].isdigit() and int(parts[2]) >= layers
 
 
 def open_model_files(directory: Path) -> dict[str, Any]:
-    """For each tensor of a directory's safetensors files, by name, the open file that has it. Raises `LearnerError`."""
+    """Return, for each tensor of a directory's safetensors files, by name, the open file that has it.
+
+    Raises `LearnerError`.
+    """
     try:
         opened = [safe_open(path, framework="pt") for path in sorted(directory.glob("*.safetensors"))]
     except (OSError, SafetensorError) as error:
@@ -162,12 +169,12 @@ def open_model_files(directory: Path) -> dict[str, Any]:
 
 
 def read_tensor_shapes(files: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Of the tensors of `open_model_files`; none is read."""
+    """Return the shapes of the tensors of `open_model_files`, without reading any tensor."""
     return {name: file.get_slice(name).get_shape() for name, file in files.items()}
 
 
 def check_model_directory(directory: Path, parallel: ParallelConfig) -> None:
-    """All that can be known before a model is loaded on these ranks. Raises `LearnerError`."""
+    """Check all that can be known before a model is loaded on these ranks. Raises `LearnerError`."""
     shape = read_model_shape(directory)
     try:
         shape.check_parallelism(parallel)
@@ -217,7 +224,7 @@ def read_model_shape(directory: Path) -> MegatronModelShape:
         **msgspec.structs.asdict(shape),
         rotary=_read_rotary(directory, loaded, config, shape),
         norm_eps=config["rms_norm_eps"],
-        # transformers' own modules: a negative one counts from the end, as `torch.nn.Embedding` has it.
+        # As in transformers' own modules, a negative one counts from the end, like in `torch.nn.Embedding`.
         padding_token=None if padding is None else padding % shape.vocab_size,
         normalizes_gates=architecture.resolve_flag(architecture.normalized_gates, config),
         gate_scale=config.get("routed_scaling_factor") or 1.0,
@@ -257,7 +264,7 @@ def _read_expert_groups(directory: Path, config: dict[str, Any]) -> tuple[int, i
     if count == 1:
         return None
     if config["num_experts_per_tok"] != 2 * chosen:
-        # transformers weighs a group by its two best experts, and Megatron by as many as are chosen of each.
+        # transformers scores a group by its two best experts, and Megatron by as many as are chosen from each.
         raise LearnerError(
             f"{directory}: `topk_group` = {chosen} is not supported by learner.backend=megatron, only half of "
             f"`num_experts_per_tok` = {config['num_experts_per_tok']}"
@@ -266,7 +273,7 @@ def _read_expert_groups(directory: Path, config: dict[str, Any]) -> tuple[int, i
 
 
 def _compute_attention_scale(config: dict[str, Any], shape: ModelShape) -> float | None:
-    """Latent attention with YaRN scales scores, where other models scale cosine and sine."""
+    """Return the scale of scores in latent attention with YaRN; None for other models, which scale cosine and sine."""
     rope = config.get("rope_parameters") or {}
     all_dim = rope.get("mscale_all_dim") or 0
     if not shape.kv_rank or not all_dim or rope.get("rope_type", "default") == "default":

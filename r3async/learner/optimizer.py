@@ -1,4 +1,4 @@
-"""AdamW with warm-up, global-norm clipping and fp32 master weights, sharded and offloaded, and the bias of routers."""
+"""AdamW with warm-up, global-norm clipping and fp32 master weights, sharded and offloaded; and expert biases."""
 
 from __future__ import annotations
 
@@ -21,16 +21,21 @@ from r3async.learner import LearnerError
 from r3async.learner.replay import RoutingReplay
 
 SkipCause = Literal["", "no_contrast", "not_finite", "trust_region"]
-"""Why a step made no update: no trained token has an advantage, a number was not finite, or the drift was beyond
-`rollout_kl.max`. Empty: it made one."""
+"""The reason why a step made no update: no trained token has an advantage, a number was not finite, or the drift was
+beyond `rollout_kl.max`. Empty: it made one."""
 
 
 @dataclass(frozen=True)
 class OptimizerUpdate:
-    """`grad_norm`: global L2 norm before clipping, 0 where none was taken. `lr`: of this step. With a `cause` nothing changed:
-    no weight, no moment, no step count. `step_share`: of the step that was made; less than 1 where `rollout_kl.limit`
-    shortened it. `predicted_drift`: the served drift that it leads to, where that was measured. `served_drift_estimate`: the
-    estimate of that before it, in a step that did not measure it."""
+    """The outcome of an optimizer step. With a `cause` nothing changed: no weight, no moment, no step count.
+
+    Attributes:
+        grad_norm: Global L2 norm before clipping; 0 if none was computed.
+        lr: Learning rate of this step.
+        step_share: Share of the step that was made; less than 1 where `rollout_kl.limit` shortened it.
+        predicted_drift: The served drift that the step leads to, where that was measured.
+        served_drift_estimate: The estimate of served drift before the step, in a step that did not measure it.
+    """
 
     grad_norm: float
     lr: float
@@ -44,55 +49,59 @@ Gradients = Sequence[Tensor]
 
 
 def compute_squared_norm(gradients: Gradients) -> float:
-    """Sum of squares of all elements, of one rank that holds everything."""
+    """Return the sum of squares of all elements, for one rank that holds everything."""
     return float(torch.stack(torch._foreach_norm(gradients)).double().square().sum()) if gradients else 0.0
 
 
 ADAM_STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
-"""What Adam keeps of a parameter; the moments have its shape, the step is one number."""
+"""Names of Adam's state of a parameter; the moments have its shape, the step is one number."""
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, which shares its memory."""
+    """Return this rank's part of a tensor, which shares its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def compute_learning_rate(config: LearnerConfig, updates_done: int, updates_total: int) -> float:
-    """Of the update after `updates_done` ones, of `updates_total` in the run: `lr` times a share that rises in a line over
-    `warmup_steps` updates and then, with `lr_schedule`, falls to `min_lr_ratio` at update `updates_total`, and stays there."""
+    """Return the learning rate of the update after `updates_done` ones, of `updates_total` in the run.
+
+    It is `lr` times a share that rises linearly over `warmup_steps` updates and then, with `lr_schedule`, falls to
+    `min_lr_ratio` at update `updates_total`, and stays there.
+    """
     warm_up = config.warmup_steps
     if updates_done < warm_up:
         return config.lr * ((updates_done + 1) / warm_up)
     if config.lr_schedule == "constant":
         return config.lr
-    # From the first update at full rate, where `done` is 0, to the last one, where it is 1.
+    # `done` goes from 0 at the first update at full rate to 1 at the last one.
     done = min(1.0, max(0, updates_done - max(0, warm_up - 1)) / max(1, updates_total - 1 - max(0, warm_up - 1)))
     share = 1 - done if config.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * share)
 
 
 def count_updates(config: Config) -> int:
-    """Optimizer updates of a run in which none is skipped."""
+    """Return the number of optimizer updates of a run in which none is skipped."""
     return config.steps * config.schedule.updates_per_step
 
 
 class MasterAdamW:
     """AdamW (decoupled weight decay, arXiv 1711.05101) over `parameters`, which keep their dtype.
 
-    Parameters below float32 get a float32 master copy: gradients of micro-batches accumulate in it, as soon as each is
-    made and whatever the order of forward and backward passes, and the update is made on it, so that small updates are not
-    rounded away. Parameters with fewer than two dimensions (norms) get no weight decay. The learning rate follows from the number
-    of steps made alone (`compute_learning_rate`), so a restored optimizer goes on with the same; `updates_total`: how many
-    there will be.
+    Parameters below float32 get a float32 master copy. Gradients of micro-batches accumulate in it as soon as each is
+    computed, whatever the order of forward and backward passes. The update is made on it, so that small updates are not
+    rounded away. Parameters with fewer than two dimensions (norms) get no weight decay. The learning rate follows from
+    the number of steps made alone (`compute_learning_rate`), so a restored optimizer continues with the same one.
 
-    Where there are several ranks, `reduce_gradients` sums each gradient, in the order of `parameters`, over the ranks that
-    hold a copy of the parameter, in place, and `compute_squared_norm` gives the sum of squares over the whole model. With
-    `reduce_gradients`, a parameter without a gradient has zeros, since the other ranks expect it to take part. `on_change` is
-    called whenever the parameters have new values.
-
-    `shares`, of each parameter: the rows that this rank updates, and has masters and moments of. Then `reduce_gradients` may sum
-    these rows alone, and `gather_parameters` fills, in place, the other rows in from the ranks that updated them. Both get
-    everything that is trained.
+    Args:
+        updates_total: The number of updates that the run will make.
+        reduce_gradients: With several ranks, sums each gradient in place, in the order of `parameters`, over the ranks
+            that hold a copy of the parameter. A parameter without a gradient then has zeros, since the other ranks
+            expect it to take part.
+        squared_norm: Returns the sum of squares over the whole model.
+        shares: For each parameter the rows that this rank updates, and holds masters and moments of. `reduce_gradients`
+            may then sum these rows alone. It and `gather_parameters` get everything that is trained.
+        gather_parameters: With `shares`, fills in, in place, the other rows from the ranks that updated them.
+        on_change: Called whenever the parameters have new values.
     """
 
     def __init__(
@@ -111,12 +120,13 @@ class MasterAdamW:
         self.shares = shares or [UNSHARDED] * len(self.parameters)
         self._masters: list[Tensor] = []
         self._gradient_holders: list[Tensor | _GradientHolder] = []
-        """Whose `grad` is the gradient of the whole parameter, in float32: the parameter, its master, or neither."""
+        """One object per parameter, whose `grad` is the gradient of the whole parameter, in float32. It is the
+        parameter, its master, or neither."""
         for parameter, share in zip(self.parameters, self.shares, strict=True):
             exact, whole = parameter.dtype == torch.float32, share.num_ranks == 1
             if exact and whole:
                 master: Tensor = parameter
-            else:  # of a float32 parameter it shares the memory
+            else:  # the master of a float32 parameter shares its memory
                 part = share.select_rows(parameter.detach())
                 master = Parameter(part if exact else part.float())
             self._masters.append(master)
@@ -130,7 +140,7 @@ class MasterAdamW:
         self._last_stepped: list[Tensor] = []
         """The masters that the last step changed."""
         self.on_gradients: Callable[[Gradients], object] = lambda gradients: None
-        """Called with the gradients of each step, summed over ranks and not clipped yet."""
+        """Callback for the gradients of each step, summed over ranks and not clipped yet."""
         decayed = [m for m in self._masters if m.ndim >= 2]
         plain = [m for m in self._masters if m.ndim < 2]
         self._adam = torch.optim.AdamW(
@@ -144,12 +154,12 @@ class MasterAdamW:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step."""
+        """The learning rate of the next step."""
         return compute_learning_rate(self._config, self.update_count, self._updates_total)
 
     @torch.no_grad()
     def step(self) -> OptimizerUpdate:
-        """Reduce, clip, update, clear gradients. With a gradient norm that is not finite it only clears them."""
+        """Reduce, clip, update, clear gradients. With a gradient norm that is not finite, only clear them."""
         lr = self.lr
         if self._reduce_gradients is not None:
             for parameter, summed in zip(self.parameters, self._gradient_holders, strict=True):
@@ -180,12 +190,13 @@ class MasterAdamW:
 
     @torch.no_grad()
     def shorten_step(self, current_share: float, new_share: float) -> None:
-        """Make `new_share` of the last step, of which `current_share` is made: parameters become `old + share * (new - old)`.
+        """Change the share of the last step that is made from `current_share` to `new_share`.
 
-        That is AdamW's step with `new_share` times the learning rate, as its weight decay is multiplied by that rate too. So the
-        moments and the step count stay as the whole step left them: they are averages over gradients, and these were seen,
-        however far one then goes. `old` is not kept: the step follows from the moments, up to the rounding of float32.
-        Element by element, so that it is the same however parameters are divided among ranks.
+        Parameters become `old + share * (new - old)`. That is AdamW's step with `new_share` times the learning rate, as
+        its weight decay is multiplied by that rate too. So the moments and the step count stay as the whole step left
+        them: they are averages over gradients that were seen, whatever the length of the step. `old` is not kept: the
+        step follows from the moments, up to the rounding of float32. It works element by element, so the result is the
+        same however parameters are divided among ranks.
         """
         moved = {id(m) for m in self._last_stepped}
         for group in self._adam.param_groups:
@@ -205,7 +216,7 @@ class MasterAdamW:
         self._write_parameters()
 
     def _write_parameters(self) -> None:
-        """Parameters become their masters, those of all ranks. Collective if there are `shares`."""
+        """Copy the masters to the parameters, those of all ranks. Collective if there are `shares`."""
         for parameter, share, master in zip(self.parameters, self.shares, self._masters, strict=True):
             if parameter.dtype != master.dtype:
                 share.select_rows(parameter.detach()).copy_(master)
@@ -213,13 +224,16 @@ class MasterAdamW:
         self._on_change()
 
     def skip_step(self, cause: SkipCause) -> OptimizerUpdate:
-        """No step: forget the gradients."""
+        """Discard the gradients without a step."""
         self.zero_grad()
         return OptimizerUpdate(0.0, self.lr, cause)
 
     def iter_states(self) -> Iterator[dict[str, Tensor]]:
-        """For each parameter, in order, what later steps depend on: `master` and, if it was ever updated, Adam's `exp_avg`,
-        `exp_avg_sq` and `step`. The tensors themselves, of this rank's share; they change with the next step."""
+        """Yield, for each parameter in order, the state that later steps depend on.
+
+        It has `master` and, if the parameter was ever updated, Adam's `exp_avg`, `exp_avg_sq` and `step`. These are the
+        tensors themselves, of this rank's share; they change with the next step.
+        """
         for master in self._masters:
             yield {"master": to_local(master.detach())} | self._adam_state(master)
 
@@ -231,8 +245,11 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_states(self, states: Iterable[Mapping[str, Tensor]], update_count: int) -> None:
-        """Resume as if `update_count` had been made and `iter_states()` were that, but with the `master` of the whole parameter,
-        whatever its share. Parameters become their masters; no gradient is left. Not collective."""
+        """Resume as if `update_count` updates had been made and `iter_states()` were `states`.
+
+        Unlike there, `master` is that of the whole parameter, whatever its share. Parameters become their masters; no
+        gradient is left. Not collective.
+        """
         self.zero_grad()
         self.update_count = update_count
         self._adam.state.clear()
@@ -244,7 +261,7 @@ class MasterAdamW:
             if parameter is not master:
                 parameter.copy_(saved["master"])
             if "step" in saved:
-                # As Adam makes them: the fused kernel wants the count on the parameter's device.
+                # Created as Adam does: the fused kernel needs the count on the parameter's device.
                 count = saved["step"].to(master.device, copy=True)
                 moments = {
                     name: torch.zeros_like(master, memory_format=torch.preserve_format) for name in ADAM_STATE_KEYS[1:]
@@ -257,13 +274,13 @@ class MasterAdamW:
         self._on_change()
 
     def zero_grad(self) -> None:
-        """Forget accumulated gradients."""
+        """Discard accumulated gradients."""
         for each in (*self.parameters, *self._masters, *self._gradient_holders):
             each.grad = None
 
 
 class _GradientHolder:
-    """Of the gradients of a parameter, in float32."""
+    """A holder of a parameter's gradient, in float32."""
 
     grad: Tensor | None = None
 
@@ -278,37 +295,41 @@ def _accumulate_gradient(summed: Tensor | _GradientHolder, parameter: Tensor) ->
     parameter.grad = None
 
 
-# Rows of a parameter, divided among the ranks that hold copies of it: each keeps the optimizer's state of its own rows alone,
-# and updates these (ZeRO stage 1, arXiv 1910.02054).
+# Rows of a parameter, divided among the ranks that hold copies of it: each keeps the optimizer's state of its own rows
+# only, and updates these (ZeRO stage 1, arXiv 1910.02054).
 #
-# A gradient is summed into the share of each rank, and the updated shares are gathered. Rows stay whole, so a share of a
-# tensor of a checkpoint is a box of it, and any other layout can read what such ranks wrote.
+# A gradient is summed into the share of each rank, and the updated shares are gathered. Rows stay whole, so a share of
+# a tensor of a checkpoint is a box of it, and any other layout can read what such ranks wrote.
 
 
 SHARE_ALIGNMENT = 16
-"""Values at which shares begin: torch's AdamW on CPU rounds those that do not fill a vector otherwise than the others."""
+"""Alignment of the beginnings of shares, in values: torch's AdamW on CPU rounds values that do not fill a vector
+differently from the others."""
 COLLECTIVE_BUCKET_ELEMENTS = 2**26
-"""Elements that one collective is about: of gradients, 256 MiB in float32."""
+"""Elements in one collective: for gradients, 256 MiB in float32."""
 
-# Their names since torch 2.13, and before.
+# The names since torch 2.13, and the earlier ones.
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def view_rows(tensor: Tensor) -> Tensor:
-    """A view `[rows, columns]` of a contiguous tensor of two dimensions or more; a vector is its own rows."""
+    """Return a view `[rows, columns]` of a contiguous tensor of two dimensions or more; a vector is its own rows."""
     return tensor if tensor.ndim < 2 else tensor.view(-1, tensor.shape[-1])
 
 
 class RowShare(NamedTuple):
-    """What the rank of number `rank` has, where `num_ranks` divide a parameter."""
+    """The share of rank `rank`, where `num_ranks` divide a parameter."""
 
     rank: int = 0
     num_ranks: int = 1
 
     def row_range(self, shape: Sequence[int]) -> slice:
-        """Of a parameter of that shape. Shares begin at multiples of `SHARE_ALIGNMENT` values, and are almost alike; small
-        parameters are not on every rank."""
+        """Return the rows of this share of a parameter of that shape.
+
+        Shares begin at multiples of `SHARE_ALIGNMENT` values, and are almost equal; small parameters are not on every
+        rank.
+        """
         columns = shape[-1] if len(shape) > 1 else 1
         count, step = math.prod(shape) // max(columns, 1), SHARE_ALIGNMENT // math.gcd(columns, SHARE_ALIGNMENT)
         blocks = -(-count // step)
@@ -316,11 +337,11 @@ class RowShare(NamedTuple):
         return slice(*ends)
 
     def select_rows(self, tensor: Tensor) -> Tensor:
-        """A view: the tensor itself, or its rows, see `view_rows`."""
+        """Return a view: the tensor itself, or its rows of this share, see `view_rows`."""
         return tensor if self.num_ranks == 1 else view_rows(tensor)[self.row_range(tensor.shape)]
 
     def list_shares(self) -> list[RowShare]:
-        """Those of every rank, in order."""
+        """Return the shares of all ranks, in order."""
         return [RowShare(rank, self.num_ranks) for rank in range(self.num_ranks)]
 
 
@@ -328,8 +349,10 @@ UNSHARDED = RowShare()
 
 
 def reduce_scatter_shares(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum over the group, in place: of each gradient the rows of this rank's share. The others have no meaning then.
-    Collective."""
+    """Sum gradients over the group, in place: for each gradient the rows of this rank's share.
+
+    The other rows are undefined afterwards. Collective.
+    """
     for bucket in iter_buckets(gradients):
         sent = _flatten_shares(bucket, group)
         got = torch.empty_like(sent[0])
@@ -338,7 +361,10 @@ def reduce_scatter_shares(gradients: Sequence[Tensor], group: dist.ProcessGroup)
 
 
 def all_gather_shares(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Every rank's share of each tensor, in place, on every rank of the group. All are of one dtype. Collective."""
+    """Gather every rank's share of each tensor, in place, on every rank of the group.
+
+    All tensors have one dtype. Collective.
+    """
     for bucket in iter_buckets(tensors):
         mine = _flatten_shares(bucket, group, local_only=True)[0]
         got = mine.new_empty(dist.get_world_size(group), len(mine))
@@ -352,7 +378,10 @@ def _share_in_group(group: dist.ProcessGroup) -> RowShare:
 
 
 def _flatten_shares(tensors: Sequence[Tensor], group: dist.ProcessGroup, *, local_only: bool = False) -> Tensor:
-    """`[ranks, n]`: every rank's shares of the tensors, one after the other, `n` that of the largest; or this rank's alone."""
+    """Return every rank's shares of the tensors, one after the other, or this rank's alone: `[ranks, n]`.
+
+    `n` is the size of the largest.
+    """
     mine = _share_in_group(group)
     parts = [[share.select_rows(t) for t in tensors] for share in mine.list_shares()]
     longest = max(sum(p.numel() for p in some) for some in parts)
@@ -371,7 +400,7 @@ def _copy_into_share(tensors: Sequence[Tensor], share: RowShare, values: Tensor)
 
 
 def iter_buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """In order, of at most `COLLECTIVE_BUCKET_ELEMENTS` each, or one larger tensor."""
+    """Yield the tensors in order, in buckets of at most `COLLECTIVE_BUCKET_ELEMENTS`, or one larger tensor."""
     bucket: list[Tensor] = []
     held = 0
     for tensor in tensors:
@@ -384,19 +413,19 @@ def iter_buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-# Moments of the optimizer in host memory, but for those that an update is about.
+# Moments of the optimizer in host memory, except for those that an update is using.
 
 
 OFFLOAD_BUCKET_ELEMENTS = 2**26
-"""Elements whose moments are on the device at once, or those of one larger parameter."""
+"""Elements whose moments are on the device at once; a larger parameter is alone in its bucket."""
 OFFLOADED_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class HostMoments:
     """Steps `adam` through its parameters, a bucket at a time.
 
-    A moment's tensor stays where Adam made it, without memory; its values are in host memory, pinned where there is CUDA. Every
-    parameter is updated by the kernel, and from the numbers, that it would be updated with otherwise.
+    A moment's tensor stays where Adam created it, without memory; its values are in host memory, pinned where there is
+    CUDA. Every parameter is updated by the same kernel, and from the same numbers, as without offloading.
     """
 
     def __init__(self, adam: torch.optim.Optimizer, bucket_elements: int = OFFLOAD_BUCKET_ELEMENTS):
@@ -404,7 +433,7 @@ class HostMoments:
         self._host_values: dict[Tensor, dict[str, Tensor]] = {}
 
     def step(self, parameters: Sequence[Tensor]) -> None:
-        """One step of those that have a gradient."""
+        """Make one step of the parameters that have a gradient."""
         gradients = [(p, p.grad) for p in parameters if p.grad is not None]
         for parameter, _ in gradients:
             parameter.grad = None
@@ -418,12 +447,12 @@ class HostMoments:
                 parameter.grad = None
 
     def get_moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The values of its moments, in host memory; none before its first update."""
+        """Return the values of a parameter's moments, in host memory; none before its first update."""
         return self._host_values.get(parameter, {})
 
     @contextlib.contextmanager
     def moments_on_device(self, parameter: Tensor) -> Iterator[None]:
-        """Inside, its moments are on the device, to be read only."""
+        """Load a parameter's moments to the device inside this block, for reading only."""
         self._load_to_device(parameter)
         try:
             yield
@@ -432,7 +461,7 @@ class HostMoments:
                 _local_part(self._adam.state[parameter][name]).untyped_storage().resize_(0)
 
     def offload_moments(self, parameter: Tensor) -> None:
-        """Move its moments to the host."""
+        """Move a parameter's moments to the host."""
         for name in OFFLOADED_MOMENTS:
             moment = _local_part(self._adam.state[parameter][name])
             host = self._host_values.setdefault(parameter, {})
@@ -442,7 +471,7 @@ class HostMoments:
             moment.untyped_storage().resize_(0)
 
     def clear_moments(self) -> None:
-        """There are no moments any more."""
+        """Drop all moments."""
         self._host_values.clear()
 
     def _load_to_device(self, parameter: Tensor) -> None:
@@ -468,18 +497,24 @@ def _local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-# Balancing experts without a term of the loss (arXiv 2408.15664; DeepSeek-V3, Moonlight, GLM-4.5): a bias of each expert
-# decides, with its score, who is chosen, and follows the tokens that the expert got.
+# Load balancing without a loss term (arXiv 2408.15664; DeepSeek-V3, Moonlight, GLM-4.5): experts are chosen by their
+# score and a bias, which follows the tokens that the expert got.
 #
-# The tokens are those of the step's own counts (`RoutingCounts.expert_load`), over all ranks: replayed experts as they were
-# replayed, padding left out, a row of several samples once for each. Megatron's own update counts padding and shared rows once,
-# so that neither backend uses it.
+# The tokens are those of the step's own counts (`RoutingCounts.expert_load`), over all ranks: replayed experts count as
+# replayed, padding is left out, and a row of several samples counts once for each. Megatron's own update counts padding
+# and shared rows once, so neither backend uses it.
 
 
 @dataclass(frozen=True)
 class ExpertBias:
-    """The biases of one router, float32 `[experts]`, on its device: `tensor` is what the router reads. `name`: in checkpoints.
-    `moe_layer_index`: which MoE layer it is. `is_writer`: of the ranks that hold it, this one hands it in."""
+    """The biases of one router, float32 `[experts]`, on its device.
+
+    Attributes:
+        name: Name in checkpoints.
+        moe_layer_index: Index of the router's MoE layer.
+        tensor: The tensor that the router reads.
+        is_writer: True on the one rank, among those that hold it, that writes it to checkpoints.
+    """
 
     name: str
     moe_layer_index: int
@@ -499,8 +534,11 @@ def check_expert_biases(biases: Sequence[ExpertBias], learner: LearnerConfig, re
 
 @torch.no_grad()
 def update_expert_biases(biases: Sequence[ExpertBias], expert_load: np.ndarray, rate: float) -> None:
-    """Raise the bias of each expert that got fewer tokens than the mean of its layer by `rate`, and lower those that got more.
-    `expert_load` `[layers, experts]`: tokens of a step over all ranks."""
+    """Raise by `rate` the biases of experts that got fewer tokens than their layer's mean, and lower the others'.
+
+    A bias stays if its expert got exactly the mean. `expert_load` `[layers, experts]` counts the tokens of a step over
+    all ranks.
+    """
     for bias in biases:
         tokens = expert_load[bias.moe_layer_index].astype(np.float64)
         step = torch.from_numpy(np.sign(tokens.mean() - tokens).astype(np.float32))

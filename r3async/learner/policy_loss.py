@@ -1,21 +1,21 @@
 """Per-token policy-gradient losses, by the names of `algorithm.policy_loss`.
 
 pi: the learner; pi_a: the anchor, `algorithm.anchor`; A: the advantage; sg: no gradient. The ratio is
-`r = exp(clamp(log pi - log pi_a, -20, 20))`: beyond the clamp, which no trained token should come near, it is constant and
-has no gradient. Papers maximise; the losses are the negatives of their objectives.
+`r = exp(clamp(log pi - log pi_a, -20, 20))`: beyond the clamp, which no trained token should come near, it is constant
+and has no gradient. Papers maximise; the losses are the negatives of their objectives.
 
-A loss of one's own is any function of the type `PolicyLossFunction`, named by `algorithm.policy_loss = "module:function"`:
+A custom loss is any function of the type `PolicyLossFunction`, named by `algorithm.policy_loss = "module:function"`:
 
     @by_token
     def reinforce(inputs: LossInputs) -> PolicyLoss:
         return PolicyLoss(-inputs.advantages * inputs.logprobs, clipped=torch.zeros_like(inputs.mask))
 
-It must treat an episode alike whatever others are in its micro-batch, and not divide by their number: masks and weights (the
-reduction's denominators) are the caller's. Then its gradient does not depend on packing.
+It must treat an episode alike whatever others are in its micro-batch, and not divide by their number: masks and weights
+(the reduction's denominators) are applied by the caller. Then its gradient does not depend on packing.
 
-It sees whole episodes, and may use what it likes of them (`LossInputs.episode_sum`, `episode_mean`). Where an episode's
-samples are in several micro-batches that takes one more forward pass: see `trainer.accumulate_gradients`. A loss at a token
-that depends on that token's own columns alone says so with `@by_token`, and is spared it.
+It sees whole episodes, and may use anything in them (`LossInputs.episode_sum`, `episode_mean`). Where an episode's
+samples are in several micro-batches that takes one more forward pass: see `trainer.accumulate_gradients`. A loss at a
+token that depends on that token's own columns alone is marked with `@by_token`, and avoids that pass.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ MAX_ROUNDING_CLIPPED = 0.1
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a policy loss sees of one micro-batch: M tokens of S episodes; float32 `[M]` unless said otherwise.
+    """The inputs of a policy loss for one micro-batch: M tokens of S episodes; float32 `[M]` unless stated otherwise.
 
     Only `logprobs` has a gradient. Every column is 0 where `mask` is False. Tokens of an episode that are in other
     micro-batches are here too: their log-probs without a gradient, and in the same order wherever they are seen.
     """
 
     logprobs: Tensor
-    """log pi."""
+    """Log-probs of the learner, log pi."""
     anchor_logprobs: Tensor
-    """log pi_a: `rollout_logprobs`, or `old_logprobs` with `algorithm.anchor = "recomputed"`."""
+    """Log-probs of the anchor, log pi_a: `rollout_logprobs`, or `old_logprobs` with `algorithm.anchor = "recomputed"`."""
     rollout_logprobs: Tensor
     """Log-probs of the policy that sampled the tokens."""
     old_logprobs: Tensor | None
@@ -56,29 +56,35 @@ class LossInputs:
     mask: Tensor
     """bool `[M]`: tokens that the policy loss trains."""
     episode_index: Tensor
-    """int64 `[M]`: which of the S episodes each token is of."""
+    """int64 `[M]`: the index, among the S episodes, of each token's episode."""
     num_episodes: int
-    """S. Episodes are whole: all trained tokens of each are here (not with a loss that is marked `by_token`)."""
+    """The number of episodes, S. Episodes are whole, with all their trained tokens, except for a `by_token` loss."""
     config: AlgorithmConfig
 
     def ratio(self) -> Tensor:
-        """r, `[M]`, with gradient."""
+        """Return r, `[M]`, with gradient."""
         return bounded_exp(self.logprobs - self.anchor_logprobs)
 
     def episode_sum(self, values: Tensor) -> Tensor:
-        """float64 `[M]`, with gradient: at each token the sum of `values` `[M]` over its episode's tokens in `mask`."""
+        """Return float64 `[M]`, with gradient: the sum of `values` `[M]` over each token's episode, within `mask`."""
         return sum_by_episode(torch.where(self.mask, values, 0), self.episode_index, self.num_episodes)[
             self.episode_index
         ]
 
     def episode_mean(self, values: Tensor) -> Tensor:
-        """float64 `[M]`, with gradient: `episode_sum` over the number of those tokens; 0 for an episode without any."""
+        """Return float64 `[M]`, with gradient: `episode_sum` over the number of those tokens; 0 without any."""
         return self.episode_sum(values) / self.episode_sum(self.mask).clamp(min=1)
 
 
 class PolicyLoss(NamedTuple):
-    """`value` `[M]`: each token's loss, with gradient. `clipped` bool `[M]`: where a bound changed or stopped its gradient.
-    `high` bool `[M]`: where that would be an upper bound, for the figures; None: where the token's own ratio is above 1."""
+    """The result of a policy loss.
+
+    Attributes:
+        value: `[M]`: each token's loss, with gradient.
+        clipped: bool `[M]`: True where a bound changed or stopped the token's gradient.
+        high: bool `[M]`: True where that would be an upper bound, for the figures; None: where the token's own ratio is
+            above 1.
+    """
 
     value: Tensor
     clipped: Tensor
@@ -92,29 +98,31 @@ BY_TOKEN_ATTRIBUTE = "by_token"
 
 
 def by_token(function: PolicyLossT) -> PolicyLossT:
-    """Mark a policy loss whose value at a token depends on no other token: it is right without whole episodes."""
+    """Mark a policy loss whose value at a token depends on no other token: it is correct without whole episodes."""
     setattr(function, BY_TOKEN_ATTRIBUTE, True)
     return function
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """`exp(clamp(log_ratio, -20, 20))`."""
+    """Return `exp(clamp(log_ratio, -20, 20))`."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def sum_by_episode(values: Tensor, episode_index: Tensor, num_episodes: int) -> Tensor:
-    """float64 `[S]`, with gradient: sums of `values` `[M]` over each of the S episodes; 0 for one without tokens. `episode_index`
-    int64 `[M]`: which episode each token is of."""
+    """Return float64 `[S]`, with gradient: the sums of `values` `[M]` over each episode; 0 for one without tokens.
+
+    `episode_index` int64 `[M]` is the index of each token's episode.
+    """
     sums = torch.zeros(num_episodes, dtype=torch.float64, device=values.device)
     return sums.index_add_(0, episode_index, values.double())
 
 
 @by_token
 def truncated_pg_loss(inputs: LossInputs) -> PolicyLoss:
-    """The policy gradient with truncated importance weights: `-sg(min(r, cap)) A log pi`.
+    """Return the policy gradient with truncated importance weights: `-sg(min(r, cap)) A log pi`.
 
-    Weights capped from above bound the variance and leave the sign of every token's gradient alone (IMPALA's truncated rho, arXiv
-    1802.01561). The same as `cispo_loss` with `clip_low` = 1 and `clip_high` = cap - 1.
+    Weights capped from above bound the variance and leave the sign of every token's gradient alone (IMPALA's truncated
+    rho, arXiv 1802.01561). The same as `cispo_loss` with `clip_low` = 1 and `clip_high` = cap - 1.
     """
     ratio, cap = inputs.ratio().detach(), inputs.config.truncated_pg.cap
     return PolicyLoss(-ratio.clamp(max=cap) * inputs.advantages * inputs.logprobs, ratio > cap)
@@ -122,8 +130,10 @@ def truncated_pg_loss(inputs: LossInputs) -> PolicyLoss:
 
 @by_token
 def ppo_loss(inputs: LossInputs) -> PolicyLoss:
-    """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`: PPO (arXiv 1707.06347, eq. 7), with the two bounds apart (DAPO,
-    arXiv 2503.14476, eq. 10). With `dual_clip` = c, where A < 0, `-max(min(...), c A)` (dual-clip PPO, arXiv 1912.09729).
+    """Return PPO's clipped loss: `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` (arXiv 1707.06347, eq. 7).
+
+    The two bounds are separate (DAPO, arXiv 2503.14476, eq. 10). With `dual_clip` = c, where A < 0, it is
+    `-max(min(...), c A)` (dual-clip PPO, arXiv 1912.09729).
     """
     settings = inputs.config.ppo
     return _clip_by_settings(inputs.ratio(), inputs.advantages, settings, settings.dual_clip)
@@ -131,24 +141,28 @@ def ppo_loss(inputs: LossInputs) -> PolicyLoss:
 
 @by_token
 def tis_loss(inputs: LossInputs) -> PolicyLoss:
-    """Truncated importance sampling: `-sg(min(pi_old / mu, cap)) min(u A, clip(u, 1 - clip_low, 1 + clip_high) A)` with
-    `u = pi / pi_old`, the ratio to the learner before the step, whatever `algorithm.anchor`. F. Yao et al., "Your Efficient RL
-    Framework Secretly Brings You Off-Policy RL Training", 2025: PPO as the trainer would make it alone, and a capped weight
+    """Return PPO's loss with truncated importance sampling for the engine's part.
+
+    It is `-sg(min(pi_old / mu, cap)) min(u A, clip(u, 1 - clip_low, 1 + clip_high) A)` with `u = pi / pi_old`, the
+    ratio to the learner before the step, whatever `algorithm.anchor`. F. Yao et al., "Your Efficient RL Framework
+    Secretly Brings You Off-Policy RL Training", 2025: PPO as the trainer would compute it alone, and a capped weight
     for the engine's part. `decoupled_ppo_loss` has the same formula from another source, with another cap.
     """
     return _behavior_weighted_ppo(inputs, inputs.config.tis, inputs.config.tis.cap)
 
 
 def gspo_loss(inputs: LossInputs) -> PolicyLoss:
-    """PPO's clip on the length-normalised ratio of the episode: `-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)` with
-    `log s = clamp(mean over the episode's tokens of (log pi - log pi_a), -20, 20)`. GSPO, arXiv 2507.18071, section 4.
+    """Return PPO's clipped loss on the length-normalised ratio of the episode. GSPO, arXiv 2507.18071, section 4.
 
-    In the token form of its section 4.3, `s_t = sg(s) pi / sg(pi)`: equal to GSPO in value and, where A and the weight are
-    the same all over an episode, in gradient; and right for advantages that differ between turns too.
+    It is `-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)` with
+    `log s = clamp(mean over the episode's tokens of (log pi - log pi_a), -20, 20)`.
 
-    Its range is narrow: with the rollout's anchor the rounding of bf16 between engine and learner alone is wider for short
-    episodes. With `noise`, the standard deviation of a token's log-ratio that rounding causes, that of the mean over n tokens is
-    `noise / sqrt(n)`, and neither bound is nearer to 1 than three of them.
+    In the token form of its section 4.3, `s_t = sg(s) pi / sg(pi)`: equal to GSPO in value and, where A and the weight
+    are the same all over an episode, in gradient; and correct for advantages that differ between turns too.
+
+    Its range is narrow: with the rollout's anchor the rounding of bf16 between engine and learner alone is wider for
+    short episodes. With `noise`, the standard deviation of a token's log-ratio that rounding causes, that of the mean
+    over n tokens is `noise / sqrt(n)`, and neither bound is nearer to 1 than three of them.
     """
     settings = inputs.config.gspo
     log_ratio = inputs.episode_mean((inputs.logprobs - inputs.anchor_logprobs).detach())
@@ -162,8 +176,10 @@ def gspo_loss(inputs: LossInputs) -> PolicyLoss:
 
 @by_token
 def cispo_loss(inputs: LossInputs) -> PolicyLoss:
-    """`-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi`: no token's gradient is dropped. CISPO, arXiv 2506.13585, eq. 4
-    and 5, without a lower bound (`clip_low` = 1) as there; an upper bound on r of about 5 is ScaleRL's, arXiv 2510.13786.
+    """Return CISPO's loss: `-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi`. No token's gradient is dropped.
+
+    CISPO, arXiv 2506.13585, eq. 4 and 5, without a lower bound (`clip_low` = 1) as there; an upper bound on r of about
+    5 is ScaleRL's, arXiv 2510.13786.
     """
     settings, ratio = inputs.config.cispo, inputs.ratio().detach()
     low, high = 1 - settings.clip_low, 1 + settings.clip_high
@@ -173,8 +189,11 @@ def cispo_loss(inputs: LossInputs) -> PolicyLoss:
 
 @by_token
 def sapo_loss(inputs: LossInputs) -> PolicyLoss:
-    """`-sigmoid(tau (r - 1)) (4 / tau) A` with `tau = tau_positive` where A > 0, else `tau_negative`: a soft gate in place
-    of a clip, with the gradient of `-r A` at r = 1. SAPO, arXiv 2511.20347."""
+    """Return SAPO's loss: `-sigmoid(tau (r - 1)) (4 / tau) A`.
+
+    Here `tau = tau_positive` where A > 0, else `tau_negative`. A soft gate in place of a clip, with the gradient of
+    `-r A` at r = 1. SAPO, arXiv 2511.20347.
+    """
     settings = inputs.config.sapo
     tau = torch.full_like(inputs.advantages, settings.tau_negative)
     tau = tau.masked_fill(inputs.advantages > 0, settings.tau_positive)
@@ -184,9 +203,11 @@ def sapo_loss(inputs: LossInputs) -> PolicyLoss:
 
 @by_token
 def dppo_loss(inputs: LossInputs) -> PolicyLoss:
-    """`-M r A`, with `M = 0` where `|pi - pi_a|` (the total variation between "this token" and "any other" under the two)
-    is above `threshold_high` and A > 0 and r > 1, or above `threshold_low` and A < 0 and r < 1; else 1.
-    DPPO with the binary-TV divergence, arXiv 2602.04879, eq. 11 to 13. Its authors anchor on the rollout policy.
+    """Return DPPO's loss: `-M r A`, with `M = 0` where the policy has moved too far in the direction of A, else 1.
+
+    `M = 0` where `|pi - pi_a|` (the total variation between "this token" and "any other" under the two) is above
+    `threshold_high` and A > 0 and r > 1, or above `threshold_low` and A < 0 and r < 1. DPPO with the binary-TV
+    divergence, arXiv 2602.04879, eq. 11 to 13. Its authors anchor on the rollout policy.
     """
     settings, ratio, advantages = inputs.config.dppo, inputs.ratio(), inputs.advantages
     change = inputs.logprobs.detach().exp() - inputs.anchor_logprobs.exp()
@@ -198,15 +219,17 @@ def dppo_loss(inputs: LossInputs) -> PolicyLoss:
 
 @by_token
 def decoupled_ppo_loss(inputs: LossInputs) -> PolicyLoss:
-    """`-w min(u A, clip(u, 1 - clip_low, 1 + clip_high) A)`: the ratio `u = pi / pi_old` that is clipped is to the learner
-    before the step, whatever `algorithm.anchor`, and `w = min(exp(clamp(log pi_old - log mu, -20, 20)), behaviour_cap)`
-    corrects for the policy mu that sampled. Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298, section 5.2.
+    """Return decoupled PPO's loss: `-w min(u A, clip(u, 1 - clip_low, 1 + clip_high) A)`.
+
+    The clipped ratio `u = pi / pi_old` is relative to the learner before the step, whatever `algorithm.anchor`, and
+    `w = min(exp(clamp(log pi_old - log mu, -20, 20)), behaviour_cap)` corrects for the policy mu that sampled. Hilton
+    et al., arXiv 2110.00641; AReaL, arXiv 2505.24298, section 5.2.
     """
     return _behavior_weighted_ppo(inputs, inputs.config.decoupled_ppo, inputs.config.decoupled_ppo.behaviour_cap)
 
 
 def _behavior_weighted_ppo(inputs: LossInputs, settings: PPOConfig, cap: float) -> PolicyLoss:
-    """PPO with the ratio to the learner before the step, times `min(pi_old / mu, cap)`."""
+    """Return PPO's loss with the ratio to the learner before the step, times `min(pi_old / mu, cap)`."""
     assert inputs.old_logprobs is not None
     behaviour = bounded_exp(inputs.old_logprobs - inputs.rollout_logprobs)
     ratio = bounded_exp(inputs.logprobs - inputs.old_logprobs)
@@ -218,7 +241,7 @@ def _behavior_weighted_ppo(inputs: LossInputs, settings: PPOConfig, cap: float) 
 def _clip_by_settings(
     ratio: Tensor, advantages: Tensor, settings: ClipConfig, dual_clip: float | None = None
 ) -> PolicyLoss:
-    """`-min(r A, clip(r) A)`, where A < 0 at most `-dual_clip A`; without gradient where a bound is what counts."""
+    """Return `-min(r A, clip(r) A)`, where A < 0 at most `-dual_clip A`; without gradient where a bound is in effect."""
     low, high = (torch.full_like(ratio, bound) for bound in (1 - settings.clip_low, 1 + settings.clip_high))
     loss = _clip_to_bounds(ratio, advantages, low, high)
     if dual_clip is None:
@@ -228,7 +251,7 @@ def _clip_by_settings(
 
 
 def _clip_to_bounds(ratio: Tensor, advantages: Tensor, low: Tensor, high: Tensor) -> PolicyLoss:
-    """`-min(r A, clip(r, low, high) A)`, bounds `[M]`."""
+    """Return `-min(r A, clip(r, low, high) A)`, bounds `[M]`."""
     clipped = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
     bounded = torch.minimum(torch.maximum(ratio.detach(), low), high)
     return PolicyLoss(-torch.where(clipped, bounded, ratio) * advantages, clipped, ratio.detach() > 1)
@@ -247,12 +270,12 @@ POLICY_LOSSES: dict[str, PolicyLossFunction] = {
 
 
 def resolve_policy_loss(name: str) -> PolicyLossFunction:
-    """The loss that `algorithm.policy_loss` names; the configuration has checked it."""
+    """Return the loss that `algorithm.policy_loss` names; the configuration has checked it."""
     return POLICY_LOSSES.get(name) or import_policy_loss(name)
 
 
 def check_custom_loss(config: AlgorithmConfig) -> None:
-    """Raise `ConfigError` if a loss of the user's own returns something else than its type says, for four made up tokens."""
+    """Raise `ConfigError` if a custom loss, called with four made up tokens, returns anything but what its type says."""
     function, tokens = resolve_policy_loss(config.policy_loss), torch.zeros(4)
     inputs = LossInputs(
         logprobs=torch.full((4,), -1.0, requires_grad=True),
@@ -282,13 +305,16 @@ def check_custom_loss(config: AlgorithmConfig) -> None:
 
 
 def needs_old_logprobs(config: AlgorithmConfig) -> bool:
-    """Whether the learner must compute `old_logprobs` before the step's first update."""
+    """Return True if the learner must compute `old_logprobs` before the step's first update."""
     return "recomputed" in (config.anchor, config.correction.anchor) or config.policy_loss in ("tis", "decoupled_ppo")
 
 
 def explain_gspo_clipping(algorithm: AlgorithmConfig, metrics: Mapping[str, float]) -> str:
-    """Of the first step, where engine and learner have equal weights and ratios are 1 but for rounding: why GSPO's range is too
-    narrow, and what to set; empty if it is not, or with another loss. The noise of a token's log-ratio is `sqrt(2 k3)`."""
+    """Return a hint if GSPO's range is too narrow in the first step: the reason, and what to set. Empty if it is not.
+
+    In the first step engine and learner have equal weights, and ratios are 1 but for rounding. The noise of a token's
+    log-ratio is `sqrt(2 k3)`. Empty with another loss, too.
+    """
     clipped = metrics["rollout_corr/clipped_fraction"]
     if algorithm.policy_loss != "gspo" or algorithm.anchor != "rollout" or clipped <= MAX_ROUNDING_CLIPPED:
         return ""

@@ -1,12 +1,13 @@
-"""Replaying recorded experts in a model's routers: what every backend shares (R3, arXiv 2510.11370).
+"""Rollout routing replay: a model's routers use the recorded experts (R3, arXiv 2510.11370). Shared by all backends.
 
-Replay fixes the *selection* of experts. Their gate weights come from the learner's own scores at the replayed ids, so the
-router still receives gradient. A backend's router asks `RoutingReplay.choose_experts` which experts to use, and nothing else.
+Replay fixes the *selection* of experts. Their gate weights come from the learner's own scores at the replayed ids, so
+the router still receives gradient. A backend's router calls `RoutingReplay.choose_experts` to know which experts to
+use, and nothing else.
 
-Which micro-batch a router serves is known at every moment, in any order of forward and backward passes: `bind_routes` makes a
-micro-batch current for its forward pass, and a hook on the output of that pass makes it current again as soon as its
-backward pass, which may recompute layers, begins. Nothing is queued, so nothing can run out of step; what is used after
-the block has ended raises.
+The micro-batch that a router serves is known at every moment, in any order of forward and backward passes:
+`bind_routes` makes a micro-batch current for its forward pass, and a hook on the output of that pass makes it current
+again as soon as its backward pass, which may recompute layers, begins. Nothing is queued, so nothing can run out of
+step; routes used after the block has ended raise an error.
 """
 
 from __future__ import annotations
@@ -26,11 +27,15 @@ from r3async.learner.batch import MicroBatch
 
 
 class RoutingCounts:
-    """What this rank's routers did since the last `RoutingReplay.pop_counts`, by local router, on the device.
+    """The counts of this rank's routers since the last `RoutingReplay.pop_counts`, by local router, on the device.
 
-    `agreeing_tokens`, `compared_tokens` int64 `[R]`: of the recorded tokens, those whose own top-k set is the recorded set.
-    `expert_load` int64 `[R, experts]`: tokens sent to each expert. `aux_loss` float64 scalar: the routers' own loss. Padding
-    is in none of them, a recomputed forward pass counts once.
+    Padding counts in none of them, and a recomputed forward pass counts once.
+
+    Attributes:
+        agreeing_tokens: int64 `[R]`: recorded tokens whose own top-k set is the recorded set.
+        compared_tokens: int64 `[R]`: recorded tokens.
+        expert_load: int64 `[R, experts]`: tokens sent to each expert.
+        aux_loss: float64 scalar: the routers' own loss.
     """
 
     def __init__(self, routers: int, experts: int, device: torch.device):
@@ -41,7 +46,10 @@ class RoutingCounts:
 
 
 class _AttachLoss(torch.autograd.Function):
-    """`x` as it is; in the backward pass `loss` gets the gradient 1, as a term of the step's sum does."""
+    """The identity of `x` with `loss` attached, which gets the gradient 1 in the backward pass.
+
+    A term of the step's sum has that gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -55,10 +63,13 @@ class _AttachLoss(torch.autograd.Function):
 
 
 class MicroBatchRoutes:
-    """Routes of one micro-batch for this rank's routers and tokens. Made by `RoutingReplay.bind_routes`.
+    """The routes of one micro-batch for this rank's routers and tokens, created by `RoutingReplay.bind_routes`.
 
-    `num_tokens`: of the whole micro-batch, over all ranks. `preferred_experts`: what each local router would have chosen and
-    `used_experts`: what it did choose, `[n, K]` per router, kept only if `keeps_choices` is set.
+    Attributes:
+        num_tokens: Number of tokens of the whole micro-batch, over all ranks.
+        preferred_experts: `[n, K]` per local router: the experts that it would have chosen; only if `keeps_choices` is
+            set.
+        used_experts: `[n, K]` per local router: the experts that it used; only if `keeps_choices` is set.
     """
 
     def __init__(self, replay: RoutingReplay, micro_batch: MicroBatch, *, keeps_choices: bool):
@@ -91,8 +102,8 @@ class MicroBatchRoutes:
             )
         if not recorded[part].any():
             return
-        # Only this rank's tokens and layers go to the device, in the narrowest dtype in which torch can do all it has to, and
-        # sorted: the order of a record carries nothing, so that no bit of what is replayed may depend on it.
+        # Only this rank's tokens and layers go to the device, in the narrowest dtype in which torch has all operations,
+        # and sorted: the order of a record has no meaning, so no bit of what is replayed may depend on it.
         narrow = np.uint8 if rows.dtype == np.uint8 else np.int16 if replay.num_experts <= 2**15 else np.int32
         local = np.empty((len(replay.moe_layer_indices), part.stop - part.start, replay.top_k), narrow)
         for column, layer in zip(local, replay.moe_layer_indices, strict=True):
@@ -105,7 +116,7 @@ class MicroBatchRoutes:
         if replay.top_k > 1:
             bad |= (self._sorted_experts[..., 1:] == self._sorted_experts[..., :-1]).any(dim=-1)
         if replay.top_k == 1 or bool((bad & self._is_recorded).any()):
-            # Slow, but names the row.
+            # Slow, but its error names the row.
             validate_routes(
                 rows[recorded], layers=replay.num_moe_layers, top_k=replay.top_k, num_experts=replay.num_experts
             )
@@ -113,16 +124,17 @@ class MicroBatchRoutes:
 
     @property
     def has_replayed_routes(self) -> bool:
-        """Whether `choose_experts` may return anything else than the router's own choice."""
+        """True if `choose_experts` may return anything other than the router's own choice."""
         return self._sorted_experts is not None and self._replay.is_enabled
 
     @torch.no_grad()
     def choose_experts(self, router: int, preferred: Tensor) -> Tensor:
-        """Expert ids `[n, K]` that local router `router` has to use; `preferred` int64 `[n, K]`: its own top-k.
+        """Return the expert ids `[n, K]` that local router `router` has to use.
 
-        A row whose recorded set is the router's own set comes back in the router's own order, so that replaying what the
-        model would do anyway changes no bit. A row that is not recorded is the router's own. Raises `RoutingError` if the
-        number of tokens is not the micro-batch's, or if the block of `bind_routes` has ended.
+        `preferred` int64 `[n, K]` is the router's own top-k. A row whose recorded set is the router's own set comes
+        back in the router's own order, so that replaying what the model would do anyway changes no bit. A row that is
+        not recorded is the router's own. Raises `RoutingError` if the number of tokens is not the micro-batch's, or if
+        the block of `bind_routes` has ended.
         """
         replay = self._replay
         if self.is_closed:
@@ -153,9 +165,9 @@ class MicroBatchRoutes:
         return used
 
     def add_aux_loss(self, router: int, scores: Tensor, probabilities: Callable[[Tensor], Tensor]) -> Tensor:
-        """`scores` `[n, experts]`, with the load-balance term of local router `router` hung on them, if there is one.
+        """Return `scores` `[n, experts]` with the load-balance term of local router `router` attached, if there is one.
 
-        `probabilities(scores)`: the router's probability of each expert, rows that add up to 1.
+        `probabilities(scores)` returns the router's probability of each expert, rows that add up to 1.
         """
         weights = self._replay.aux_loss_weights
         if weights is None:
@@ -166,12 +178,12 @@ class MicroBatchRoutes:
         return _AttachLoss.apply(scores, loss)
 
     def _weight_rows(self, of_rows: Tensor) -> Tensor:
-        """`of_rows` `[n, ...]` times the number of samples that each row is of."""
+        """Multiply `of_rows` `[n, ...]` by the number of samples that each row belongs to."""
         times = self._row_multiplicity
         return of_rows if times is None else of_rows * times.view(-1, *(1 for _ in of_rows.shape[1:]))
 
     def track_backward(self, output: Tensor) -> Tensor:
-        """Make these routes current when the backward pass of `output`, this rank's result for the micro-batch, begins."""
+        """Make these routes current when the backward pass of `output`, this rank's result of the pass, begins."""
         if output.requires_grad:
             output.register_hook(self._on_backward_start)
         return output
@@ -183,7 +195,7 @@ class MicroBatchRoutes:
         self._replay.current_routes = self
 
     def build_trace(self) -> RouteTrace:
-        """What was chosen, padding left out. Only with `keeps_choices`, after the forward pass."""
+        """Return the choices of the routers, padding left out. Only with `keeps_choices`, after the forward pass."""
         chosen = (
             torch.stack([t for t in kept if t is not None], dim=1)
             for kept in (self.preferred_experts, self.used_experts)
@@ -206,9 +218,12 @@ class MicroBatchRoutes:
 class RoutingReplay:
     """The replay state of one rank.
 
-    `num_moe_layers`: MoE layers of the whole model. `moe_layer_indices`: for each of this rank's routers, which of them it is
-    (0-based: its column in a record). `is_enabled`: whether to use the records, or only to compare with them. `token_shard`:
-    (index, count) of the equal contiguous parts into which the tokens are split among sequence-parallel ranks.
+    Attributes:
+        num_moe_layers: Number of MoE layers of the whole model.
+        moe_layer_indices: The MoE layer of each of this rank's routers (0-based: its column in a record).
+        is_enabled: Use the records; otherwise only compare with them.
+        token_shard: (index, count) of the equal contiguous parts into which the tokens are split among
+            sequence-parallel ranks.
     """
 
     def __init__(
@@ -233,7 +248,7 @@ class RoutingReplay:
 
     @staticmethod
     def for_full_model(shape: RoutingShape | None, *, enabled: bool, device: torch.device) -> RoutingReplay:
-        """Of a rank that has every router of a model; `shape` None: it has no experts."""
+        """Return the replay state of a rank that has every router of a model; `shape` None: it has no experts."""
         layers, top_k, experts = (shape.layers, shape.top_k, shape.num_experts) if shape else (0, 1, 1)
         return RoutingReplay(
             num_moe_layers=layers,
@@ -245,21 +260,24 @@ class RoutingReplay:
         )
 
     def slice_tokens(self, tokens: int) -> slice:
-        """This rank's part of `tokens` packed tokens. Raises `RoutingError` if they cannot be split evenly."""
+        """Return this rank's part of `tokens` packed tokens. Raises `RoutingError` if they cannot be split evenly."""
         index, count = self.token_shard
         if tokens % count:
             raise RoutingError(f"{tokens} tokens cannot be split evenly among {count} sequence-parallel ranks")
         return slice(index * tokens // count, (index + 1) * tokens // count)
 
     def pop_counts(self) -> RoutingCounts:
-        """The counts so far; they start again."""
+        """Return the counts so far, and start new ones."""
         taken = self.counts
         self.counts = RoutingCounts(len(self.moe_layer_indices), self.num_experts, self.device)
         return taken
 
     @contextmanager
     def use_aux_loss(self, weights: np.ndarray | None) -> Iterator[None]:
-        """In this block the routers have a load-balance term: `weights` float64 `[layers, experts]`, of the whole model."""
+        """Give the routers a load-balance term inside this block.
+
+        `weights` float64 `[layers, experts]` are those of the whole model.
+        """
         if weights is not None and self.moe_layer_indices:
             self.aux_loss_weights = torch.from_numpy(weights[self.moe_layer_indices]).to(self.device, torch.float32)
         try:
@@ -271,17 +289,19 @@ class RoutingReplay:
     def bind_routes(self, micro_batch: MicroBatch, *, keep: bool = False) -> Iterator[MicroBatchRoutes]:
         """Bind one micro-batch's routes for its forward and backward, and leave nothing behind, whatever happens.
 
-        `keep`: remember what each router chose. Raises `RoutingError` if another micro-batch is bound, for records that do
-        not fit the model, and for an invalid row.
+        With `keep`, the choice of each router is kept. Raises `RoutingError` if another micro-batch is bound, for
+        records that do not fit the model, and for an invalid row.
         """
         with self.bind_pipelined() as bind:
             yield bind(micro_batch, keep)
 
     @contextmanager
     def bind_pipelined(self) -> Iterator[RouteBinder]:
-        """Like `bind_routes`, for schedules that begin a forward pass before earlier micro-batches have had their backward.
+        """Bind the routes of several micro-batches whose forward and backward passes overlap.
 
-        Yields a function that binds the next micro-batch to be fed forward. All are released when the block ends.
+        Like `bind_routes`, for schedules that begin a forward pass before earlier micro-batches have had their
+        backward. Yields a function that binds the next micro-batch to run forward. All are released when the block
+        ends.
         """
         if self._open_routes:
             raise RoutingError("routes of another micro-batch are still bound")
@@ -294,7 +314,7 @@ class RoutingReplay:
             self.current_routes = None
 
     def _bind_micro_batch(self, micro_batch: MicroBatch, keep: bool) -> MicroBatchRoutes:
-        # In every schedule backward passes come in the order of the forward passes: when one begins, earlier ones are over.
+        # In every schedule backward passes come in the order of the forward passes: when one begins, earlier ones are done.
         if self.current_routes is not None and self.current_routes.is_recomputing:
             last = self._open_routes.index(self.current_routes)
             for routes in self._open_routes[:last]:
@@ -305,7 +325,7 @@ class RoutingReplay:
         return self.current_routes
 
     def check_token_count(self, tokens: int) -> None:
-        """Raise `RoutingError` if `tokens` are about to be fed forward and another number is bound."""
+        """Raise `RoutingError` if `tokens` are about to run forward and another number is bound."""
         if self.current_routes is not None and self.current_routes.num_tokens != tokens:
             raise RoutingError(
                 f"routes of {self.current_routes.num_tokens} tokens are bound, but {tokens} tokens are fed forward"
@@ -313,4 +333,5 @@ class RoutingReplay:
 
 
 RouteBinder = Callable[[MicroBatch, bool], MicroBatchRoutes]
-"""Binds the next micro-batch to be fed forward; whether what each router chooses is kept."""
+"""A function that binds the next micro-batch to run forward; its second argument says whether to keep routers' choices.
+"""

@@ -1,8 +1,8 @@
 """A learner without a model, for tests and for simulated runs (`learner.backend = "scripted"`).
 
-Its weights are a digest of everything that it trained, in order: two learners have equal weights if, and only if, they made the
-same updates from the same batches. It always agrees with whoever sampled: its log-probs are those recorded, its routes too.
-Nothing is fed forward, and nothing is learnt.
+Its weights are a digest of everything that it trained, in order: two learners have equal weights if, and only if, they
+made the same updates from the same batches. It always agrees with the policy that sampled: its log-probs and routes are
+the recorded ones. There is no forward pass, and nothing is learnt.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ from r3async.world.files import make_directory, read_file, replace_directory, re
 from r3async.world.real import REAL_WORLD
 
 DIGESTED_COLUMNS = ("token_ids", "loss_mask", "policy_version", "rollout_logprobs", "advantages", "loss_weights")
-"""Of what is trained: those that the weights depend on, where they are there."""
+"""The columns of trained samples that the weights depend on, where they exist."""
 
 
 class DigestOptimizer(MasterAdamW):
-    """The digest, 32 bytes as float32 `[32]`, in place of parameters. A step hashes what was `fed` onto it: no gradient, and the
-    same on every machine."""
+    """An optimizer whose parameter is the digest, 32 bytes as float32 `[32]`.
+
+    A step hashes what was set by `set_batch` onto it: without a gradient, and the same on every machine.
+    """
 
     def __init__(self, config: Config):
         self.digest = Parameter(torch.zeros(32), requires_grad=True)
@@ -49,11 +51,11 @@ class DigestOptimizer(MasterAdamW):
 
     @property
     def weight_bytes(self) -> Tensor:
-        """A copy: uint8 `[32]`."""
+        """A copy of the digest: uint8 `[32]`."""
         return self.digest.detach().to(torch.uint8)
 
     def set_batch(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """What the next step trains."""
+        """Set the micro-batches that the next step trains."""
         self._batch_hash = hashlib.sha256(self.weight_bytes.numpy().tobytes())
         for m in micro_batches:
             self._batch_hash.update("\0".join(m.sample_ids).encode())
@@ -63,7 +65,7 @@ class DigestOptimizer(MasterAdamW):
 
     @torch.no_grad()
     def step(self) -> OptimizerUpdate:
-        """The digest of before, and of what was fed, is the new one."""
+        """Replace the digest with one of itself and of the batch."""
         lr = self.lr
         self.digest.copy_(torch.frombuffer(bytearray(self._batch_hash.digest()), dtype=torch.uint8))
         self.update_count += 1
@@ -71,9 +73,10 @@ class DigestOptimizer(MasterAdamW):
 
 
 class ScriptedLearner(LearnerBackend):
-    """See `LearnerBackend`; `learner.parallel` has to be one process.
+    """A learner backend without a model; `learner.parallel` has to be one process.
 
-    Counts, routing figures and causes to skip a step are those of any backend. Figures of the loss are 0, for there is none.
+    Counts, routing figures and causes to skip a step are those of any backend. Figures of the loss are 0, as there is
+    none.
     """
 
     name = "scripted"
@@ -98,7 +101,7 @@ class ScriptedLearner(LearnerBackend):
 
     @classmethod
     def from_pretrained(cls, config: Config, model_path: Path, files: Files = REAL_WORLD.files) -> ScriptedLearner:
-        """Read the configuration of the model, whose weights are not looked at."""
+        """Read the configuration of the model, but not its weights."""
         source = Path(model_path)
         return cls(config, source, decode_python_json(read_file(source / "config.json", files=files)), files)
 
@@ -111,8 +114,10 @@ class ScriptedLearner(LearnerBackend):
         replay: bool = True,
         **_: Any,
     ) -> None:
-        """What the next step trains; not without `replay`, which is only to look. Routers choose what is recorded: nothing for a
-        token without routes."""
+        """Set the micro-batches that the next step trains; without `replay`, which only measures, do nothing.
+
+        Routers choose what is recorded, and nothing for a token without routes.
+        """
         if not replay:
             return
         self.optimizer.set_batch(micro_batches)
@@ -124,30 +129,30 @@ class ScriptedLearner(LearnerBackend):
         counts.compared_tokens += recorded
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], **_: Any) -> list[np.ndarray]:
-        """float32 `[N]` for each micro-batch, as recorded; 0 where nothing finite is."""
+        """Return float32 `[N]` for each micro-batch, as recorded; 0 where the record is not finite."""
         found = [m.table["rollout_logprobs"].astype(np.float32) for m in micro_batches]
         return [np.where(np.isfinite(values), values, np.float32(0)) for values in found]
 
     def record_learner_routes(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """As they are."""
+        """Return the micro-batches as they are."""
         return list(micro_batches)
 
     def score_sequence(self, token_ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-        """float32 `[T - 1]`: those of a scripted engine with these weights."""
+        """Return float32 `[T - 1]`: the log-probs of a scripted engine with these weights."""
         key = xxhash.xxh3_64_intdigest(self.optimizer.weight_bytes.numpy().tobytes()) & UINT32_MASK
         at = np.arange(1, len(token_ids))
         return scripted_logprobs(at, np.full(len(at), key), np.asarray(token_ids)[1:]) / temperature
 
     def parameter_slices(self) -> list[ShardSlice]:
-        """Of the digest."""
+        """Return the slice of the digest."""
         return [ShardSlice((TensorSlice.full_tensor(DIGEST_TENSOR, (32,)),))]
 
     def export_weights(self, *, copy: bool = True) -> dict[str, Tensor]:
-        """The digest, uint8 `[32]`."""
+        """Return the digest, uint8 `[32]`."""
         return {DIGEST_TENSOR: self.optimizer.weight_bytes}
 
     def save_pretrained(self, directory: Path) -> None:
-        """A model directory that no engine but the scripted one can load."""
+        """Write a model directory that no engine but the scripted one can load."""
         aside, files = directory.with_name(f".{directory.name}.new"), self._files
         files.remove_tree(aside)
         make_directory(aside, files=files)

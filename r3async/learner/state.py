@@ -1,8 +1,8 @@
-"""What a learner saves and resumes from, the weights that it began with, and a model directory of those that it has.
+"""The learner's saved state, its reference weights, and model directories of its current weights.
 
 Every tensor of the optimizer is named as in a model's checkpoint, whatever the ranks: `master/NAME`, `exp_avg/NAME`,
-`exp_avg_sq/NAME` for each weight `NAME` of the model, `step/NAME` for how often it was updated, `expert_bias/NAME` for what
-decides who is chosen, `rng/DEVICE/RANK`.
+`exp_avg_sq/NAME` for each weight `NAME` of the model, `step/NAME` for how often it was updated, `expert_bias/NAME` for
+an expert bias, `rng/DEVICE/RANK`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """What one parameter of this rank is of the whole model: the values of `places`, in the order in which `split` gives them.
+    """The position of one parameter of this rank in the whole model.
 
-    `join` undoes `split`. `is_writer`: of the ranks that hold the same, this one hands it in.
+    The parameter has the values of `places`, in the order in which `split` returns them. `join` undoes `split`.
+    `is_writer` is True on the one rank, among those that hold the same values, that writes them.
     """
 
     places: tuple[TensorSlice, ...]
@@ -47,8 +48,11 @@ class ShardSlice:
     is_writer: bool = True
 
     def narrow_to_share(self, shape: Sequence[int], share: RowShare) -> ShardSlice:
-        """What that share of the parameter, which has `shape`, is of the whole model; places in which it has nothing are left
-        out. Rows of each place are in order in the parameter, so what is in a share of them is a box."""
+        """Return the position of that share of the parameter, which has `shape`, in the whole model.
+
+        Places in which the share has nothing are left out. The rows of each place are in order in the parameter, so the
+        rows that belong to a share are a box.
+        """
         if share.num_ranks == 1:
             return self
         count = math.prod(shape[:-1]) if len(shape) > 1 else shape[0]
@@ -77,22 +81,25 @@ class ShardSlice:
 
 
 def _as_slice(numbers: Tensor) -> slice | Tensor:
-    """A slice if they follow one another: what it takes is not copied."""
+    """Return a slice if the numbers are consecutive: indexing with it copies nothing."""
     first, last = int(numbers[0]), int(numbers[-1])
     return slice(first, last + 1) if last - first + 1 == len(numbers) else numbers
 
 
 @torch.no_grad()
 def capture_learner_state(backend: LearnerBackend) -> RankState:
-    """A copy, in host memory, of everything of this rank that later steps depend on: float32 weights, Adam's moments and step
-    counts, the trust region's controller, random number generators. What several ranks hold, one hands in."""
+    """Return a copy, in host memory, of everything of this rank that later steps depend on.
+
+    This is: float32 weights, Adam's moments and step counts, the trust region's controller, random number generators.
+    Values that several ranks hold are captured by one of them.
+    """
     pieces = []
     for held, tensors in zip(backend.owned_slices(), backend.optimizer.iter_states(), strict=True):
         if not held.is_writer:
             continue
         for kind, tensor in tensors.items():
             if kind == "step":
-                # Of the ranks that divide a tensor among them, the one that begins it.
+                # Among the ranks that divide a tensor, the one that has its beginning writes the step.
                 pieces += [
                     SliceValues(_step_place(place), _copy_to_host(tensor))
                     for place in held.places
@@ -118,8 +125,10 @@ def capture_learner_state(backend: LearnerBackend) -> RankState:
 
 
 def restore_learner_state(backend: LearnerBackend, parts: LearnerStateReader, *, with_optimizer: bool = True) -> None:
-    """See `LearnerBackend.restore_state`. Raises `CheckpointError` if it is of another model or backend, or if a tensor is
-    missing."""
+    """Restore a learner, see `LearnerBackend.restore_state`.
+
+    Raises `CheckpointError` if the state is of another model or backend, or if a tensor is missing.
+    """
     facts = parts.metadata
     if facts.backend != backend.name:
         raise CheckpointError(
@@ -136,7 +145,7 @@ def restore_learner_state(backend: LearnerBackend, parts: LearnerStateReader, *,
     for bias in backend.expert_biases:
         if (
             _bias_place(bias).name in parts
-        ):  # checkpoints from before there was an update have none: the start model's are right
+        ):  # checkpoints from before biases were updated have none: the start model's are right
             bias.tensor.copy_(parts.read_slice(_bias_place(bias)))
     if not with_optimizer:
         return
@@ -148,7 +157,7 @@ def restore_learner_state(backend: LearnerBackend, parts: LearnerStateReader, *,
 def _read_optimizer_states(
     backend: LearnerBackend, parts: LearnerStateReader, optimizer: bool
 ) -> Iterator[dict[str, Tensor]]:
-    """For each parameter what `MasterAdamW.load_states` wants."""
+    """Yield, for each parameter, the state that `MasterAdamW.load_states` takes."""
 
     def values(kind: str, held: ShardSlice, like: Tensor) -> Tensor:
         pairs = zip(held.places, held.split(like), strict=True)
@@ -164,12 +173,12 @@ def _read_optimizer_states(
 
 
 def _pad_rows(values: Tensor, part: Tensor) -> Tensor:
-    """With zeros where a rank has rows that only pad its share: nothing is ever added to those."""
+    """Add zeros where a rank has rows that only pad its share: such rows never change."""
     return F.pad(values, (0, 0, 0, part.shape[0] - values.shape[0])) if values.shape != part.shape else values
 
 
 def _config_digest(backend: LearnerBackend) -> str:
-    """SHA-256 of `config.json`: what the tensors' names and shapes follow from."""
+    """Return the SHA-256 of `config.json`, which determines the tensors' names and shapes."""
     return hashlib.sha256((backend.model_path / "config.json").read_bytes()).hexdigest()
 
 
@@ -186,7 +195,10 @@ def _copy_to_host(tensor: Tensor) -> Tensor:
 
 
 def _rng_states(rank: int) -> Iterator[tuple[str, Tensor]]:
-    """Torch's random numbers. Nothing draws any today: no model that is trained here has dropout, and weights are loaded."""
+    """Yield torch's random number states.
+
+    Nothing uses them today: no model trained here has dropout, and weights are loaded.
+    """
     yield f"rng/cpu/{rank}", torch.get_rng_state()
     if torch.cuda.is_available():
         yield f"rng/cuda/{rank}", torch.cuda.get_rng_state()
@@ -203,7 +215,7 @@ def _restore_rng_states(rank: int, parts: LearnerStateReader) -> None:
 
 
 class ReferenceWeights:
-    """A copy, in host memory, of this rank's weights as they are now: the frozen model that the policy is kept near."""
+    """A copy, in host memory, of this rank's weights as they are now: the frozen reference model of the policy."""
 
     @torch.no_grad()
     def __init__(self, parameters: Iterable[Parameter]):
@@ -215,7 +227,7 @@ class ReferenceWeights:
 
     @contextmanager
     def use_reference_weights(self) -> Iterator[None]:
-        """In this block the model has the reference weights; afterwards its own again, bit by bit."""
+        """Give the model the reference weights inside this block, and its own again afterwards, bit by bit."""
         own = self._copy_weights()
         self._load_weights(self._copies)
         try:
@@ -232,21 +244,21 @@ class ReferenceWeights:
 def save_model(directory: Path, source: Path, tensors: Mapping[str, Tensor], dtype: str) -> None:
     """Write `tensors`, of `dtype`, as a Hugging Face model directory with the configuration and tokenizer of `source`.
 
-    It is written aside and renamed; what was at `directory` is replaced.
+    It is written aside and renamed; an existing `directory` is replaced.
     """
     with _stage_model_directory(directory, source, dtype) as aside:
         save_torch_state_dict({k: v.cpu() for k, v in tensors.items()}, aside, metadata={"format": "pt"})
 
 
 def save_version_as_model(directory: Path, source: Path, weights: Path, dtype: str) -> None:
-    """The same of `weights`, the file of a published version."""
+    """Write `weights`, the file of a published version, as a model directory, like `save_model`."""
     with _stage_model_directory(directory, source, dtype) as aside:
         shutil.copyfile(weights, aside / "model.safetensors")
 
 
 @contextmanager
 def _stage_model_directory(directory: Path, source: Path, dtype: str) -> Iterator[Path]:
-    """Aside, for weights; it becomes `directory` at the end."""
+    """Yield a temporary directory for weights, which becomes `directory` at the end."""
     make_directory(directory.parent)
     aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:

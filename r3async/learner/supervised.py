@@ -1,7 +1,7 @@
-"""A step of supervised training: cross entropy of the tokens in `loss_mask`, the mean over all of the step.
+"""Supervised training steps: cross entropy of the tokens in `loss_mask`, the mean over the whole step.
 
-The same model, packing and optimizer as a step of reinforcement learning (`trainer.py`), without routes to replay: routers choose
-by themselves. `r3async sft` and the start model of `model.init` are made of these steps.
+Model, packing and optimizer are the same as in a step of reinforcement learning (`trainer.py`), but there are no routes
+to replay: routers use their own choice. `r3async sft` and the start model of `model.init` use these steps.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 
 def run_supervised_step(backend: LearnerBackend, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-    """One update over this rank's micro-batches, and its metrics. Collective. With a gradient that is not finite, weights and
-    moments stay as they are. Whatever a pass fails with leaves nothing behind."""
+    """Make one update over this rank's micro-batches, and return its metrics. Collective.
+
+    With a gradient that is not finite, weights and moments stay as they are. If a pass fails, it leaves nothing behind.
+    """
     prepared = _prepare_pass(backend, micro_batches)
     if not prepared.num_trained:
         update = backend.optimizer.skip_step("no_contrast")
@@ -45,15 +47,17 @@ def run_supervised_step(backend: LearnerBackend, micro_batches: Sequence[MicroBa
 
 
 def compute_supervised_loss(backend: LearnerBackend, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
-    """Of a forward-only pass: the sum of -log p over the tokens in `loss_mask`, and how many there are, over all ranks.
-    Collective."""
+    """Return the sum of -log p over the tokens in `loss_mask`, and their number, over all ranks.
+
+    A forward-only pass. Collective.
+    """
     prepared = _prepare_pass(backend, micro_batches)
     with backend.forward_only():
         return prepared.run_pass(backward=False) * max(prepared.num_trained, 1.0), prepared.num_trained
 
 
 def _prepare_pass(backend: LearnerBackend, micro_batches: Sequence[MicroBatch]) -> _SupervisedPass:
-    """Collective."""
+    """Pad the micro-batches, and count tokens over all ranks. Collective."""
     batches = backend.pad_for_parallel(micro_batches)
     rows = [find_predicted_rows(m, trained_only=True) for m in batches]
     real = sum(m.num_real_tokens + m.num_shared_tokens for m in batches)
@@ -64,8 +68,11 @@ def _prepare_pass(backend: LearnerBackend, micro_batches: Sequence[MicroBatch]) 
 
 @dataclass(frozen=True)
 class _SupervisedPass:
-    """The micro-batches of one pass, and which rows of each are trained. Of all ranks: `num_trained` tokens, all
-    `num_tokens`, and `num_micro_batches` that are not padding only."""
+    """The micro-batches of one pass, and the trained rows of each.
+
+    Over all ranks there are `num_trained` trained tokens, `num_tokens` tokens, and `num_micro_batches` that are not
+    padding only.
+    """
 
     backend: LearnerBackend
     micro_batches: list[MicroBatch]
@@ -75,7 +82,7 @@ class _SupervisedPass:
     num_micro_batches: float
 
     def run_pass(self, *, backward: bool) -> float:
-        """The mean of -log p over all trained tokens."""
+        """Run the pass and return the mean of -log p over all trained tokens."""
         total, weight = 0.0, 1 / max(self.num_trained, 1.0)
 
         def finish(index: int, logprobs: Tensor, _: Tensor) -> Tensor:

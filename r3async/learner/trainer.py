@@ -1,28 +1,29 @@
 """The learner's step, from top to bottom: groups of trajectories become updates of the weights, and metrics.
 
-In the learner actor, beside the step before, if the groups are there by then (`actors/learner.py`, `NextStep`):
+In the learner actor, while the previous step trains, if the groups have arrived by then
+(`actors/learner.py`, `NextStep`):
 
-1. What cannot be trained has a stand-in in its place                         `Trainer.prepare_step`, `replace_untrainable`
-2. Advantages, minibatches, the weight of every token in the loss             `prepare_minibatches`
-3. Each minibatch is planned and packed for the data-parallel ranks           `pack_for_ranks`
+1. A trajectory that cannot be trained is replaced by a placeholder    `Trainer.prepare_step`, `replace_untrainable`
+2. Advantages, minibatches, the weight of every token in the loss      `prepare_minibatches`
+3. Each minibatch is planned and packed for the data-parallel ranks    `pack_for_ranks`
 
-When the step begins, the event loop takes the groups and checks their ages (`actors/learner.py`, `train_step`). On every rank, on
-its share of the micro-batches (`Trainer.train_step`):
+When the step begins, the event loop takes the groups and checks their ages (`actors/learner.py`, `train_step`). On every
+rank, on its share of the micro-batches (`Trainer.train_step`):
 
-4. Own routes, old log-probs, those of the reference model, a teacher's       `train_minibatches`
-5. For each minibatch, and again in each epoch of the step                    `train_minibatch`
-   - ranks agree on counts, so that the loss's denominators are global        `build_minibatch`
-   - each micro-batch: forward with its routes replayed, loss, backward       `accumulate_gradients`
-   - served drift, on the probed episodes                                     `sum_served_drift`
-   - trust region, clipping, optimizer, and a step too far is shortened       `apply_update`
-   - metrics, over all ranks                                                  `build_minibatch_result`
+4. Own routes; log-probs: old, of the reference model, of a teacher    `train_minibatches`
+5. For each minibatch, and again in each epoch of the step             `train_minibatch`
+   - ranks agree on counts, so that the loss's denominators are global `build_minibatch`
+   - each micro-batch: forward with routes replayed, loss, backward    `accumulate_gradients`
+   - served drift, on the probed episodes                              `sum_served_drift`
+   - trust region, clipping, optimizer; too long a step is shortened   `apply_update`
+   - metrics, over all ranks                                           `build_minibatch_result`
 
 In the learner actor again:
 
-6. The minibatches' metrics as one, and traces                                `combine_results`, `RouteFileTracer.write_trace`
+6. The minibatches' metrics are combined; traces are written           `combine_results`, `RouteFileTracer.write_trace`
 
-Ranks run the same lines. What they are given differs, and what they decide does not: every decision follows from figures
-that were reduced over all of them. A model is asked four things only (`LearnerBackend`): how it was built, `forward`,
+Ranks run the same code. Their inputs differ, but their decisions do not: every decision follows from figures that were
+reduced over all ranks. A model has to provide only four things (`LearnerBackend`): how it is built, `forward`,
 `score_tokens` and `export_weights`.
 """
 
@@ -83,27 +84,35 @@ class LearnerRanks(Protocol):
     def train_minibatches(
         self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], *, version: int, trace: bool = False
     ) -> list[MinibatchResult]:
-        """`train_minibatches` on every rank; each minibatch has micro-batches for every data-parallel rank, as many for one
-        as for another. The traces are those of all ranks."""
+        """Run `train_minibatches` on every rank, and return the results with the traces of all ranks.
+
+        Each minibatch has the same number of micro-batches for every data-parallel rank.
+        """
         ...
 
 
 class RouteTracer(Protocol):
-    """Who writes down what routers did: `record.routes.RouteFileTracer`."""
+    """A writer of the routers' choices: `record.routes.RouteFileTracer`."""
 
     def should_trace(self, samples: Sequence[Sample], /) -> bool:
-        """Whether the step that trains these has to be traced."""
+        """Return True if the step that trains these samples has to be traced."""
         ...
 
     def write_trace(self, step: int, samples: Sequence[Sample], result: MinibatchResult, /) -> None:
-        """Step `step`, from 1, trained `samples`."""
+        """Write the trace of step `step`, counted from 1, which trained `samples`."""
         ...
 
 
 class PreparedStep(NamedTuple):
-    """The groups of a step, ready to be trained: `groups` with stand-ins for what is `rejected`, their `samples` with the
-    learner's columns, and of each minibatch the `micro_batches` for every data-parallel rank, and `digests`, with
-    `observe.record`. `metrics`: about them."""
+    """The groups of a step, ready to be trained.
+
+    Attributes:
+        groups: The groups, with placeholders for what is `rejected`.
+        samples: Their samples, with the learner's columns.
+        micro_batches: For each minibatch, the micro-batches of every data-parallel rank.
+        metrics: Metrics of the groups and samples.
+        digests: For each minibatch, with `observe.record`.
+    """
 
     groups: list[list[Trajectory]]
     rejected: list[RejectedTrajectory]
@@ -114,8 +123,10 @@ class PreparedStep(NamedTuple):
 
 
 class StepOutcome(NamedTuple):
-    """What a step did: its metrics, the groups as they were trained, and what of them could not be. `digests`: of each minibatch,
-    with `observe.record`."""
+    """The outcome of a step: its metrics, the groups as they were trained, and the trajectories that could not be.
+
+    `digests` has an entry for each minibatch, with `observe.record`.
+    """
 
     metrics: dict[str, float]
     groups: list[list[Trajectory]]
@@ -125,8 +136,13 @@ class StepOutcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Trainer:
-    """Makes the steps of a run. `cost_model`: of the model's samples. `event_log`: a structlog logger. `make_placeholder`: of
-    a trajectory that cannot be trained."""
+    """Runs the steps of a run.
+
+    Attributes:
+        cost_model: The cost of the model's samples.
+        event_log: A structlog logger.
+        make_placeholder: Returns a placeholder for a trajectory that cannot be trained.
+    """
 
     config: Config
     cost_model: CostModel
@@ -136,9 +152,11 @@ class Trainer:
     make_placeholder: Callable[[Trajectory], Trajectory]
 
     def prepare_step(self, groups: Sequence[Sequence[Trajectory]]) -> PreparedStep:
-        """All of a step that follows from its groups alone, and not from the weights or the steps before: in any thread, also
-        while another step trains. Blocking. Raises `LearnerError` or `PackingError` for groups that cannot be trained with this
-        configuration."""
+        """Prepare all of a step that follows from its groups alone, not from the weights or the steps before.
+
+        It may run in any thread, also while another step trains. Blocking. Raises `LearnerError` or `PackingError` for
+        groups that cannot be trained with this configuration.
+        """
         kept = replace_untrainable(groups, lambda some: prepare_minibatches(some, self.config), self.make_placeholder)
         minibatches, metrics = kept.prepared
         with stage("pack"):
@@ -149,8 +167,10 @@ class Trainer:
         )
 
     def train_step(self, step: int, version: int, prepared: PreparedStep) -> StepOutcome:
-        """Step `step` of the run, from weights of `version`: one update for each minibatch and epoch. Blocking, in the
-        learner's torch thread. Raises what a rank fails with."""
+        """Train step `step` of the run, from weights of `version`: one update for each minibatch and epoch.
+
+        Blocking, in the learner's torch thread. Raises the error of a rank that fails.
+        """
         groups, unsound, samples, micro_batches, figures, digests = prepared
         results = self.ranks.train_minibatches(micro_batches, version=version, trace=self.tracer.should_trace(samples))
 
@@ -159,7 +179,7 @@ class Trainer:
             result = combine_results(results, epochs=self.config.schedule.epochs_per_step)
             self.tracer.write_trace(step, samples, result)
         metrics = result.metrics | figures | {"batch/quarantined": float(len(unsound))}
-        # Each epoch has all minibatches again.
+        # Every epoch repeats all minibatches.
         made = [digests[at % len(digests)] | result.digests for at, result in enumerate(results)]
         return StepOutcome(metrics, groups, unsound, made)
 
@@ -175,14 +195,14 @@ class Trainer:
             return [{"advantages": digest_samples(samples), "packing": digest_packing(m)} for samples, m in pairs]
 
     def _pack_minibatch(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
-        """For each data-parallel rank its micro-batches, as many for one as for another."""
+        """Return, for each data-parallel rank, its micro-batches; all ranks have the same number."""
         learner = self.config.learner
         return pack_for_ranks(
             samples,
             learner.max_tokens_per_micro_batch,
             ranks=learner.parallel.dp,
             cost=self.cost_model,
-            # Where the loss takes whole episodes, those that are in one micro-batch need no further forward pass.
+            # If the loss takes whole episodes, episodes that are in one micro-batch need no further forward pass.
             whole_episodes=needs_whole_episodes(self.config.algorithm),
             share_prefixes=learner.share_prefixes,
         )
@@ -207,14 +227,14 @@ class Trainer:
                 )
 
 
-# What of a step follows from its groups alone: those that can be trained, advantages, minibatches, weights in the loss.
+# The part of a step that follows from its groups alone: trainable trajectories, advantages, minibatches, loss weights.
 
 
 T = TypeVar("T")
 
 
 class PreparedGroups(NamedTuple, Generic[T]):
-    """`groups`: those of the step, with stand-ins for what is `rejected`; `prepared`: of them."""
+    """The groups of a step with placeholders for what is `rejected`, and what was `prepared` from them."""
 
     groups: list[list[Trajectory]]
     prepared: T
@@ -226,11 +246,12 @@ def replace_untrainable(
     prepare: Callable[[Sequence[Sequence[Trajectory]]], T],
     make_placeholder: Callable[[Trajectory], Trajectory],
 ) -> PreparedGroups[T]:
-    """`prepare(groups)`, without what it cannot take: whatever fails in it does not end the run, nor is it met again.
+    """Run `prepare(groups)` without the trajectories that it fails on, so that these do not end the run.
 
-    A trajectory that is not trainable (`check_trajectories`) has `make_placeholder` in its place. So have all of a group of
-    which `prepare` fails though each of its members is: nobody in particular is to blame. Raises what `prepare` raises on
-    what is left: a defect.
+    The failure does not come back in a later step either. A trajectory that is not trainable (`check_trajectories`) is
+    replaced by `make_placeholder`. So are all trajectories of a group on which `prepare` fails although each of its
+    members is trainable: no single one is to blame. Raises what `prepare` raises on the remaining groups: that is a
+    defect.
     """
     trajectories = [t for group in groups for t in group]
     wrong = find_invalid(trajectories, check_trajectories)
@@ -259,14 +280,14 @@ def replace_untrainable(
 def prepare_minibatches(
     groups: Sequence[Sequence[Trajectory]], config: Config
 ) -> tuple[list[list[Sample]], dict[str, float]]:
-    """The samples of each minibatch, with the columns `advantages`, `loss_weights`, `episode`, `place` and `probed`,
-    and figures about them.
+    """Return the samples of each minibatch, with the learner's columns, and figures about them.
 
-    A group is in one minibatch, with all its episodes and all samples of each: what is compared stays together, and what
-    the loss is a mean over is whole.
+    The columns are `advantages`, `loss_weights`, `episode`, `place` and `probed`. A group is in one minibatch, with all
+    its episodes and all samples of each: scores that are compared stay together, and every unit that the loss is a mean
+    over is whole.
     """
     samples, metrics = assign_advantages(groups, config.algorithm, max_new_tokens=config.episode.max_new_tokens)
-    # Of each sample: its group, and its episode, by the order in which they come.
+    # The group and the episode of each sample, numbered in order.
     owners = [(g, e) for g, group in enumerate(groups) for e, t in enumerate(group) for _ in t.samples]
     lengths = [len(s.table) for s in samples]
     masks = np.concatenate([s.table["loss_mask"] for s in samples] or [np.zeros(0, bool)])
@@ -309,9 +330,10 @@ def prepare_minibatches(
 
 
 def partition_groups(tokens: Sequence[int], parts: int) -> list[list[int]]:
-    """Indices of groups in `parts` parts with about the same number of trained tokens, each in order; deterministic.
+    """Divide groups into `parts` parts with about the same number of trained tokens; deterministic.
 
-    The longest come first, each to the part that has the least so far. Parts that would be empty are left out.
+    Returns the indices of the groups of each part, in order. The longest come first, each to the part that has the
+    least so far. Parts that would be empty are left out.
     """
     held, members = [0] * parts, [[] for _ in range(parts)]  # type: ignore[var-annotated]
     for index in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
@@ -332,11 +354,11 @@ def train_minibatches(
     trace: bool = False,
     teacher: LearnerBackend | None = None,
 ) -> list[MinibatchResult]:
-    """One optimizer step for each minibatch in each epoch of the step; this rank has these micro-batches of them. Collective.
-    Results come in the order of the updates, and the first epoch alone is traced.
+    """Make one optimizer step for each minibatch in each epoch of the step, on this rank's micro-batches of them.
 
-    What is asked of the model as it is before the first of them comes first: its own routes (`routing.replay = learner`), its
-    log-probs, those of the reference model, and what a `teacher` says (`algorithm.distillation`).
+    Collective. Results come in the order of the updates, and only the first epoch is traced. Values that depend on the
+    model before its first update are computed first: its own routes (`routing.replay = learner`), its log-probs, those
+    of the reference model, and those of a `teacher` (`algorithm.distillation`).
     """
     config, batches = backend.config, list(minibatches)
     figures: list[dict[str, float]] = [{} for _ in batches]
@@ -367,14 +389,14 @@ def _add_column(micro_batches: Sequence[MicroBatch], name: str, values: Sequence
 def train_minibatch(
     backend: LearnerBackend, micro_batches: Sequence[MicroBatch], *, version: int | None = None, trace: bool = False
 ) -> MinibatchResult:
-    """One optimizer step over all micro-batches, which need the column `advantages`. Collective.
+    """Make one optimizer step over all micro-batches, which need the column `advantages`. Collective.
 
-    `version`: of the weights, from which tokens' ages count; by default, the steps taken. A token is trained if its
-    `loss_mask` is set and its rollout log-prob is finite (others are counted and left out). If no trained token has an
-    advantage, with a gradient that is not finite, or with drift beyond `algorithm.rollout_kl.max`, weights, moments and
-    the optimizer's count stay as they are and `optimizer/skipped` is 1. Without an advantage the trust region stays, too. With
-    `trace` the result has what every router did. Raises what `build_minibatch` raises, before any forward pass; whatever a
-    pass fails with leaves nothing behind.
+    `version` is that of the weights, from which tokens' ages count; by default, the steps taken. A token is trained if
+    its `loss_mask` is set and its rollout log-prob is finite (others are counted and left out). If no trained token has
+    an advantage, with a gradient that is not finite, or with drift beyond `algorithm.rollout_kl.max`, weights, moments
+    and the optimizer's count stay as they are and `optimizer/skipped` is 1. Without an advantage the trust region
+    stays, too. With `trace` the result has the choices of every router. Raises what `build_minibatch` raises, before
+    any forward pass. If a pass fails, it leaves nothing behind.
     """
     version = backend.update_count if version is None else version
     with stage("figures"):
@@ -395,7 +417,7 @@ def train_minibatch(
                 accumulate_gradients(backend, minibatch)
             with stage("figures"):
                 total, (drift, by_episode) = minibatch.reduce_loss_sums(), minibatch.reduce_drift(served)
-                if not own:  # without replay every pass routes by itself
+                if not own:  # without replay every pass uses the routers' own choice
                     drift[2], by_episode[2] = drift[1], by_episode[1]
                 moments = compute_gap_moments(by_episode, backend.trust_region.mean_gap_variance)
             with stage("optimizer"):
@@ -416,7 +438,7 @@ def train_minibatch(
 def begin_minibatch(
     backend: LearnerBackend, micro_batches: Sequence[MicroBatch], *, version: int | None = None, trace: bool = False
 ) -> Minibatch:
-    """What ranks agree on before the first forward pass; see `build_minibatch`."""
+    """Build the minibatch that ranks agree on before the first forward pass; see `build_minibatch`."""
     replay = backend.replay
     return build_minibatch(
         backend.pad_for_parallel(micro_batches),
@@ -431,7 +453,7 @@ def begin_minibatch(
     )
 
 
-# -- what ranks agree on before the first forward pass -------------------------------------------------------------------
+# -- agreement of ranks before the first forward pass --------------------------------------------------------------------
 
 
 def build_minibatch(
@@ -446,14 +468,19 @@ def build_minibatch(
     skip_untrained: bool = False,
     trace: bool = False,
 ) -> Minibatch:
-    """The minibatch of which these are this rank's micro-batches. Collective: counts are summed over the data-parallel ranks,
-    so that the loss's denominator is global and known before the first micro-batch. Every check is made here.
+    """Build the minibatch from this rank's micro-batches, and run all checks. Collective.
 
-    `needs_routes`: whether recorded routes are used. `routing_shape`: MoE layers and experts of the model. `skip_untrained`:
-    leave out micro-batches in which nothing is trained; only where no other rank waits for this one.
+    Counts are summed over the data-parallel ranks, so that the loss's denominator is global and known before the first
+    micro-batch.
 
-    Raises `LearnerError`, on every rank alike, if too few of the routes that replay needs were recorded, or if the ranks
-    were given different numbers of micro-batches; and what `find_trained_tokens` raises.
+    Raises `LearnerError`, on every rank alike, if too few of the routes that replay needs were recorded, or if the
+    ranks were given different numbers of micro-batches; and what `find_trained_tokens` raises.
+
+    Args:
+        needs_routes: Recorded routes are used.
+        routing_shape: MoE layers and experts of the model.
+        skip_untrained: Leave out micro-batches in which nothing is trained; only where no other rank waits for this
+            one.
     """
     chosen = [find_trained_tokens(m) for m in micro_batches]
     mine = sum((np.asarray(c.counts, np.float64) for c in chosen), np.zeros(len(TokenCounts._fields)))
@@ -498,8 +525,10 @@ def build_minibatch(
 def _compute_aux_loss_weights(
     micro_batches: Sequence[MicroBatch], coef: float, tokens: float, routing: tuple[int, int], ranks: RankGroup
 ) -> np.ndarray | None:
-    """What a unit of a router's probability of an expert adds to the loss, `coef * experts * f_i / tokens`: with the load
-    known beforehand, the term is a plain sum over tokens."""
+    """Return what a unit of a router's probability of an expert adds to the loss, `coef * experts * f_i / tokens`.
+
+    With the load known beforehand, the term is a plain sum over tokens.
+    """
     layers, experts = routing
     if not coef or not layers:
         return None
@@ -510,7 +539,7 @@ def _compute_aux_loss_weights(
 
 
 def count_recorded_load(micro_batches: Sequence[MicroBatch], layers: int, experts: int) -> np.ndarray:
-    """float64 `[layers, experts]`: tokens that the recorded routes send to each expert."""
+    """Return the number of tokens that the recorded routes send to each expert, float64 `[layers, experts]`."""
     load = np.zeros((layers, experts))
     for m in micro_batches:
         if "routed_experts" in m.table:
@@ -523,7 +552,10 @@ def count_recorded_load(micro_batches: Sequence[MicroBatch], layers: int, expert
 
 
 def accumulate_gradients(backend: LearnerBackend, minibatch: Minibatch) -> None:
-    """Forward with replay, loss, backward, of every micro-batch; gradients of this rank's tokens add up in the optimizer."""
+    """Run forward with replay, loss and backward for every micro-batch.
+
+    Gradients of this rank's tokens add up in the optimizer.
+    """
     if minibatch.needs_global_logprobs:
         minibatch.set_global_logprobs(backend.logprobs(minibatch.micro_batches, trained_only=True))
     with backend.replay.use_aux_loss(minibatch.aux_loss_weights):
@@ -538,16 +570,21 @@ def accumulate_gradients(backend: LearnerBackend, minibatch: Minibatch) -> None:
         )
 
 
-# One minibatch on one rank: which of its tokens are trained, with which denominators, and the loss of each micro-batch.
+# One minibatch on one rank: its trained tokens, their denominators, and the loss of each micro-batch.
 
 
 class TokenCounts(NamedTuple):
-    """Of one micro-batch, or of a minibatch over all ranks: numbers of tokens, but for the last.
+    """Numbers of tokens in one micro-batch, or in a minibatch over all ranks.
 
-    `trained`. `recorded`: trained ones whose input, the token before, has recorded routes. `with_advantage`: those with an
-    advantage that is not 0. `dropped`: to be trained, but for a rollout log-prob that is not finite. `total`: of all samples,
-    of which `total_recorded` have recorded routes, and `shared` have no row of their own but
-    another sample's. `micro_batches`: those that are not padding only.
+    Attributes:
+        trained: Trained tokens.
+        recorded: Trained tokens whose input, the token before, has recorded routes.
+        with_advantage: Trained tokens with an advantage that is not 0.
+        dropped: Tokens that would be trained, but for a rollout log-prob that is not finite.
+        total: Tokens of all samples.
+        total_recorded: Tokens of all samples that have recorded routes.
+        shared: Tokens of all samples that have no row themselves, but use another sample's.
+        micro_batches: Number of micro-batches that are not padding only.
     """
 
     trained: float
@@ -570,11 +607,13 @@ class TokenCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """Which rows of one micro-batch are trained.
+    """The trained rows of one micro-batch.
 
-    `rows` int64 `[M]`: trained tokens. `episode_index` int64 `[M]`: the number in the
-    minibatch of the episode that each is of; without the column `episode` each sample is an episode by itself: -1 for the
-    first of them, -2, ... `token_index` int `[M]`: their numbers in the minibatch; empty without the column `place`.
+    Attributes:
+        rows: int64 `[M]`: trained tokens.
+        episode_index: int64 `[M]`: the number in the minibatch of each token's episode. Without the column `episode`
+            each sample is an episode: -1 for the first of them, -2, ...
+        token_index: int `[M]`: the tokens' numbers in the minibatch; empty without the column `place`.
     """
 
     rows: np.ndarray
@@ -584,8 +623,11 @@ class TrainedTokens:
 
 
 def find_trained_tokens(micro_batch: MicroBatch) -> TrainedTokens:
-    """Raises `LearnerError` if the first token of a sample, which nothing predicts, is to be trained, if the column
-    `advantages` is missing, or if a trained token has no episode though others have."""
+    """Find the trained tokens of a micro-batch.
+
+    Raises `LearnerError` if the first token of a sample, which nothing predicts, is to be trained, if the column
+    `advantages` is missing, or if a trained token has no episode though others have.
+    """
     table = micro_batch.table
     wanted = table["loss_mask"]
     starts = micro_batch.first_rows
@@ -622,11 +664,20 @@ def find_trained_tokens(micro_batch: MicroBatch) -> TrainedTokens:
 
 @dataclass
 class Minibatch:
-    """Made by `build_minibatch`. `counts`: of all ranks; the rest is this rank's. `version`: of the weights that are trained,
-    which tokens' ages count from. `rollout_kl_coef`: of the trust region. `trained_tokens`: of each of `micro_batches`.
-    `token_index_count`: of the minibatch's places. `split_episodes` bool `[episodes]`: those that have trained tokens in more
-    than one micro-batch of all ranks. `aux_loss_weights` float64 `[layers, experts]` for `RoutingReplay.use_aux_loss`; None
-    without `algorithm.router_aux`."""
+    """One minibatch on this rank, built by `build_minibatch`.
+
+    `counts` are those of all ranks; everything else is this rank's.
+
+    Attributes:
+        version: The version of the weights that are trained, from which tokens' ages count.
+        rollout_kl_coef: The coefficient of the trust region.
+        trained_tokens: The trained tokens of each of `micro_batches`.
+        token_index_count: The number of places in the minibatch.
+        split_episodes: bool `[episodes]`: the episodes that have trained tokens in more than one micro-batch of all
+            ranks.
+        aux_loss_weights: float64 `[layers, experts]` for `RoutingReplay.use_aux_loss`; None without
+            `algorithm.router_aux`.
+    """
 
     config: Config
     version: int
@@ -640,54 +691,60 @@ class Minibatch:
     aux_loss_weights: np.ndarray | None
     records_traces: bool
     _global_columns: TokenColumns = field(init=False, default_factory=dict)
-    """Of the trained tokens of all ranks, if `set_global_logprobs` was called."""
+    """Columns of the trained tokens of all ranks, if `set_global_logprobs` was called."""
     _loss_sums: LossSums | None = field(init=False, default=None)
     _drift_sums: list[Tensor] = field(init=False, default_factory=list)
-    """float64 `[2, drift_rows, 2]` of each micro-batch that was trained: `sum_drift` of its tokens, and of the probed ones."""
+    """float64 `[2, drift_rows, 2]` for each trained micro-batch: `sum_drift` of its tokens, and of the probed ones."""
     _traces: list[RouteTrace] = field(init=False, default_factory=list)
     _traced_logprobs: dict[int, Tensor] = field(init=False, default_factory=dict)
-    """With `records_traces`: the log-probs of each micro-batch's trained tokens."""
+    """Log-probs of each micro-batch's trained tokens, with `records_traces`."""
 
     @property
     def trained_rows(self) -> list[np.ndarray]:
-        """int64 `[M]` of each micro-batch: its trained rows."""
+        """The trained rows of each micro-batch, int64 `[M]`."""
         return [c.rows for c in self.trained_tokens]
 
     @property
     def needs_global_logprobs(self) -> bool:
-        """Whether `set_global_logprobs` has to be called before the first `compute_micro_batch_loss`: alike on all ranks."""
+        """True if `set_global_logprobs` has to be called before the first `compute_micro_batch_loss`; the same on all
+        ranks."""
         return bool(self.split_episodes.any()) and needs_whole_episodes(self.config.algorithm)
 
     @property
     def episode_count(self) -> int:
-        """How many numbered episodes there are on all ranks; 0 without the column `episode`."""
+        """The number of numbered episodes on all ranks; 0 without the column `episode`."""
         return len(self.split_episodes)
 
     @property
     def drift_bin_count(self) -> int:
-        """Rows of `measure_drift`."""
+        """The number of rows of `measure_drift`."""
         return DRIFT_BINS + self.episode_count
 
     @property
     def skip_cause(self) -> SkipCause:
-        """Why no update is to be made, whatever the gradient; the same on every rank. Empty: one may be made.
+        """The reason to make no update, whatever the gradient; the same on every rank. Empty: one may be made.
 
-        Without an advantage the gradient of the policy loss is 0, and what the other terms leave is rounding noise, which
-        Adam would scale to a full step."""
+        Without an advantage the gradient of the policy loss is 0, and what the other terms leave is rounding noise,
+        which Adam would scale to a full step.
+        """
         if self.counts.with_advantage:
             return ""
         return "not_finite" if self.counts.dropped and not self.counts.trained else "no_contrast"
 
     def set_global_logprobs(self, logprobs: Sequence[np.ndarray]) -> None:
-        """Take the learner's log-probs as they are now, `[N]` of each of `micro_batches`, and learn of every rank those of
-        the episodes' tokens that it has. Collective."""
+        """Take the learner's current log-probs, `[N]` for each of `micro_batches`. Collective.
+
+        The columns of all trained tokens of the minibatch are then gathered over all ranks.
+        """
         columns = [self._loss_columns(i) | {"logprobs": logprobs[i][rows]} for i, rows in enumerate(self.trained_rows)]
         places = [c.token_index for c in self.trained_tokens]
         self._global_columns = gather_token_columns(places, columns, self.token_index_count, self.ranks)
 
     def _loss_columns(self, index: int) -> TokenColumns:
-        """Of the trained rows of micro-batch `index`: what the loss takes. Without the column `loss_weights` every trained
-        token of the minibatch weighs the same (`token_mean`)."""
+        """Return the columns that the loss takes, for the trained rows of micro-batch `index`.
+
+        Without the column `loss_weights` every trained token of the minibatch has the same weight (`token_mean`).
+        """
         table, chosen = self.micro_batches[index].table, self.trained_tokens[index]
         names = ("rollout_logprobs", "advantages", "old_logprobs", "reference_logprobs")
         columns = {name: table[name][chosen.rows] for name in names if name in table}
@@ -697,8 +754,10 @@ class Minibatch:
         return columns | {"staleness": ages, "episode": chosen.episode_index}
 
     def compute_micro_batch_loss(self, index: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
-        """Scalar loss of micro-batch `index`, whose sums are added. `logprobs`, `entropies`: float32 `[M]`, of its
-        `trained_rows`."""
+        """Return the scalar loss of micro-batch `index`, and add its sums.
+
+        `logprobs` and `entropies` are float32 `[M]`, for its `trained_rows`.
+        """
         if self.records_traces and self.micro_batches[index].sample_ids:
             self._traced_logprobs[index] = logprobs.detach()
         columns, device, own = self._loss_columns(index), logprobs.device, None
@@ -725,17 +784,20 @@ class Minibatch:
         return loss
 
     def _is_split(self, episodes: np.ndarray) -> np.ndarray:
-        """bool, as `episodes`: those that other micro-batches have tokens of as well."""
+        """Return bool, in the shape of `episodes`: True for episodes that have tokens in other micro-batches as well."""
         return np.isin(episodes, np.flatnonzero(self.split_episodes))
 
     def reduce_loss_sums(self) -> np.ndarray:
-        """`LossSums.to_numpy` of all micro-batches on all ranks. Collective; after the last `compute_micro_batch_loss`."""
+        """Return `LossSums.to_numpy` of all micro-batches on all ranks.
+
+        Collective; after the last `compute_micro_batch_loss`.
+        """
         sums = self._loss_sums if self.ranks.is_loss_reporter and self._loss_sums is not None else LossSums.zeros()
         mine = sums.to_numpy()
         total = self.ranks.all_reduce(mine, "sum")
         maxima = [LossSums.sum_names().index(name) for name in LossSums.max_names()]
         total[maxima] = self.ranks.all_reduce(mine[maxima], "max")
-        # The figures of episodes that are in several micro-batches follow from their parts on all ranks.
+        # Figures of episodes that are in several micro-batches are computed from their parts on all ranks.
         finished = LossSums.zeros()
         if self.split_episodes.any():
             parts = sums.split_episode_parts.cpu().numpy()
@@ -749,7 +811,10 @@ class Minibatch:
         return total
 
     def measure_drift(self, micro_batch: MicroBatch, rows: np.ndarray, logprobs: Tensor) -> Tensor:
-        """`sum_drift` of the tokens at `rows` int64 `[M]` of any micro-batch, with the learner's log-probs float32 `[M]`."""
+        """Return `sum_drift` of the tokens at `rows` int64 `[M]` of any micro-batch.
+
+        `logprobs` float32 `[M]` are the learner's.
+        """
         table = micro_batch.table
         numbers = [self.version - table["policy_version"][rows], table["turn"][rows], micro_batch.positions[rows]]
         numbers += [table["episode"][rows]] if self.episode_count else []
@@ -765,10 +830,10 @@ class Minibatch:
         self._drift_sums.append(torch.stack([found, self.measure_drift(micro_batch, rows[probed], some)]))
 
     def reduce_drift(self, served: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Sum drift over all ranks: of trained tokens, of the probed ones, and of these when they are `served`.
+        """Sum drift over all ranks: of trained tokens, of the probed ones, and of the probed ones as `served`.
 
-        Returns `sum_drift` float64 `[3, DRIFT_ROWS, 2]` by age, turn and position, and `[3, episode_count, 2]` by episode.
-        Collective; after the last `compute_micro_batch_loss`. `served`: `sum_drift` of this rank's part.
+        Returns `sum_drift` float64 `[3, DRIFT_BINS, 2]` by age, turn and position, and `[3, episode_count, 2]` by
+        episode. Collective; after the last `compute_micro_batch_loss`. `served` is `sum_drift` of this rank's part.
         """
         mine = np.zeros((3, *served.shape))
         if self._drift_sums and self.ranks.is_loss_reporter:
@@ -780,13 +845,15 @@ class Minibatch:
     # -- traces ----------------------------------------------------------------------------------------------------
 
     def record_routes(self, index: int, routes: MicroBatchRoutes) -> None:
-        """Keep the trace of a micro-batch that has been fed forward, if this rank has routers."""
+        """Keep the trace of a micro-batch after its forward pass, if this rank has routers."""
         if routes.preferred_experts:
             self._traces.append(routes.build_trace())
 
     def collect_traces(self) -> list[RouteTrace]:
-        """Each with its micro-batch's log-probs where this rank has them. A last pipeline stage may have no MoE layer and so
-        no trace of its own: its log-probs come with a trace of no layer."""
+        """Return the traces, each with its micro-batch's log-probs where this rank has them.
+
+        A last pipeline stage may have no MoE layer and so no trace: its log-probs come with a trace of no layer.
+        """
         logprobs: dict[tuple[str, ...], np.ndarray] = {}
         for index, values in self._traced_logprobs.items():
             row = np.full(self.micro_batches[index].num_real_tokens, np.nan, np.float32)
@@ -806,20 +873,22 @@ class Minibatch:
 
 # Episodes whose samples are in several micro-batches, of this rank or of others.
 #
-# A loss that takes whole episodes (`objective.takes_episodes`) is given every trained token of an episode in each micro-batch
-# that has one of them. The learner's log-probs of tokens elsewhere come from a forward pass before the first backward pass, with
-# the same weights; the other columns are known. Each token has a number of its own in the minibatch, the column `place`, so that
-# a sum over ranks puts all of them together.
+# A loss that takes whole episodes (`loss.needs_whole_episodes`) is given every trained token of an episode in each
+# micro-batch that has one of them. The learner's log-probs of tokens elsewhere come from a forward pass before the
+# first backward pass, with the same weights; the other columns are known. Each token has a unique number in the
+# minibatch, the column `place`, so that a sum over ranks gathers all of them.
 
 
 TokenColumns = dict[str, np.ndarray]
-"""Of trained tokens, each `[M]`."""
+"""Columns of trained tokens by name, each `[M]`."""
 
 
 def find_split_episodes(episodes: Sequence[np.ndarray], count: int, ranks: RankGroup) -> np.ndarray:
-    """bool `[count]`: which episodes have trained tokens in more than one micro-batch of all ranks. Collective.
+    """Return bool `[count]`: the episodes that have trained tokens in more than one micro-batch of all ranks.
 
-    `episodes`: of each micro-batch, see `TrainedTokens`.
+    Collective.
+
+    `episodes` has an array for each micro-batch, see `TrainedTokens`.
     """
     held = np.zeros(count)
     for found in episodes:
@@ -830,9 +899,13 @@ def find_split_episodes(episodes: Sequence[np.ndarray], count: int, ranks: RankG
 def gather_token_columns(
     places: Sequence[np.ndarray], columns: Sequence[TokenColumns], count: int, ranks: RankGroup
 ) -> TokenColumns:
-    """The columns of all trained tokens of the minibatch, of all ranks, in the order of their places. Collective.
+    """Return the columns of all trained tokens of the minibatch, of all ranks, in the order of their places.
 
-    `places` int `[M]`, each below `count`, and `columns`: of each micro-batch of this rank; the same columns on every rank.
+    Collective.
+
+    Args:
+        places: int `[M]` for each micro-batch of this rank, each below `count`.
+        columns: Columns for each micro-batch of this rank; the same columns on every rank.
     """
     names = list(columns[0])
     table = np.zeros((len(names) + 1, count))
@@ -851,17 +924,23 @@ def gather_token_columns(
 def select_episode_columns(
     everywhere: TokenColumns, episodes: np.ndarray, places: np.ndarray
 ) -> tuple[TokenColumns, np.ndarray]:
-    """The columns of all tokens of those episodes, in the order of their places, and where `places` int `[M]` are among them,
-    int64 `[M]`. `everywhere`: from `gather_token_columns`."""
+    """Return the columns of all tokens of those episodes, and the positions of `places` in them.
+
+    The columns are in the order of the tokens' places. `places` are int `[M]`, positions int64 `[M]`. `everywhere`
+    comes from `gather_token_columns`.
+    """
     take = np.flatnonzero(np.isin(everywhere["episode"], episodes))
     columns = {name: values[take] for name, values in everywhere.items()}
     return columns, np.searchsorted(columns.pop("place"), places)
 
 
 def merge_logprobs(everywhere: np.ndarray, rows: Tensor, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of all tokens of some episodes, `[A]`: `everywhere` the log-probs as they were found before, at
-    `rows` int64 `[M]` with the gradient of `logprobs` `[M]`. So every micro-batch sees the same values, to the last bit, and
-    decides alike. Entropies are 0 but for `rows`."""
+    """Return log-probs and entropies of all tokens of some episodes, `[A]`.
+
+    Log-probs are `everywhere`, as they were computed before; at `rows` int64 `[M]` they have the gradient of `logprobs`
+    `[M]`. So every micro-batch sees the same values, to the last bit, and decides alike. Entropies are 0 except at
+    `rows`.
+    """
     before = torch.from_numpy(everywhere).to(logprobs.device, logprobs.dtype)
     mine = before[rows] + (logprobs - logprobs.detach())
     return before.index_copy(0, rows, mine), torch.zeros_like(before).index_copy(0, rows, entropies)

@@ -1,19 +1,21 @@
-"""Served drift: how far the learner is from the rollout policy with the routers' own choice, as engines will serve it.
+"""Served drift: the learner's drift from the rollout policy with the routers' own choice, as engines will serve it.
 
-What a step trains, it feeds forward with the routes of the rollout (R3), so the drift that its loss sees, `rollout_kl`, is that
-of the weights behind frozen routers. An engine that is given these weights routes by itself. `served_kl` is the drift then.
+A step computes its tokens with the routes of the rollout (R3), so the drift that its loss sees, `rollout_kl`, is that
+of the weights behind frozen routers. An engine that is given these weights uses its routers' own choice. `served_kl` is
+the drift then.
 
 It is measured in one of `probe_every` steps on a sample, the *probed* episodes (column `probed`, by
-`trainer.prepare_minibatches`), by a forward pass more without replay and without gradient. The estimate for all trained
-tokens is `replayed + (served - replayed of the probed tokens)`: the difference, whose mean is what routes do, scatters less
-than the drift of a few tokens, and the estimate is unbiased, and has an interval: episodes are the sample. In the steps
-between, nothing is published under the name of a measurement; the trust region is given an estimate, from that difference as
-it was last measured at each age (`TrustRegion.extrapolate_served_drift`).
+`trainer.prepare_minibatches`), by one more forward pass without replay and without gradient. The estimate for all
+trained tokens is `replayed + (served - replayed of the probed tokens)`: the difference, whose mean is the effect of
+routes, scatters less than the drift of a few tokens, and the estimate is unbiased. It has an interval: episodes are the
+sampled units. In the steps between, nothing is published under the name of a measurement; the trust region is given an
+estimate, from that difference as it was last measured at each age (`TrustRegion.extrapolate_served_drift`).
 
-With `rollout_kl.limit` the drift of the probed episodes is measured again after every update. It says how far the step went, and
-so what the next step's tokens will have drifted (`compute_drift_carryover`). If that is too far, the step is shortened before
-anything is published (`limit_update`). This is measured in every step, so the hard bound does not depend on an older figure.
-The step trains these episodes like all others; what that changes in the prediction was measured (docs/decisions.md, D-184).
+With `rollout_kl.limit` the drift of the probed episodes is measured again after every update. It says how far the step
+went, and so how far the next step's tokens will have drifted (`compute_drift_carryover`). If that is too far, the step
+is shortened before anything is published (`limit_update`). This is measured in every step, so the hard bound does not
+depend on an older figure. The step trains these episodes like all others; how that changes the prediction was measured
+(docs/decisions.md, D-184).
 """
 
 from __future__ import annotations
@@ -48,30 +50,34 @@ if TYPE_CHECKING:
     from r3async.learner.trainer import Minibatch
 
 MAX_PROBED_SHARE = 1 / 4
-"""Share of a step's tokens that are probed at most for `rollout_kl.probe_tokens`."""
+"""Largest share of a step's tokens that are probed for `rollout_kl.probe_tokens`."""
 MIN_STEP_SHARE = 1 / 32
-"""Of a step that is made, however far it goes: one that is to be refused is refused before it is made (`rollout_kl.max`)."""
+"""Least share of a step that is made, however far it goes: `rollout_kl.max` refuses a step before it is made."""
 LINE_SEARCH_TRIES = 5
-"""Shares of one step that are tried, after the whole of it: each is one forward pass over the probed episodes."""
+"""Shares of one step that are tried after the whole step: each takes one forward pass over the probed episodes."""
 LINE_SEARCH_MARGIN = 0.9
-"""Of the share at which the drift would be at the limit, if it grew with the square of the share."""
+"""Factor of the share at which the drift would be at the limit, if it grew with the square of the share."""
 
 
-# -- which episodes: on the host, from the step's groups alone ----------------------------------------------------------
+# -- choice of episodes: on the host, from the step's groups alone ------------------------------------------------------
 
 
 def needs_probes(config: Config) -> bool:
-    """Whether served drift has to be measured: where replay makes it another than the replayed one, or a limit is set."""
+    """Return True if served drift has to be measured.
+
+    It has to where replay makes it differ from the replayed drift, or if a limit is set.
+    """
     region = config.algorithm.rollout_kl
     return region.probe_share > 0 and (config.routing.replay != "off" or region.update_limit is not None)
 
 
 def choose_probes(names: Sequence[str], tokens: Sequence[int], config: Config) -> list[int]:
-    """Indices of the probed ones of some episodes, which have `names` and `tokens` to feed forward; the same for the same names.
+    """Return the indices of the episodes to probe, from their `names` and their `tokens` to compute.
 
-    In the order of a checksum of their names, as many as have no more than `rollout_kl.probe_share` of all tokens, or than
-    `probe_tokens` or a quarter of all, if that is more. If the first has more, it is probed where a bound needs it in every
-    step; elsewhere in so many of all steps that the share is kept on average.
+    The choice is the same for the same names. In the order of a checksum of their names, as many episodes are probed as
+    have no more than `rollout_kl.probe_share` of all tokens, or than the smaller of `probe_tokens` and a quarter of
+    all, if that is more. If the first has more, it is probed in every step if a bound needs it; otherwise in such a
+    fraction of all steps that the share is kept on average.
     """
     region = config.algorithm.rollout_kl
     if not needs_probes(config):
@@ -83,19 +89,22 @@ def choose_probes(names: Sequence[str], tokens: Sequence[int], config: Config) -
     within = int(np.searchsorted(ends, budget, side="right"))
     if not within and order:
         first = order[0]
-        # Of another digest than the order's (a CRC of the name with a prefix is the same but for a constant): no fair draw else.
+        # A fair draw needs another digest than the order's: a CRC of the name with a prefix differs by a constant only.
         draw = int.from_bytes(hashlib.blake2b(names[first].encode(), digest_size=4).digest()) / 2**32
         within = int(region.needs_served_drift or draw < budget / max(tokens[first], 1))
     return sorted(order[:within])
 
 
 def is_measurement_due(config: Config, version: int) -> bool:
-    """Whether served drift is measured before the update of weights of `version`: the same on every rank, and in a replay."""
+    """Return True if served drift is measured before the update of weights of `version`.
+
+    It is the same on every rank, and in a replay.
+    """
     return version % config.algorithm.rollout_kl.measurement_interval == 0
 
 
 def drop_probe_column(micro_batches: Sequence[MicroBatch], config: Config, version: int) -> list[MicroBatch]:
-    """Without the column `probed` in a step that neither measures served drift nor predicts it."""
+    """Remove the column `probed` in a step that neither measures served drift nor predicts it."""
     if is_measurement_due(config, version) or config.algorithm.rollout_kl.update_limit is not None:
         return list(micro_batches)
     return [replace(m, table=m.table.without_columns("probed")) for m in micro_batches]
@@ -104,8 +113,14 @@ def drop_probe_column(micro_batches: Sequence[MicroBatch], config: Config, versi
 def mark_probed_samples(
     samples: Sequence[Sample], trained: Sequence[np.ndarray], episodes: Sequence[int], config: Config
 ) -> list[bool]:
-    """Whether each sample of a minibatch is of a probed episode: `choose_probes` of those that have trained tokens, by the name
-    of their first sample. `trained` bool `[T_i]`: those tokens. `episodes`: of which each sample is."""
+    """Return, for each sample of a minibatch, True if its episode is probed.
+
+    `choose_probes` chooses among the episodes that have trained tokens, by the name of their first sample.
+
+    Args:
+        trained: bool `[T_i]`: the trained tokens of each sample.
+        episodes: The episode of each sample.
+    """
     named: dict[int, str] = {}
     tokens: dict[int, int] = {}
     for sample, mask, episode in zip(samples, trained, episodes, strict=True):
@@ -122,8 +137,11 @@ def mark_probed_samples(
 
 
 class ProbeBatches(NamedTuple):
-    """The probed episodes of a minibatch on this rank: their own micro-batches, as many on every rank, and in each the rows int64
-    `[M]` of trained tokens. Empty on all ranks, or on none."""
+    """The probed episodes of a minibatch on this rank, in separate micro-batches, as many on every rank.
+
+    `trained_rows` are the rows of trained tokens in each, int64 `[M]`. Either all ranks have micro-batches, or none
+    has.
+    """
 
     micro_batches: list[MicroBatch]
     trained_rows: list[np.ndarray]
@@ -132,7 +150,7 @@ class ProbeBatches(NamedTuple):
 def build_probes(
     backend: LearnerBackend, minibatch: Minibatch, all_micro_batches: Sequence[MicroBatch]
 ) -> ProbeBatches:
-    """Of `all_micro_batches`, all of this rank's micro-batches before any was left out. Collective."""
+    """Build the probes from all of this rank's micro-batches, before any was left out. Collective."""
     if not all_micro_batches or "probed" not in all_micro_batches[0].table:
         return ProbeBatches([], [])
     samples = [sample for m in all_micro_batches for sample in _extract_probed_samples(m)]
@@ -153,7 +171,10 @@ def _without_routes(micro_batch: MicroBatch) -> MicroBatch:
 
 
 def _extract_probed_samples(micro_batch: MicroBatch) -> list[Sample]:
-    """Whole and without routes. A token that a sample shares with one before it is trained there."""
+    """Return the probed samples, whole and without routes.
+
+    A token that a sample shares with one before it is trained there.
+    """
     bare = _without_routes(micro_batch)
     rows, edges = micro_batch.expanded_samples
     probed, out = bare.table["probed"], []
@@ -171,8 +192,11 @@ def _extract_probed_samples(micro_batch: MicroBatch) -> list[Sample]:
 
 
 def sum_served_drift(backend: LearnerBackend, minibatch: Minibatch, probes: ProbeBatches) -> np.ndarray:
-    """float64 `[drift_rows, 2]`: `sum_drift` of this rank's probed tokens with the weights as they are and the routers' own
-    choice; 0 where another rank has them. Collective. Gradients under way are lost with FSDP: none may be."""
+    """Return `sum_drift`, float64 `[drift_rows, 2]`, of this rank's probed tokens with the routers' own choice.
+
+    It uses the weights as they are. It is 0 where another rank has them. Collective. With FSDP, gradients in progress
+    are lost: there must be none.
+    """
     found: list[Tensor] = [torch.zeros(minibatch.drift_bin_count, 2, dtype=torch.float64)]
 
     def finish(index: int, logprobs: Tensor, _: Tensor) -> None:
@@ -195,11 +219,12 @@ def apply_update(
     drift: np.ndarray,
     moments: np.ndarray,
 ) -> OptimizerUpdate:
-    """Clip and make the optimizer's step, unless there is a cause not to, or the measured drift is beyond `rollout_kl.max`; then
-    shorten it if the drift after it is beyond `rollout_kl.limit`. Collective. `total`, `drift`: see
-    `Minibatch.reduce_loss_sums`, `.drifts`; `moments`: `compute_gap_moments`.
+    """Clip and make the optimizer's step, unless there is a cause not to or the drift is beyond `rollout_kl.max`.
 
-    The coefficient of the next step follows from the drift measured in this one, if this one has contrast.
+    Then shorten the step if the drift after it is beyond `rollout_kl.limit`. The coefficient of the next step follows
+    from the drift measured in this one, if this one has contrast. Collective.
+
+    `total`, `drift`: see `Minibatch.reduce_loss_sums`, `Minibatch.reduce_drift`; `moments`: `compute_gap_moments`.
     """
     optimizer, trust_region = backend.optimizer, backend.trust_region
     replayed = LossSums.compute_metrics(total)[REPLAYED_DRIFT_METRIC]
@@ -226,19 +251,20 @@ def apply_update(
 
 
 def _has_served_drift(drift: np.ndarray) -> bool:
-    """Whether served drift was measured before the update."""
+    """Return True if served drift was measured before the update."""
     return bool(drift[2, :, 1].any())
 
 
 def limit_update(
     backend: LearnerBackend, minibatch: Minibatch, probes: ProbeBatches, drift: np.ndarray, update: OptimizerUpdate
 ) -> OptimizerUpdate:
-    """Shorten the update that the optimizer has just made to `TrustRegion.max_share` of it, and further until the drift that
-    it leads to is within the limit. Collective: what decides is reduced over all ranks, so every rank makes the same share of
-    the step.
+    """Shorten the update that the optimizer has just made until the drift that it leads to is within the limit.
 
-    `drift` float64 `[3, DRIFT_ROWS, 2]`: from before the update, of all ranks. Predicted is the drift of the tokens of the next
-    update: a share, `again`, of what these drift to under the new weights.
+    It is first shortened to `TrustRegion.max_share` of it. Collective: the figures that decide are reduced over all
+    ranks, so every rank makes the same share of the step.
+
+    `drift` float64 `[3, DRIFT_BINS, 2]` is from before the update, over all ranks. The predicted drift is that of the
+    tokens of the next update: a share, `again`, of the drift of these tokens under the new weights.
     """
     limit = backend.config.algorithm.rollout_kl.update_limit
     if limit is None or update.cause or not probes.micro_batches or not drift[1, :, 1].any():
@@ -270,13 +296,14 @@ def limit_update(
 
 
 def compute_drift_carryover(replayed: np.ndarray, updates: int) -> float:
-    """What share of the drift that tokens have after an update the tokens of the next update will have, where a version is made
-    by so many `updates`. `replayed`: sums by age, as `sum_drift`.
+    """Return the share of the drift that tokens have after an update which the tokens of the next update will have.
 
-    An update leaves these tokens up to a version older than tokens are when they are trained: with ages of a in the mean, those
-    have been through a + 1 - 1/updates versions at most, these through a + 1. Drift grows about linearly with the updates between
-    two policies (docs/trust-region.md), so the share is that of the versions. At an age below 1 a share of 1/2 is the least: a
-    bound is to bound a single step, too.
+    `replayed` are sums by age, as in `sum_drift`, and a version is made by `updates` updates.
+
+    An update leaves these tokens up to a version older than tokens are when they are trained: with a mean age of a,
+    those have been through a + 1 - 1/updates versions at most, these through a + 1. Drift grows about linearly with the
+    updates between two policies (docs/trust-region.md), so the share is that of the versions. At an age below 1 a share
+    of 1/2 is the least: a bound should bound a single step, too.
     """
     tokens = replayed[:STALENESS_BINS, 1]
     age = max(1.0, float(tokens @ np.arange(STALENESS_BINS)) / max(float(tokens.sum()), 1.0))
@@ -286,13 +313,18 @@ def compute_drift_carryover(replayed: np.ndarray, updates: int) -> float:
 def line_search(
     predict_drift: Callable[[float], float], limit: float, drift_before: Callable[[], float], max_share: float = 1.0
 ) -> tuple[float, float]:
-    """The share of a step to make, `max_share` or less, and the drift that is predicted for it. `predict_drift` is called
-    last with that share, but for what `drift_before` does, which gives the drift without the step and leaves the step as it
-    is. It is asked for only where `max_share` of the step is beyond the limit.
+    """Return the share of a step to make, `max_share` or less, and the drift that is predicted for it.
 
-    `max_share` of the step if its drift is within `limit`, or no more than `drift_before` it: a step that lowers the drift is
-    not made shorter than that. Else a line search: drift grows with the square of a step, or more slowly, which gives the
-    next share to try. After `LINE_SEARCH_TRIES`, or if it was beyond the limit before, only `MIN_STEP_SHARE` is made.
+    It is `max_share` of the step if its drift is within `limit`, or no more than `drift_before` it: a step that lowers
+    the drift is not shortened further. Otherwise a line search is made: drift grows with the square of a step, or more
+    slowly, which gives the next share to try. After `LINE_SEARCH_TRIES`, or if the drift was beyond the limit before,
+    only `MIN_STEP_SHARE` is made.
+
+    Args:
+        predict_drift: Makes a share of the step and predicts its drift. Its last call is with the returned share, apart
+            from calls by `drift_before`.
+        drift_before: Returns the drift without the step, and leaves the step as it is. Called only if `max_share` of
+            the step is beyond the limit.
     """
     value = predict_drift(max_share)
     if value <= limit:

@@ -1,7 +1,8 @@
-"""What happened, as JSON lines: `run_dir/events.jsonl`, which all processes of a run append to.
+"""The event log of a run: `run_dir/events.jsonl`, JSON lines that all processes of the run append to.
 
-A line is one object: `time` (unix seconds), `level`, `role` (who), `event` (what, a fixed name), then its facts.
-structlog is wrapped here and configured nowhere, so other users of structlog in the process are not affected.
+Each line is one object: `time` (unix seconds), `level`, `role` (the process that logged it), `event` (a fixed name),
+then the fields of that event. structlog is wrapped, never configured globally, so other users of structlog in the
+process are not affected.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ EVENTS_FILE = "events.jsonl"
 
 
 def _encode_fallback(value: Any) -> Any:
-    """For what msgspec does not know: NumPy and torch scalars by value, the rest as text. An event is never refused."""
+    """Convert a value that msgspec cannot encode: NumPy and torch scalars by value, anything else to text.
+
+    No event is ever rejected.
+    """
     item = getattr(value, "item", None)
     if item is not None and getattr(value, "ndim", None) == 0:
         return item()
@@ -43,15 +47,15 @@ def _encode_event(event: dict[str, Any]) -> bytes:
         if not line.isascii():
             decode_utf8(
                 line
-            )  # msgspec writes lone surrogates (a file name, say) as they are: no reader would take the line
+            )  # msgspec writes lone surrogates (of a file name, say) as they are, and no reader accepts such a line
         return line
-    except Exception:  # text that is no UTF-8, a key that is no string, an object that contains itself
+    except Exception:  # text that is not UTF-8, a key that is not a string, an object that contains itself
         plain = {str(key): value if key == "time" else ascii(value).strip("'") for key, value in event.items()}
         return json.dumps(plain).encode()
 
 
 class _EventRenderer:
-    """A line of JSON, with the time. The last of structlog's processors."""
+    """The last structlog processor: renders an event as one line of JSON and adds the time."""
 
     def __init__(self, clock: Callable[[], float]):
         self._clock = clock
@@ -63,7 +67,7 @@ class _EventRenderer:
 
 
 class _EventWriter:
-    """Where rendered lines go; structlog calls the method of the event's level."""
+    """The structlog logger that writes rendered lines; structlog calls the method named after the event's level."""
 
     def __init__(self, file: AppendFile, console: bool, on_line: Callable[[bytes], object] | None):
         self._file, self._console, self._also = file, console, on_line
@@ -88,11 +92,18 @@ def open_event_log(
     keeper: RecordFlusher | None = None,
     on_line: Callable[[bytes], object] | None = None,
 ) -> Any:
-    """A structlog bound logger for one process of a run: `events.info("weights_installed", version=3)`.
+    """Return a structlog bound logger for one process of a run: `events.info("weights_installed", version=3)`.
 
-    `role` is on every line; `.bind(…)` adds more. `.exception(…)` adds the traceback as text. Each call is one line,
-    written before it returns, or kept by `keeper` (the process's), which reports to this logger what the disk refuses;
-    threads and processes may share the file. `console` also shows the line on stderr. `on_line(line)` is called with each.
+    Each call writes one line before it returns. If the disk refuses the line, `keeper` holds it, and reports the
+    failure to this logger. Threads and processes may share the file. `.bind(…)` adds fields to every line;
+    `.exception(…)` adds the traceback as text.
+
+    Args:
+        run_dir: Directory of the run, which holds the event log.
+        role: Name of the process, on every line.
+        console: Show each line on stderr too.
+        keeper: The process's record flusher; defaults to that of `world`.
+        on_line: Called with each rendered line.
     """
     keeper = world.record_flusher if keeper is None else keeper
     logger = structlog.wrap_logger(
@@ -108,7 +119,7 @@ def open_event_log(
 
 
 def format_event_details(event: dict[str, Any]) -> str:
-    """The facts of an event as `key=value …`, without those that every event has."""
+    """Format the fields of an event as `key=value …`, without the fields that every event has."""
     common = ("time", "level", "role", "event", "exception")
     return " ".join(f"{key}={_format_value(value)}" for key, value in event.items() if key not in common)
 
@@ -120,7 +131,7 @@ def _format_value(value: Any) -> str:
 
 
 def format_event(event: dict[str, Any], details: str | None = None) -> str:
-    """One line for a terminal, and below it a traceback. `details`: instead of its facts."""
+    """Format an event as one line for a terminal, with its traceback below. `details` replaces the event's fields."""
     details = format_event_details(event) if details is None else details
     clock = time.strftime("%H:%M:%S", time.localtime(event.get("time", 0.0)))
     text = f"{clock} {event.get('level', ''):7} {event.get('role', '')}: {event.get('event', '')} {details}"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-# Where a process's time goes, by role: what each stage of `world/stages.py` is.
+# Stages of a process's time, by role. `world/stages.py` measures them.
 
 
 _COMMON_STAGES = {
@@ -69,7 +69,10 @@ STAGES_BY_ROLE = {
         },
     ),
 }
-"""By role, where a process's time goes: what each stage of `world/stages.py` is. Both kinds add up to all there is."""
+"""The processes of each role, and a description of each stage of their time (`world/stages.py`).
+
+The stages account for all processor time and all wall time of the role.
+"""
 SINGLE_KIND_STAGES = {"threads": "cpu", "runtime": "cpu", "idle": "wall"} | dict.fromkeys(
     [
         "prepare",
@@ -87,17 +90,23 @@ SINGLE_KIND_STAGES = {"threads": "cpu", "runtime": "cpu", "idle": "wall"} | dict
     ],
     "cpu",
 )
-"""Stages that only one kind of time has: the wall time is the event loop's."""
+"""Stages with only one kind of time, `cpu` or `wall`; wall time is measured on the event loop only."""
 
 
-# Every metric of a run: its name, what it means, and what of it the views show. Whoever shows a metric asks this table.
+# Every metric of a run: its name, its meaning, and how the views show it. All views read this table.
 #
-# `metrics.jsonl` has one object a step; a row may lack some of these, and may hold more. The table of docs/observing.md is
-# made from it by `python -m dev.pages.reference`; a test holds that a run writes what is here, and nothing else.
+# `metrics.jsonl` has one object per step; a row may lack some of these metrics, and may have others.
+# `python -m dev.pages.reference` writes the table of docs/observing.md from this one. A test checks that a run writes
+# exactly the metrics listed here.
 
 
 class CurveStyle(NamedTuple):
-    """`chart`: the title of the one in which it is drawn. `is_scatter`: drawn as points, and without effect on the axis."""
+    """The way a metric is drawn in a chart.
+
+    Attributes:
+        chart: Title of the chart.
+        is_scatter: Draw points instead of a line, and ignore them when the axis is scaled.
+    """
 
     chart: str
     label: str
@@ -107,9 +116,14 @@ class CurveStyle(NamedTuple):
 
 
 class Metric(NamedTuple):
-    """`desired`: what is wished for, `high` or `low`, or the value itself; empty if neither is better. `gauge`: the line of
-    the live view that is about it. `comparison_stats`: which fields of `MetricStats` a comparison of runs shows;
-    `part_stats`: which a report shows of each part of the run."""
+    """A metric of the catalogue.
+
+    Attributes:
+        desired: The better direction, `high` or `low`, or the desired value itself; empty if neither is better.
+        comparison_stats: Fields of `MetricStats` that a comparison of runs shows, separated by spaces.
+        gauge: The line of the live view that shows the metric.
+        part_stats: Fields of `MetricStats` that a report shows for each part of the run, separated by spaces.
+    """
 
     name: str
     label: str
@@ -123,12 +137,12 @@ class Metric(NamedTuple):
 
     @property
     def group(self) -> str:
-        """The prefix of its name; `step` if it has none."""
+        """The prefix of the name; `step` if the name has none."""
         return self.name.partition("/")[0] if "/" in self.name else "step"
 
 
 LINE_COLORS = ("blue", "orange", "green", "violet", "red", "amber")
-"""Of lines, in turn."""
+"""Colors of a chart's lines, used in turn."""
 
 
 def _iter_stage_metrics() -> Iterator[Metric]:
@@ -406,13 +420,13 @@ _METRIC_TABLE = (
 # fmt: on
 
 METRICS = {metric.name: metric for metric in _METRIC_TABLE}
-"""By name, in the order in which people look at them."""
+"""All metrics by name, in the order in which people look at them."""
 ROW_ID_COLUMNS = ("step", "version", "lineage", "time")
-"""They say which row it is: no view draws them."""
+"""Columns that identify a row; no view draws them."""
 
 
 def find_metric(name: str) -> Metric:
-    """What is known of a metric. One that is not in the table, of another release, is called by its name."""
+    """Return the catalogue entry of a metric. An unknown metric, of another release, is labeled by its name."""
     age = re.fullmatch(r"staleness/age_(\d+)", name)
     if age:
         return METRICS["staleness/age_0"]._replace(name=name, label=f"tokens of age {age[1]}")
@@ -440,7 +454,7 @@ def find_metric(name: str) -> Metric:
 
 
 def _make_environment_metric(name: str, label: str, figure: str) -> Metric:
-    """`env/LABEL/FIGURE`, where a run has several environments."""
+    """Build the entry of `env/LABEL/FIGURE`, which a run with several environments has."""
     others = {known.replace("/", "_", 1): known for known in METRICS}
     known = METRICS["data/epochs"] if figure == "epochs" else find_metric(others.get(figure, f"env/{figure}"))
     docs = "Episodes of the step." if figure == "episodes" else known.description
@@ -449,7 +463,7 @@ def _make_environment_metric(name: str, label: str, figure: str) -> Metric:
 
 
 def sort_metrics(names: Iterable[str]) -> list[Metric]:
-    """Those that are drawn: first by the table's order, then the others by name, each beside its group."""
+    """Return the metrics that are drawn: first in the table's order, then the others by name, each with its group."""
     order = {name: index for index, name in enumerate(METRICS)}
     drawn = sorted({*names} - {*ROW_ID_COLUMNS}, key=lambda name: (order.get(name, len(order)), name))
     groups = list(dict.fromkeys(find_metric(name).group for name in drawn))
@@ -457,33 +471,36 @@ def sort_metrics(names: Iterable[str]) -> list[Metric]:
 
 
 FIRST_STEPS, LAST_STEPS = 3, 10
-"""Steps that a run's beginning and its end are the means of, at most."""
+"""Maximum number of steps that are averaged for the beginning and for the end of a run."""
 
 
 def compute_end_windows(steps: int) -> tuple[int, int]:
-    """Return how many of so many steps are the beginning of a run and how many its end: of a short run, no step is both."""
+    """Return how many steps count as the beginning and as the end of a run of `steps` steps.
+
+    No step counts as both, except in a run of one step.
+    """
     last = min(LAST_STEPS, (steps + 1) // 2)
     return min(FIRST_STEPS, max(steps - last, 1)), last
 
 
 class MetricStats(msgspec.Struct, frozen=True):
-    """Of one metric over the steps of a run, or of a part of it; None where no step has it."""
+    """Statistics of one metric over the steps of a run, or of a part of it; None where no step has the metric."""
 
     count: int = 0
-    """Steps that have it."""
+    """Number of steps that have the metric."""
     first_mean: float | None = None
-    """Mean of the first of `compute_end_windows` of these steps."""
+    """Mean over the first of these steps (`compute_end_windows`)."""
     last_mean: float | None = None
-    """Mean of the last of them."""
+    """Mean over the last of these steps (`compute_end_windows`)."""
     last_value: float | None = None
-    """Of the last of them alone."""
+    """Value of the last of these steps."""
     mean: float | None = None
     min: float | None = None
     max: float | None = None
 
     @classmethod
     def from_rows(cls, rows: Sequence[dict[str, Any]], name: str) -> MetricStats:
-        """Values that are no finite number are left out."""
+        """Compute the statistics of metric `name`. Values that are not finite numbers are left out."""
         values = [float(row[name]) for row in rows if finite_or_none(row.get(name)) is not None]
         if not values:
             return cls()
@@ -501,7 +518,7 @@ class MetricStats(msgspec.Struct, frozen=True):
 
 
 def format_stat_label(metric: Metric, stat: str) -> str:
-    """How a field of `MetricStats` is called: `reward, best step`; a mean by the metric's own name."""
+    """Return the label of a field of `MetricStats`: `reward, best step`; a mean is labeled as the metric itself."""
     if stat == "mean":
         return metric.label
     extreme = "best step" if (stat == "max") == (metric.desired == "high") else "worst step"
@@ -510,7 +527,7 @@ def format_stat_label(metric: Metric, stat: str) -> str:
 
 
 def finite_or_none(value: Any) -> float | None:
-    """A number, or None for anything else."""
+    """Return `value` if it is a finite number, else None. A bool is not a number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:

@@ -1,5 +1,8 @@
-"""The files of a run, read. Several processes may append to one, and be killed meanwhile; disks and people damage them. What
-cannot be read is passed over, and told as an event (`make_skipped_events`)."""
+"""Readers of a run's files.
+
+Several processes may append to one file and be killed meanwhile, and disks and people damage files. Unreadable lines
+are skipped and reported as events (`make_skipped_events`).
+"""
 
 from __future__ import annotations
 
@@ -17,19 +20,19 @@ from r3async.world.files import read_file
 from r3async.world.real import REAL_WORLD
 
 EVALUATION_FILE = "evaluation.jsonl"
-"""Of a run: an object an evaluation, with the step after which it began."""
+"""File of a run's evaluations: one object per evaluation, with the step after which it began."""
 EPISODES_FILE = "episodes.jsonl"
-"""Of a run: examples of episodes, an object each."""
+"""File of a run's example episodes, one object each."""
 TIMELINE_FILE = "timeline.jsonl"
-"""Of a run: who did what when; see `record/timeline.py`."""
+"""File of a run's timeline spans (`record/timeline.py`)."""
 QUARANTINE_FILE = "quarantine.jsonl"
-"""Of a run: tasks that are not posed any more, because every episode of them failed."""
+"""File of a run's quarantined tasks, which are not posed again because all their episodes failed."""
 CONFIG_FILE = "config.toml"
-"""Of a run: its resolved configuration."""
+"""File of a run's resolved configuration."""
 READ_BLOCK_BYTES = 2**20
 T = TypeVar("T")
 UnixTime = Annotated[float, msgspec.Meta(ge=0, le=2**36)]
-"""Unix seconds that a calendar has."""
+"""Unix seconds within the range of a calendar."""
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
@@ -59,8 +62,14 @@ class _SpanLine(msgspec.Struct):
 
 
 class QuarantinedTask(msgspec.Struct, frozen=True):
-    """`group`: the one that failed. `from_group`: the first that does not pose the task any more. `failed_by`: `environment`, or
-    `learner`, which refused its trajectories. `time`: in seconds since 1970."""
+    """A task that is not posed again, because all episodes of one of its groups failed.
+
+    Attributes:
+        group: The group that failed.
+        from_group: The first group that does not pose the task any more.
+        failed_by: `environment`, or `learner` if the learner refused the trajectories.
+        time: Unix seconds.
+    """
 
     task_seed: int
     group: int
@@ -79,19 +88,26 @@ LINE_TYPES: dict[str, Any] = {
     QUARANTINE_FILE: QuarantinedTask,
     "routing.jsonl": _StepLine,
 }
-"""By the name of a file: what its readers rely on in each line. Whatever else a line has may be anything."""
+"""The fields that readers rely on in each line of a file, by file name. All other fields of a line may be anything."""
 
 
 class JsonLines(NamedTuple):
-    """`objects`: those of a file of JSON lines, in order. `skipped_lines`: the numbers, from 1, of lines that are none."""
+    """The content of a file of JSON lines.
+
+    Attributes:
+        objects: The objects of the file, in order.
+        skipped_lines: Numbers, from 1, of the lines that could not be read as an object.
+    """
 
     objects: list[dict[str, Any]]
     skipped_lines: list[int]
 
 
 def read_json_lines(path: Path, *, files: Files = REAL_WORLD.files) -> JsonLines:
-    """Read a file of JSON lines; a missing one has none. A last line that is torn may still be written: it is not skipped, but
-    not there yet."""
+    """Read a file of JSON lines; a missing file has none.
+
+    A torn last line may still be in the middle of being written: it is left out, but does not count as skipped.
+    """
     try:
         file = files.open(path)
     except FileNotFoundError:
@@ -107,14 +123,14 @@ def read_json_lines(path: Path, *, files: Files = REAL_WORLD.files) -> JsonLines
 
 
 def read_json_objects(path: Path, *, files: Files = REAL_WORLD.files) -> list[dict[str, Any]]:
-    """Read the objects of a file of JSON lines, in order. What is none is passed over; a missing file has none."""
+    """Read the objects of a file of JSON lines, in order. Unreadable lines are skipped; a missing file has none."""
     return read_json_lines(path, files=files).objects
 
 
 def read_run_files(
     run_dir: Path, *names: str, files: Files = REAL_WORLD.files
 ) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]]]:
-    """Return the objects of each of a run's files, and the events that say what was passed over, of its `config.toml` too."""
+    """Return the objects of each named file of a run, and the events for skipped lines, also of `config.toml`."""
     read = [read_json_lines(run_dir / name, files=files) for name in names]
     told = [
         make_skipped_events(name, len(lines.skipped_lines), lines.skipped_lines)
@@ -125,7 +141,7 @@ def read_run_files(
 
 
 def decode_line(file_name: str, line: bytes) -> dict[str, Any] | None:
-    """Return the object in a line of the file of that name; None for what none of its writers has written."""
+    """Return the object in a line of the file `file_name`; None if none of its writers can have written the line."""
     try:
         value = decode_json_object(line)
         if (shape := LINE_TYPES.get(file_name)) is not None:
@@ -136,8 +152,10 @@ def decode_line(file_name: str, line: bytes) -> dict[str, Any] | None:
 
 
 def make_skipped_events(file_name: str, count: int, numbers: Sequence[int] = ()) -> list[dict[str, Any]]:
-    """Return what is told of `count` lines of a file that were passed over, as a warning beside the run's own; nothing if there
-    are none. `numbers`: of the lines, where they are known."""
+    """Return the warning event that reports `count` skipped lines of a file, to be shown beside the run's own events.
+
+    Returns an empty list if `count` is 0. `numbers` are the line numbers, where they are known.
+    """
     if not count:
         return []
     told = {"level": "warning", "event": "lines_skipped", "file": file_name, "lines": count}
@@ -145,7 +163,7 @@ def make_skipped_events(file_name: str, count: int, numbers: Sequence[int] = ())
 
 
 def convert_valid(objects: Iterable[dict[str, Any]], kind: type[T]) -> Iterator[T]:
-    """Those that are a `kind`; the others are passed over."""
+    """Yield the objects that convert to `kind`; the others are skipped."""
     for value in objects:
         with contextlib.suppress(msgspec.ValidationError):
             yield msgspec.convert(value, kind)
@@ -161,7 +179,7 @@ def _iter_lines(file: File) -> Iterator[bytes]:
 
 
 def read_run_config(run_dir: Path, *, files: Files = REAL_WORLD.files) -> dict[str, Any]:
-    """The resolved configuration as it was written, as plain data; {} if there is none, or a damaged one."""
+    """Read a run's resolved configuration as plain data, as it was written; {} if it is missing or damaged."""
     try:
         found = decode_toml(read_file(run_dir / CONFIG_FILE, files=files))
     except (OSError, MalformedError):
@@ -171,7 +189,7 @@ def read_run_config(run_dir: Path, *, files: Files = REAL_WORLD.files) -> dict[s
 
 
 def damaged_config_event(run_dir: Path, *, files: Files = REAL_WORLD.files) -> list[dict[str, Any]]:
-    """Return the event of a configuration that is there and cannot be read; nothing of another."""
+    """Return the event that reports a configuration file that exists but cannot be read; an empty list otherwise."""
     try:
         text = read_file(run_dir / CONFIG_FILE, files=files)
         decode_toml(text)
@@ -183,7 +201,7 @@ def damaged_config_event(run_dir: Path, *, files: Files = REAL_WORLD.files) -> l
 
 
 def parse_schedule(config: dict[str, Any]) -> ScheduleConfig | None:
-    """Of a run's configuration; None if it has none."""
+    """Return the schedule section of a run's configuration; None if it has no valid one."""
     try:
         return msgspec.convert(config["schedule"], ScheduleConfig)
     except (KeyError, msgspec.ValidationError):
@@ -191,6 +209,9 @@ def parse_schedule(config: dict[str, Any]) -> ScheduleConfig | None:
 
 
 def read_quarantine(run_dir: Path, *, files: Files = REAL_WORLD.files) -> list[QuarantinedTask]:
-    """In the order in which they failed. Of a task that is named again (after a resume) the last line counts."""
+    """Read the quarantined tasks, in the order in which they failed.
+
+    If a task is listed more than once (after a resume), the last line counts.
+    """
     tasks = convert_valid(read_json_objects(run_dir / QUARANTINE_FILE, files=files), QuarantinedTask)
     return list({task.task_seed: task for task in tasks}.values())

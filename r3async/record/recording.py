@@ -1,8 +1,8 @@
-"""A recording (`observe.record = "full"`): what the learner trained on, step by step, so that the same steps can be made again
-without engines, environments or Ray.
+"""Recording of training data (`observe.record = "full"`), to replay steps without engines, environments or Ray.
 
-A file a step in the run's `recording/`, named by step and lineage: first how the step was, and what came of it, then its
-trajectories in the wire format. Each is whole before a checkpoint of its step is.
+The run's `recording/` directory has one file per step, named by step and lineage. It begins with a description of the
+step and its results, followed by the trajectories in the wire format. The file of a step is complete before a
+checkpoint of that step is.
 """
 
 from __future__ import annotations
@@ -32,19 +32,25 @@ if TYPE_CHECKING:
 RECORDING_DIRECTORY = "recording"
 STEP_CONTAINER = RecordFormat(b"r3steps2")
 WRITE_CHUNK_BYTES = 2**18
-"""Bytes that are written at once."""
+"""Approximate number of bytes per write."""
 _STEP_FILE_NAME = re.compile(r"(\d{9,})-(\d{4,})\.step")
 
 
 class RecordingError(ValueError):
-    """A recording that cannot be read, or is not whole; the message names the file or the step."""
+    """A recording that is unreadable or incomplete; the message names the file or the step."""
 
 
 class RecordedStep(msgspec.Struct, frozen=True):
-    """Step `step` of the run, from 1, made from weights of `version` in `lineage`.
+    """One recorded step of a run, without its trajectories.
 
-    `minibatches`: of each the digests of its stages (`learner.digests.DIGEST_STAGES`). `metrics`: of the step. `groups`: how many
-    trajectories each has, in the order in which the step took them. `trajectories`: digest of what is in this file.
+    Attributes:
+        step: Number of the step, from 1.
+        version: Version of the weights that the step started from.
+        lineage: Lineage in which `version` counts.
+        minibatches: Digests of the stages of each minibatch (`learner.digests.DIGEST_STAGES`).
+        metrics: Metrics of the step.
+        groups: Number of trajectories of each group, in the order in which the step took them.
+        trajectories: Digest of the trajectories in this file.
     """
 
     step: int
@@ -57,8 +63,10 @@ class RecordedStep(msgspec.Struct, frozen=True):
 
 
 class StepRecorder:
-    """Of one start of a run. Writes each step in a thread of its own. It never ends the run: what cannot be written is reported,
-    and a replay names the step that is missing."""
+    """The recorder of one start of a run. It writes the steps in a separate worker thread.
+
+    It never ends the run: a step that cannot be written is reported, and a replay names the missing step.
+    """
 
     def __init__(
         self,
@@ -76,7 +84,7 @@ class StepRecorder:
         self._config, self._settings_written = config, False
 
     def add(self, step: int, version: int, outcome: StepOutcome) -> None:
-        """Begin to write step `step`, which was made from weights of `version`. Its trajectories must not change."""
+        """Start writing step `step`, which was trained from weights of `version`. Its trajectories must not change."""
         if not self._enabled:
             return
         if not self._settings_written:
@@ -94,7 +102,7 @@ class StepRecorder:
         task.add_done_callback(self._writing.discard)
 
     async def wait_written(self) -> None:
-        """Wait for all that was added."""
+        """Wait until all steps added so far are written."""
         await asyncio.gather(*self._writing)
 
     async def close(self) -> None:
@@ -110,13 +118,13 @@ class StepRecorder:
 
 
 def write_recorded_settings(directory: Path, config: Config, lineage: int, files: Files = REAL_WORLD.files) -> None:
-    """What the steps of `lineage` are made with, without secrets. Raises `OSError`."""
+    """Write the configuration that the steps of `lineage` are trained with, without secrets. Raises `OSError`."""
     make_directory(directory, files=files)
     replace_file(directory / f"settings-{lineage:04d}.json", msgspec.json.encode(config_to_dict(config)), files=files)
 
 
 def read_recorded_settings(run_dir: Path, lineage: int, files: Files = REAL_WORLD.files) -> Config:
-    """Raises `RecordingError`."""
+    """Read the configuration that the steps of `lineage` were trained with. Raises `RecordingError`."""
     path = run_dir / RECORDING_DIRECTORY / f"settings-{lineage:04d}.json"
     try:
         return config_from_dict(decode_json_object(read_file(path, files=files)))
@@ -127,7 +135,7 @@ def read_recorded_settings(run_dir: Path, lineage: int, files: Files = REAL_WORL
 def write_recorded_step(
     directory: Path, step: RecordedStep, trajectories: Sequence[Trajectory], files: Files = REAL_WORLD.files
 ) -> Path:
-    """Returns the file. Raises `OSError`, or `WireError`."""
+    """Write the file of a step and return its path. Raises `OSError` or `WireError`."""
     make_directory(directory, files=files)
     frames: list[Sequence[Buffer]] = [encode_trajectory(t) for t in trajectories]
     step = msgspec.structs.replace(step, trajectories=_digest_frames(frames))
@@ -140,8 +148,10 @@ def write_recorded_step(
 
 
 def _join_pieces(pieces: Iterable[Buffer]) -> Iterator[bytes]:
-    """In parts of about `WRITE_CHUNK_BYTES` bytes: a short trajectory has five pieces, and a call of the system costs more
-    than their copy."""
+    """Join the pieces into chunks of about `WRITE_CHUNK_BYTES` bytes.
+
+    A short trajectory has five pieces, and a system call costs more than copying them.
+    """
     waiting: list[Buffer] = []
     size = 0
     for piece in pieces:
@@ -155,7 +165,7 @@ def _join_pieces(pieces: Iterable[Buffer]) -> Iterator[bytes]:
 
 
 def read_recorded_step(path: Path, files: Files = REAL_WORLD.files) -> tuple[RecordedStep, list[list[Trajectory]]]:
-    """Raises `RecordingError`."""
+    """Read the file of a step: the step and its groups of trajectories. Raises `RecordingError`."""
     frames: list[list[memoryview]] = []
     try:
         for record in STEP_CONTAINER.iter_records(map_file(path, files=files)):
@@ -174,8 +184,10 @@ def read_recorded_step(path: Path, files: Files = REAL_WORLD.files) -> tuple[Rec
 
 
 def find_recorded_steps(run_dir: Path, after: int = 0, files: Files = REAL_WORLD.files) -> list[Path]:
-    """The files of the steps behind `after` that made the run's weights, in order: of a step that a resume took back, that of the
-    newest lineage. Raises `RecordingError` naming a step that is missing."""
+    """Return the files of the steps after `after` that led to the run's weights, in order.
+
+    If a resume repeated a step, the file of the newest lineage counts. Raises `RecordingError` naming a missing step.
+    """
     directory = run_dir / RECORDING_DIRECTORY
     found: dict[int, dict[int, Path]] = {}
     for name in files.list_names(directory) if files.stat(directory) else ():

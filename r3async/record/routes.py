@@ -1,13 +1,14 @@
-"""Records of routes: what the engine returned, what the learner's routers did, merged over ranks and compared.
+"""Records of MoE routes: the experts that the engine returned and those that the learner used, and their comparison.
 
-Each process that writes has files of its own, `run_dir/routes/NAME.N.routes`, and appends records to them: engine calls
-(`EngineCall`, of `engine-GENERATOR`) and trained samples (`TrainedRoutes`, of `learner`). A record (`container.py`) has a msgpack
-header, with a crc32 at its end, and then a frame for each array. A file that a killed process left torn is read up to there, and
-what is wrong with it is reported.
+Each writing process appends records to its own files, `run_dir/routes/NAME.N.routes`: a generator (`engine-GENERATOR`)
+writes engine calls (`EngineCall`), the learner (`learner`) writes trained samples (`TrainedRoutes`). A record
+(`container.py`) has a msgpack header that ends with a crc32, followed by one frame per array. A file that a killed
+process left torn is read up to the tear, and the problem is reported.
 
-Bytes on disk, with L MoE layers and K experts a token (ids of one byte, two beyond 256 experts): the learner's record is
-29 + 2 L K ids per token; the engine's is 12 per sampled token, L K ids per fed token, and 4 per token of every call's prompt.
-48 layers with 8 of 128 experts: 0.8 + 0.4 kB per token, so 5 MB for one trajectory of 4,096 tokens.
+Size on disk, with L MoE layers and K experts per token (expert ids take one byte, two beyond 256 experts): the
+learner's record takes 29 bytes and 2 L K ids per token; the engine's takes 12 bytes per sampled token, L K ids per fed
+token, and 4 bytes per prompt token of every call. With 48 layers and 8 of 128 experts that is 0.8 + 0.4 kB per token,
+or 5 MB for a trajectory of 4,096 tokens.
 """
 
 from __future__ import annotations
@@ -43,16 +44,20 @@ if TYPE_CHECKING:
 ROUTES_CONTAINER = RecordFormat(b"r3route2")
 _ARRAY_DTYPES = {np.dtype(code).str: np.dtype(code) for code in "?bBhHiIqQf"}
 MAX_PENDING_BYTES = 64 * 2**20
-"""Of records that the disk has not taken yet: one may take 5 MB."""
+"""Maximum bytes of records in memory that the disk has not taken yet; one record may take 5 MB."""
 _EPISODE_ID = re.compile(r"(g(\d+)e(\d+))(?:[ts](\d+))?")
 
 
 class RouteFileError(ValueError):
-    """A file of routes that cannot be read; the message names it and says where."""
+    """A route file that cannot be read; the message names the file and the place in it."""
 
 
 class EpisodeId(NamedTuple):
-    """What a trajectory's, a sample's (`…s0`) or an engine request's id (`…t0`) says. `index`: of the sample or turn."""
+    """The parts of the id of a trajectory, a sample (`…s0`) or an engine request (`…t0`).
+
+    Attributes:
+        sample_or_turn: Index of the sample or turn; 0 if the id has none.
+    """
 
     trajectory_id: str
     group_index: int
@@ -61,29 +66,41 @@ class EpisodeId(NamedTuple):
 
 
 def parse_episode_id(text: str) -> EpisodeId | None:
-    """None for an id of something else than an episode."""
+    """Parse an id; None if it is not the id of an episode."""
     found = _EPISODE_ID.fullmatch(text)
     return EpisodeId(found[1], int(found[2]), int(found[3]), int(found[4] or 0)) if found else None
 
 
 class TraceFilter:
-    """Whose routes are kept (`routing.trace`): a question of the id alone, so generators and learner give one answer."""
+    """The choice of trajectories whose routes are kept (`routing.trace`).
+
+    It depends on the id alone, so generators and learner agree.
+    """
 
     def __init__(self, config: Config):
         self._mode = config.routing.trace
         self._groups = config.schedule.groups_per_step * config.routing.trace_every
 
     def should_trace(self, episode_id: str) -> bool:
-        """`sample`: the first trajectory of every `routing.trace_every`-th step, beginning with the first."""
+        """Return True if the routes of this episode are kept.
+
+        Mode `sample` keeps the first trajectory of every `routing.trace_every`-th step, starting with the first step.
+        """
         if self._mode == "off" or (which := parse_episode_id(episode_id)) is None:
             return False
         return self._mode == "all" or (which.episode_index == 0 and which.group_index % self._groups == 0)
 
 
 class EngineCall(msgspec.Struct, frozen=True):
-    """One call of the engine, as it answered. `prompt_ids` int32 `[P]`; `token_ids` int32 and `logprobs` float32 `[n]`:
-    what it sampled. `rows` `[m, L, K]`: the experts of positions `routes_from ..`, or of no position. `policy_version` int32
-    `[n]`: the weights that sampled each token."""
+    """One engine call with the answer of the engine.
+
+    Attributes:
+        prompt_ids: int32 `[P]`.
+        token_ids: Sampled tokens, int32 `[n]`.
+        logprobs: Log-probs of the sampled tokens, float32 `[n]`.
+        rows: Experts of the positions from `routes_from` on, `[m, L, K]`; empty if the engine returned none.
+        policy_version: Version of the weights that sampled each token, int32 `[n]`.
+    """
 
     trajectory_id: str
     turn: int
@@ -97,12 +114,17 @@ class EngineCall(msgspec.Struct, frozen=True):
 
 
 class TrainedRoutes(msgspec.Struct, frozen=True):
-    """One sample of optimizer step `step` (from 1), `[T]` tokens, and what the learner's routers did with them.
+    """One sample of an optimizer step, with `T` tokens and the routes that the learner's routers gave them.
 
-    `token_ids`, `loss_mask`, `rollout_logprobs`, `policy_version`, `turn`, `rewards`: columns of the sample. `own`, `used`
-    `[T, L, K]`: the experts that the routers would have chosen, and those that they used. `learner_logprobs` float32 `[T]`: what
-    the learner thought of the trained tokens before the step, NaN for the others; None if no rank kept it. `advantages` float32
-    `[T]`: what the loss took; None in records of before they were kept.
+    `token_ids`, `loss_mask`, `rollout_logprobs`, `policy_version`, `turn` and `rewards` are columns of the sample.
+
+    Attributes:
+        step: Number of the optimizer step, from 1.
+        own: Experts that the learner's routers would have chosen, `[T, L, K]`.
+        used: Experts that the learner's routers used, `[T, L, K]`.
+        learner_logprobs: Log-probs of the trained tokens under the learner before the step, NaN for other tokens,
+            float32 `[T]`; None if no rank kept them.
+        advantages: Advantages that the loss used, float32 `[T]`; None in records written before advantages were kept.
     """
 
     step: int
@@ -124,7 +146,7 @@ RouteRecord = TypeVar("RouteRecord", EngineCall, TrainedRoutes)
 
 
 class RouteFile(AppendFile):
-    """Appends records to a new file `directory/NAME.N.routes`, made with the first one. Threads may share it."""
+    """A new file `directory/NAME.N.routes` to append records to, created with the first one. Threads may share it."""
 
     terminator = b""
 
@@ -135,7 +157,7 @@ class RouteFile(AppendFile):
         self._name = name
 
     def append(self, record: EngineCall | TrainedRoutes) -> bool:  # type: ignore[override]
-        """See `AppendFile.append`."""
+        """Encode a record and append it. Implement `AppendFile.append`."""
         fields = msgspec.structs.asdict(record)
         arrays = {name: np.ascontiguousarray(a) for name, a in fields.items() if isinstance(a, np.ndarray)}
         bodies = [array_bytes(a) for a in arrays.values()]
@@ -157,7 +179,7 @@ class RouteFile(AppendFile):
                 self.path = self.path.with_name(f"{self._name}.{number}.routes")
                 return self._files.open(self.path, exclusive=True)
             except FileExistsError:
-                number += 1  # of an earlier process of this name
+                number += 1  # an earlier process of this name wrote the file
 
 
 def _header_checksum(header: bytes | memoryview) -> bytes:
@@ -165,7 +187,13 @@ def _header_checksum(header: bytes | memoryview) -> bytes:
 
 
 class RouteEntry(NamedTuple):
-    """Where a record is, and what its header says. `arrays`: name, dtype and shape of each. `checksum`: of them."""
+    """The position and the header of a record.
+
+    Attributes:
+        offset: Byte offset of the record in the file.
+        arrays: Name, dtype and shape of each array.
+        checksum: Checksum of the arrays.
+    """
 
     path: Path
     offset: int
@@ -176,7 +204,10 @@ class RouteEntry(NamedTuple):
 
 
 def scan_route_file(path: Path, offset: int = 0, *, files: Files = REAL_WORLD.files) -> tuple[list[RouteEntry], str]:
-    """All records of a file from byte `offset` on, without their arrays; and what is wrong with the file, "" if nothing is."""
+    """Scan the records of a file from byte `offset` on, without their arrays.
+
+    Returns the entries, and a description of the problem if the file is torn or damaged, else "".
+    """
     entries: list[RouteEntry] = []
     for record in ROUTES_CONTAINER.iter_records(map_file(path, files=files), offset):
         if isinstance(record, TornRecord):
@@ -191,7 +222,7 @@ def scan_route_file(path: Path, offset: int = 0, *, files: Files = REAL_WORLD.fi
 
 
 def load_route_record(entry: RouteEntry, kind: type[RouteRecord], *, files: Files = REAL_WORLD.files) -> RouteRecord:
-    """The record with its arrays (read-only). Raises `RouteFileError` if they are damaged, or of another kind."""
+    """Load a record with its arrays (read-only). Raises `RouteFileError` if it is damaged or of another kind."""
     where = f"{entry.path}: the record at byte {entry.offset}"
     record = next(ROUTES_CONTAINER.iter_records(map_file(entry.path, files=files), entry.offset))
     if not isinstance(record, FramedRecord) or compute_checksum(record.frames[1:]) != entry.checksum:
@@ -216,8 +247,13 @@ def _get_call_time(entry: RouteEntry) -> float:
 
 
 class RouteIndex:
-    """What a run kept of its routes. `trained_entries`: samples in the order of their steps; `call_entries`: by trajectory,
-    in order of time; `problems`: what could not be read."""
+    """An index of the routes that a run kept.
+
+    Attributes:
+        trained_entries: Trained samples, in the order of their steps.
+        call_entries: Engine calls by trajectory, in order of time.
+        problems: Descriptions of what the last `read_new` could not read.
+    """
 
     def __init__(self, run_dir: Path, *, files: Files = REAL_WORLD.files):
         self._directory, self.files = run_dir / "routes", files
@@ -228,7 +264,7 @@ class RouteIndex:
         self.read_new()
 
     def read_new(self) -> list[RouteEntry]:
-        """Take in what was written since the last call; the samples among it."""
+        """Index the records written since the last call, and return those of trained samples."""
         self.problems, new = [], []
         for name in filter(lambda name: name.endswith(".routes"), self.files.list_names(self._directory)):
             last = self._last.get(name)
@@ -244,20 +280,23 @@ class RouteIndex:
         return new
 
     def load_calls(self, trajectory_id: str) -> list[EngineCall]:
-        """Raises `RouteFileError`."""
+        """Load the engine calls of a trajectory, in order of time. Raises `RouteFileError`."""
         return [
             load_route_record(entry, EngineCall, files=self.files) for entry in self.call_entries.get(trajectory_id, ())
         ]
 
 
 EXPERT_LOAD_EVERY = 10
-"""Steps from one record of the load per expert to the next."""
+"""Steps between two records of the load per expert."""
 
 
 def record_engine_routes(
     engine: Engine, run_dir: Path, generator_id: str, config: Config, *, world: World = REAL_WORLD
 ) -> Engine:
-    """`engine`, writing down what it returns for the trajectories that `routing.trace` asks for; or `engine` itself."""
+    """Wrap `engine` to record its answers for the trajectories that `routing.trace` selects.
+
+    Returns `engine` itself if it has no routing or nothing is traced.
+    """
     if engine.routing is None or config.routing.trace == "off":
         return engine
     file = RouteFile(run_dir / "routes", f"engine-{generator_id}", world=world)
@@ -265,7 +304,7 @@ def record_engine_routes(
 
 
 class _RouteRecordingEngine:
-    """Everything but `generate` is the engine's own."""
+    """An engine whose `generate` records routes; every other attribute is the wrapped engine's."""
 
     def __init__(self, engine: Engine, file: RouteFile, plan: TraceFilter, world: World):
         self._engine, self._file, self._plan, self._world = engine, file, plan, world
@@ -274,8 +313,10 @@ class _RouteRecordingEngine:
         return getattr(self._engine, name)
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """The engine's answer, recorded before anyone else has seen it: nothing of ours can have touched the rows. An aborted
-        one is nobody's, and is not kept."""
+        """Return the engine's answer, recorded before any other code of r3async could change its rows.
+
+        Aborted answers belong to no trajectory and are not recorded.
+        """
         generation = await self._engine.generate(request)
         which = parse_episode_id(request.request_id)
         if which is not None and generation.stop_reason != "abort" and self._plan.should_trace(request.request_id):
@@ -296,12 +337,12 @@ class _RouteRecordingEngine:
 
 
 class RouteFileTracer:
-    """What the learner's routers did, step by step.
+    """A recorder of the learner's routing, step by step.
 
-    `run_dir/routing.jsonl` gets an object a step, `{"step", "agreement": [L]}`, every `EXPERT_LOAD_EVERY`-th step also `"load":
-    [[experts] * L]`, tokens of that step: 30 kB for 48 layers of 128 experts, where the agreement is 0.4 kB. Routes of the
-    trajectories that `routing.trace` asks for go to `run_dir/routes`. Traces that contradict each other are reported to
-    `report_event(event, **fields)`: they are no reason to end a run.
+    `run_dir/routing.jsonl` gets one object per step, `{"step", "agreement": [L]}`, and on every `EXPERT_LOAD_EVERY`-th
+    step also `"load": [[experts] * L]`, in tokens of that step. The load takes 30 kB for 48 layers of 128 experts, the
+    agreement 0.4 kB. Routes of the trajectories that `routing.trace` selects go to `run_dir/routes`. Contradicting
+    traces are reported with `report_event(event, **fields)`; they do not end the run.
     """
 
     def __init__(
@@ -313,11 +354,11 @@ class RouteFileTracer:
         self._report = report_event
 
     def should_trace(self, samples: Iterable[Sample]) -> bool:
-        """Whether the step that trains these has to be traced."""
+        """Return True if the step that trains `samples` has to be traced."""
         return any(self._plan.should_trace(sample.sample_id) for sample in samples)
 
     def write_trace(self, step: int, samples: Sequence[Sample], result: MinibatchResult) -> None:
-        """Step `step`, from 1, trained `samples`. Blocks for as long as the disk does."""
+        """Record the routing of step `step` (from 1), which trained `samples`. Blocks as long as the disk does."""
         if not len(result.layer_agreement):
             return
         try:
@@ -360,14 +401,14 @@ class RouteFileTracer:
                 )
 
 
-# Traces of what routers did, from all ranks that computed a micro-batch, put together.
+# Merging the traces of all ranks that computed a micro-batch.
 
 
 def merge_traces(traces: Iterable[RouteTrace], layers: int) -> list[RouteTrace]:
-    """The traces of all ranks, put together: one for each micro-batch, with all its `N` tokens and all `layers`.
+    """Merge the traces of all ranks into one per micro-batch, with all its `N` tokens and all `layers`.
 
-    Parts may come in any order, and more than once if they are the same. Padding micro-batches are left out. Raises
-    `RoutingError` for a part that is missing, and for parts that contradict each other.
+    Parts may come in any order, and repeatedly if they are equal. Padding micro-batches are left out. Raises
+    `RoutingError` if a part is missing or parts contradict each other.
     """
     parts: dict[tuple[str, ...], list[RouteTrace]] = {}
     for trace in traces:
@@ -398,7 +439,7 @@ def _merge_parts(parts: list[RouteTrace], layers: int) -> RouteTrace:
             "the traces of all its ranks are needed"
         )
     own, used = merged
-    # Every rank that has them computed the same.
+    # All ranks that have log-probs computed the same ones.
     logprobs = next((part.logprobs for part in parts if part.logprobs is not None), None)
     joined = msgspec.structs.replace(
         parts[0], first=0, columns=list(range(layers)), own=own, used=used, logprobs=logprobs
@@ -407,7 +448,10 @@ def _merge_parts(parts: list[RouteTrace], layers: int) -> RouteTrace:
 
 
 def _unfold_prefixes(trace: RouteTrace, prefixes: np.ndarray) -> RouteTrace:
-    """With the rows of every sample, also those that it shares; these it does not train."""
+    """Expand the trace to all rows of every sample, including the prefix rows that it shares.
+
+    A sample does not train its shared rows, so their log-probs are NaN.
+    """
     rows, edges = expand_prefixes(trace.cu_seqlens, prefixes)
     logprobs = trace.logprobs
     if logprobs is not None:
@@ -421,15 +465,20 @@ def _unfold_prefixes(trace: RouteTrace, prefixes: np.ndarray) -> RouteTrace:
     )
 
 
-# Verifies that the routes used in training are the engine's own, from two records that were made apart.
+# Verification that training used the engine's routes, from two independent records.
 #
-# Nothing here asks the code that carried the routes. From the engine's record alone it is worked out again which call owns
-# which position, and what that call returned is compared with what the learner's routers used.
+# Nothing here depends on the code that carried the routes. The engine's record alone determines which call owns which
+# position; the rows that this call returned are compared with the experts that the learner's routers used.
 
 
 class RouteDifference(msgspec.Struct, frozen=True):
-    """A token that a router sent elsewhere. `expected`: the engine's experts; if the engine returned none for that
-    position (`recorded` is False), the learner's own, which it then has to use."""
+    """A token that a router of the learner sent to other experts than expected.
+
+    Attributes:
+        recorded: False if the engine returned no row for the position.
+        expected: The engine's experts; if `recorded` is False, the router's own choice, which training has to use then.
+        used: Experts that training used.
+    """
 
     step: int
     sample_id: str
@@ -448,15 +497,19 @@ class RouteDifference(msgspec.Struct, frozen=True):
 
 
 class RouteComparison(msgspec.Struct):
-    """Counts are of rows: one position in one MoE layer. `unrecorded`: positions of which the engine returned no row in the
-    call that first fed them (the last token, an aborted call); there the router's own choice is right."""
+    """The result of comparing the learner's routes with the engine's. Counts are rows: one position in one MoE layer.
+
+    Attributes:
+        unrecorded: Rows of positions for which the engine returned no row in the call that first fed them (the last
+            token, an aborted call); there the router's own choice is correct.
+    """
 
     samples: int = 0
     equal: int = 0
     different: int = 0
     unrecorded: int = 0
     unmatched: list[str] = []
-    """Samples that no attempt in the engine's record sampled."""
+    """Ids of samples that no attempt in the engine's record sampled."""
     first: RouteDifference | None = None
 
     @property
@@ -473,12 +526,20 @@ class RouteComparison(msgspec.Struct):
 
 
 def find_engine_routes(trained: TrainedRoutes, calls: Sequence[EngineCall]) -> tuple[np.ndarray, np.ndarray] | None:
-    """`[T, L, K]` experts of the engine and bool `[T]`, where there are any; None if no attempt sampled these tokens.
+    """Find the engine's routes for a trained sample.
 
-    `calls`: of the sample's trajectory, in order of time. An episode that failed was tried again under the same ids; the
-    attempt that was trained is the last one that sampled exactly these tokens with exactly these log-probs. A position belongs
-    to the first call *of this sample* that fed it; what other calls returned for it does not count. Only what the sample's first
-    call was not asked for comes from an earlier call: one that fed the same tokens under the same weights.
+    A failed episode is retried under the same ids; the trained attempt is the last one that sampled exactly these
+    tokens with exactly these log-probs. A position belongs to the first call *of this sample* that fed it; rows that
+    other calls returned for it do not count. Only rows that the sample's first call did not request come from an
+    earlier call, one that fed the same tokens under the same weights.
+
+    Args:
+        trained: The sample.
+        calls: Engine calls of the sample's trajectory, in order of time.
+
+    Returns:
+        The engine's experts `[T, L, K]` and a bool mask `[T]` of the positions that have them; None if no attempt
+        sampled these tokens.
     """
     for attempt in reversed(list(_split_attempts(calls))):
         if _is_source_attempt(attempt, trained):
@@ -487,8 +548,8 @@ def find_engine_routes(trained: TrainedRoutes, calls: Sequence[EngineCall]) -> t
 
 
 def _split_attempts(calls: Sequence[EngineCall]) -> Iterator[list[EngineCall]]:
-    # Calls are numbered as they are asked, and written as they are answered: those of an agent may overtake each other, but
-    # only another attempt uses a number again.
+    # Calls are numbered in the order of their requests and written in the order of their answers. Concurrent calls of
+    # an agent may overtake each other, but a number is reused only by another attempt.
     attempt: list[EngineCall] = []
     for call in calls:
         if any(call.turn == earlier.turn for earlier in attempt):
@@ -500,7 +561,7 @@ def _split_attempts(calls: Sequence[EngineCall]) -> Iterator[list[EngineCall]]:
 
 
 def _common_prefix_length(call: EngineCall, tokens: np.ndarray) -> int:
-    """How many tokens the call has in common with the beginning of `tokens`."""
+    """Return the number of tokens that the call has in common with the beginning of `tokens`."""
     mine = np.concatenate([call.prompt_ids, call.token_ids])
     n = min(len(mine), len(tokens))
     unlike = mine[:n] != tokens[:n]
@@ -508,11 +569,11 @@ def _common_prefix_length(call: EngineCall, tokens: np.ndarray) -> int:
 
 
 def _is_source_call(call: EngineCall, trained: TrainedRoutes) -> bool:
-    """Whether this call sampled tokens of the sample; an algorithm may have left them out of its loss."""
+    """Return True if this call sampled tokens of the sample, even if the algorithm left them out of its loss."""
     rows = slice(len(call.prompt_ids), len(call.prompt_ids) + len(call.token_ids))
     if not len(call.token_ids) or _common_prefix_length(call, trained.token_ids) != rows.stop:
         return False
-    # By their bits: a NaN is itself.
+    # Compare bits, so that NaN equals NaN.
     same = call.logprobs.view(np.int32) == trained.rollout_logprobs[rows].view(np.int32)
     return bool((same & _make_sampled_mask(trained)[rows]).all())
 
@@ -526,7 +587,10 @@ def _is_source_attempt(attempt: Sequence[EngineCall], trained: TrainedRoutes) ->
 
 
 def _make_sampled_mask(trained: TrainedRoutes) -> np.ndarray:
-    """bool `[T]`. The loss mask says less: an algorithm takes out groups without contrast, and episodes that were cut."""
+    """Return the mask of sampled tokens, bool `[T]`.
+
+    The loss mask may have fewer tokens: an algorithm removes groups without contrast and truncated episodes from it.
+    """
     return trained.policy_version > UNSAMPLED_VERSION
 
 
@@ -540,7 +604,7 @@ def _assign_rows(attempt: Sequence[EngineCall], trained: TrainedRoutes) -> tuple
             part, returned = _select_returned_rows(
                 call, trained, 0, min(first.routes_from, _count_first_version_tokens(call))
             )
-            # Two calls of the same weights may have fed the same tokens, in other batches: a row of either will do.
+            # Two calls of the same weights may have fed the same tokens in different batches: either row is correct.
             new = ~recorded[part] | same_experts(returned, trained.used[part]).all(axis=-1)
             rows[part][new] = returned[new]
             recorded[part] = True
@@ -556,13 +620,13 @@ def _assign_rows(attempt: Sequence[EngineCall], trained: TrainedRoutes) -> tuple
 
 
 def _find_first_version(call: EngineCall) -> int | None:
-    """The version whose weights, and whose prefix cache, the call began with."""
+    """Return the version of the weights and prefix cache that the call started with; None if it sampled nothing."""
     versions = call.policy_version
     return int(versions[0]) if len(versions) else None
 
 
 def _count_first_version_tokens(call: EngineCall) -> int:
-    """Positions that the call fed before newer weights came, if they did."""
+    """Return the number of positions that the call fed before newer weights arrived, or all if none arrived."""
     versions, fed = call.policy_version, len(call.prompt_ids) + len(call.token_ids) - 1
     if (versions == versions[:1]).all():
         return fed
@@ -570,7 +634,10 @@ def _count_first_version_tokens(call: EngineCall) -> int:
 
 
 def _select_returned_rows(call: EngineCall, trained: TrainedRoutes, start: int, stop: int) -> tuple[slice, np.ndarray]:
-    """Those of the sample's positions `start..stop` that the call has rows for, and these. Raises `RouteFileError`."""
+    """Return the slice of the sample's positions in `start..stop` that the call has rows for, and those rows.
+
+    Raises `RouteFileError` if the shape of the call's rows differs from the learner's.
+    """
     first = max(start, call.routes_from)
     stop = min(stop, call.routes_from + len(call.rows), _common_prefix_length(call, trained.token_ids))
     if stop <= first:
@@ -584,12 +651,12 @@ def _select_returned_rows(call: EngineCall, trained: TrainedRoutes, start: int, 
 
 
 def same_experts(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """bool `[...]` for two `[..., K]`: the same experts, in any order."""
+    """Return, for two arrays `[..., K]`, where they have the same experts in any order; bool `[...]`."""
     return (np.sort(one, axis=-1) == np.sort(other, axis=-1)).all(axis=-1)
 
 
 def compare_routes(trained: TrainedRoutes, calls: Sequence[EngineCall]) -> RouteComparison:
-    """Compare what was used in training with what the engine chose, for every position and every MoE layer."""
+    """Compare the experts used in training with those the engine chose, for every position and MoE layer."""
     found = find_engine_routes(trained, calls)
     if found is None:
         return RouteComparison(samples=1, unmatched=[trained.sample_id])
@@ -610,7 +677,7 @@ def compare_routes(trained: TrainedRoutes, calls: Sequence[EngineCall]) -> Route
 
 
 def verify_routes(index: RouteIndex) -> RouteComparison:
-    """Compare all samples that the run kept, one at a time. Raises `RouteFileError` for a damaged record."""
+    """Compare all samples whose routes the run kept, one at a time. Raises `RouteFileError` for a damaged record."""
     total = RouteComparison()
     for entry in index.trained_entries:
         trained = load_route_record(entry, TrainedRoutes, files=index.files)

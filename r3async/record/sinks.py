@@ -1,7 +1,8 @@
-"""Copies of a run's records elsewhere: Prometheus, TensorBoard, W&B, MLflow and trackio.
+"""Sinks that copy a run's records to Prometheus, TensorBoard, W&B, MLflow and trackio.
 
-A sink cannot slow or stop a run. Each has a thread and a bounded queue of its own: `write` never waits, what does not fit is
-left out and counted, and whatever a sink raises ends that sink alone. `metrics.jsonl` is the record; these are copies.
+A sink cannot slow down or stop a run. Each one has its own thread and bounded queue: `write` never waits, rows that do
+not fit are dropped and counted, and an exception in a sink ends only that sink. `metrics.jsonl` is the record; sinks
+hold copies.
 """
 
 from __future__ import annotations
@@ -35,15 +36,18 @@ from r3async.world.files import make_directory, replace_file
 
 PrintLine = Callable[[str], object]
 MAX_QUEUED_ROWS = 1024
-"""For a slow sink. Further ones are left out for it, counted, and reported once."""
+"""Maximum number of rows queued for a slow sink. Further rows are dropped for that sink, counted, and reported once."""
 CLOSE_TIMEOUT_SECONDS = 15.0
-"""The end of a run waits so long for sinks to write what they have."""
+"""Maximum seconds that the end of a run waits for sinks to write their queued rows."""
 MAX_CONSECUTIVE_FAILURES = 3
-"""Rows in a row that a sink may fail to take before it is closed."""
+"""Number of consecutive rows that fail in a sink before it is closed."""
 
 
 class Sink:
-    """One backend behind a queue. `print_line` is called, at most once each, when it failed and when rows were left out."""
+    """One backend behind a queue.
+
+    `print_line` is called when the sink failed and when rows were dropped, at most once each.
+    """
 
     def __init__(self, name: str, make_backend: Callable[[], SinkBackend], capacity: int, print_line: PrintLine):
         self.name, self._make, self._report = name, make_backend, print_line
@@ -51,12 +55,12 @@ class Sink:
         self.dropped_rows = 0
         self.written_rows = 0
         self._failed = threading.Event()
-        # A daemon: an interpreter that ends does not wait for a sink that hangs.
+        # A daemon thread, so that the interpreter can exit while a sink hangs.
         self._thread = threading.Thread(target=self._run_thread, name=f"sink-{name}", daemon=True)
         self._thread.start()
 
     def write(self, row: MetricsRow | Sequence[EpisodeExample]) -> None:
-        """Queue a row, or examples to show; returns at once."""
+        """Queue a row, or example episodes. Returns at once."""
         if self._failed.is_set():
             self.dropped_rows += 1
             return
@@ -68,7 +72,7 @@ class Sink:
                 self._report(f"sink {self.name} is slower than the run: it will miss rows, metrics.jsonl will not")
 
     def close(self, deadline: float) -> None:
-        """Wait, until `deadline` of the monotonic clock, for what is queued to be written."""
+        """Wait until everything queued is written, but no longer than `deadline` on the monotonic clock."""
         while self._thread.is_alive() and time.monotonic() < deadline:
             try:
                 self._queue.put(None, timeout=0.1)
@@ -114,14 +118,16 @@ class Sink:
 
 
 class SinkSet:
-    """All sinks of a run. Use as a context manager; the end waits for `timeout` seconds at most, for all together."""
+    """All sinks of a run; a context manager. Its exit waits at most `timeout` seconds for all sinks together."""
 
     def __init__(self, sinks: Sequence[Sink], timeout: float):
         self.sinks, self._timeout = list(sinks), timeout
 
     def write(self, row: MetricsRow | Sequence[EpisodeExample]) -> None:
-        """A step's row of `metrics.jsonl`, or one of `evaluation.jsonl`, or examples of episodes; returns at once. It must not be
-        changed afterwards."""
+        """Queue a row of `metrics.jsonl` or `evaluation.jsonl`, or example episodes, for every sink. Returns at once.
+
+        The row must not be changed afterwards.
+        """
         for sink in self.sinks:
             sink.write(row)
 
@@ -151,8 +157,15 @@ def open_sinks(
     print_line: PrintLine,
     timeout: float = CLOSE_TIMEOUT_SECONDS,
 ) -> SinkSet:
-    """The sinks that `config` names. `settings`: the run's configuration, resolved, for those that show it. `print_line`: takes a
-    line for the person who watches, from any thread."""
+    """Open the sinks that `config` names. Raises `ConfigError` if a package is missing.
+
+    Args:
+        config: The `observe` section of the configuration.
+        run_dir: Directory of the run.
+        settings: The run's resolved configuration, for sinks that show it.
+        print_line: Called from any thread with a line for the user.
+        timeout: Seconds that the end of the run waits for all sinks together.
+    """
     check_sinks(config)
 
     def maker(name: str) -> Callable[[], SinkBackend]:
@@ -162,17 +175,18 @@ def open_sinks(
     return SinkSet(sinks, timeout)
 
 
-# What each service of `sinks.py` is given, and in which form: TensorBoard, W&B, MLflow, trackio.
+# Backends: the form in which TensorBoard, W&B, MLflow and trackio get the rows.
 #
-# A run that resumes continues what its earlier starts wrote: `sinks/` in its directory has the id of its run in each service.
+# A resumed run continues the runs that its earlier starts created in the services; the run's directory `sinks/` has
+# their ids.
 
 
 MetricsRow = Mapping[str, Any]
-"""Of a step or of an evaluation: `step`, `time` in seconds since 1970, and figures by name."""
+"""The row of a step or an evaluation: `step`, `time` in unix seconds, and metrics by name."""
 
 
 class EpisodeExample(NamedTuple):
-    """A played episode, as a row of a table. `answer`: all its turns after the first prompt."""
+    """An episode as a row of a table. `answer` has all its turns after the first prompt."""
 
     step: int
     trajectory: str
@@ -183,22 +197,22 @@ class EpisodeExample(NamedTuple):
 
 
 EPISODES_TABLE = "episodes"
-"""What the table of examples is called."""
+"""Name of the table of example episodes."""
 MAX_TABLE_EXAMPLES = 256
-"""In a service that has one table for the whole run."""
+"""Maximum number of examples in a service that has one table for the whole run; the newest are kept."""
 MAX_TEXT_CHARACTERS = 10_000
-"""Of a prompt or an answer in the table; what is longer is cut."""
+"""Maximum characters of a prompt or an answer in the table; longer texts are cut."""
 RUN_IDS_DIRECTORY = "sinks"
-"""A directory of a run: what the run is called in each service, in a file that has the service's name."""
+"""Directory of a run that holds the id of the run in each service, in a file named after the service."""
 MLFLOW_TABLES_TAG, MLFLOW_TABLES = (
     "mlflow.loggedArtifacts",
     json.dumps([{"path": f"{EPISODES_TABLE}.json", "type": "table"}]),
 )
-"""By which MLflow knows a file as a table."""
+"""Name and value of the tag by which MLflow recognizes a file as a table."""
 
 
 def make_episode_example(episode: Mapping[str, Any]) -> EpisodeExample:
-    """From an object of `episodes.jsonl`. Raises `KeyError`, `TypeError` or `ValueError` for what is none."""
+    """Convert an object of `episodes.jsonl`. Raises `KeyError`, `TypeError` or `ValueError` if it is not an episode."""
     turns = [dict(turn) for turn in episode["turns"]]
     said = [turns[0]["assistant"]] if turns else []
     for turn in turns[1:]:
@@ -215,14 +229,14 @@ def make_episode_example(episode: Mapping[str, Any]) -> EpisodeExample:
 
 
 class SinkBackend(Protocol):
-    """Where rows go. Made, called and closed in the sink's own thread."""
+    """The service that a sink writes to. It is created, called and closed in the sink's thread."""
 
     def write_metrics(self, row: MetricsRow) -> None:
-        """The figures of a step, or of an evaluation, which may be of an earlier step."""
+        """Write the metrics of a step, or of an evaluation, which may belong to an earlier step."""
         ...
 
     def write_examples(self, examples: Sequence[EpisodeExample]) -> None:
-        """Episodes that were not shown before."""
+        """Write example episodes that were not written before."""
         ...
 
     def close(self) -> None: ...
@@ -234,18 +248,20 @@ SINK_PACKAGES = {
     "mlflow": ("mlflow", "mlflow-skinny"),
     "trackio": ("trackio", "trackio"),
 }
-"""By sink: the module that it imports, and what pip calls it."""
+"""The module that each sink imports, and the name of its package for pip."""
 
 
 def find_missing_package(name: str) -> str:
-    """What to install for that sink; empty if it is there. Imports nothing."""
+    """Return the package to install for a sink; "" if it is installed. Imports nothing."""
     module, package = SINK_PACKAGES[name]
     return "" if importlib.util.find_spec(module) else package
 
 
 def select_numbers(row: MetricsRow) -> dict[str, float]:
-    """The figures of a row that can be drawn, also those that an environment told an evaluation: no texts, no nulls, and not what
-    counts the rows."""
+    """Return the numbers of a row that can be drawn, including the metrics that environments reported in an evaluation.
+
+    Leaves out texts, nulls, `step` and `time`.
+    """
     told = [(of, value) for of, value in row.items() if of.endswith("/metrics") and isinstance(value, Mapping)]
     inner = {f"{of}/{name}": value for of, values in told for name, value in values.items()}
     return {
@@ -256,20 +272,20 @@ def select_numbers(row: MetricsRow) -> dict[str, float]:
 
 
 def read_run_id(run_dir: Path, service: str) -> str:
-    """Of the run in that service, from an earlier start; "" if there was none."""
+    """Read the id that an earlier start got for the run in `service`; "" if there was none."""
     path = run_dir / RUN_IDS_DIRECTORY / service
     return path.read_text().strip() if path.is_file() else ""
 
 
 def write_run_id(run_dir: Path, service: str, run_id: str) -> str:
-    """For the next start. Returns it."""
+    """Save the id of the run in `service` for the next start, and return the id."""
     make_directory(run_dir / RUN_IDS_DIRECTORY)
     replace_file(run_dir / RUN_IDS_DIRECTORY / service, run_id.encode())
     return run_id
 
 
 class TensorBoardBackend:
-    """Event files in `runs/NAME/tensorboard`: `tensorboard --logdir runs`. TensorFlow is not needed."""
+    """TensorBoard event files in `runs/NAME/tensorboard`: `tensorboard --logdir runs`. TensorFlow is not needed."""
 
     def __init__(self, config: ObserveConfig, run_dir: Path, settings: Mapping[str, Any]):
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -284,7 +300,7 @@ class TensorBoardBackend:
         figures = select_numbers(row)
         if not all(name.startswith("evaluation/") for name in figures):
             if row["step"] <= self._last_step:
-                # A start of the run: what earlier ones wrote of this step, and of later ones, is not of this run any more.
+                # The run was started again: what earlier starts wrote for this step and later ones is obsolete.
                 log = self._events.SessionLog(status=self._events.SessionLog.START)
                 self._add_event(row, session_log=log)
             self._last_step = row["step"]
@@ -303,10 +319,11 @@ class TensorBoardBackend:
 
 
 class WandbBackend:
-    """A run of W&B. `offline`: `wandb sync runs/NAME/wandb/offline-run-*` sends it later, all starts of a run to one run there.
+    """A W&B run. If `offline`, `wandb sync runs/NAME/wandb/offline-run-*` uploads it later, all starts to one run.
 
-    Steps are the metric `step`, not W&B's own count, which never goes back: an evaluation comes after later steps, and a run
-    that resumes from a checkpoint repeats some."""
+    Charts use the metric `step` instead of W&B's own step, which never decreases: evaluations arrive after later steps,
+    and a run that resumes from a checkpoint repeats steps.
+    """
 
     def __init__(self, config: ObserveConfig, run_dir: Path, settings: Mapping[str, Any]):
         import wandb
@@ -339,11 +356,11 @@ class WandbBackend:
 
 
 class MlflowBackend:
-    """A run of the experiment `observe.project`, in `observe.mlflow_uri` or `runs/NAME/mlruns`."""
+    """An MLflow run of the experiment `observe.project`, in `observe.mlflow_uri` or `runs/NAME/mlruns`."""
 
     def __init__(self, config: ObserveConfig, run_dir: Path, settings: Mapping[str, Any]):
         if not config.mlflow_uri:
-            # MLflow 3 refuses its plain-file store without this variable; a database would be one package more.
+            # MLflow 3 refuses its plain-file store without this variable; a database would need one more package.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
@@ -352,7 +369,7 @@ class MlflowBackend:
         self._client = MlflowClient(config.mlflow_uri or (run_dir / "mlruns").absolute().as_uri())
         self._examples: deque[EpisodeExample] = deque(maxlen=MAX_TABLE_EXAMPLES)
         if self._resume_run(run_dir):
-            return  # its parameters stay: MLflow lets none change
+            return  # MLflow does not allow parameters to change
         experiment = self._client.get_experiment_by_name(config.project)
         number = experiment.experiment_id if experiment else self._client.create_experiment(config.project)
         made = self._client.create_run(
@@ -360,11 +377,11 @@ class MlflowBackend:
         ).info.run_id
         self._run = write_run_id(run_dir, "mlflow", made)
         parameters = [Param(key, str(value)[:500]) for key, value in flatten_section(dict(settings)).items()]
-        for first in range(0, len(parameters), 100):  # of one call, at most
+        for first in range(0, len(parameters), 100):  # the limit of one call
             self._client.log_batch(self._run, params=parameters[first : first + 100])
 
     def _resume_run(self, run_dir: Path) -> bool:
-        """Whether an earlier start has a run there."""
+        """Reopen the MLflow run of an earlier start. Returns False if there is none."""
         from mlflow.exceptions import MlflowException
 
         self._run = read_run_id(run_dir, "mlflow")
@@ -374,7 +391,7 @@ class MlflowBackend:
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            return False  # another store than before, or somebody deleted it
+            return False  # the store is another than before, or somebody deleted the run
         return bool(self._run)
 
     def write_metrics(self, row: MetricsRow) -> None:
@@ -392,7 +409,7 @@ class MlflowBackend:
 
 
 class TrackioBackend:
-    """A run of the local trackio project `observe.project`: `trackio show`. A run is known there by its name."""
+    """A run of the local trackio project `observe.project`: `trackio show`. Trackio identifies a run by its name."""
 
     def __init__(self, config: ObserveConfig, run_dir: Path, settings: Mapping[str, Any]):
         import trackio
@@ -423,22 +440,25 @@ SINK_BACKENDS: dict[str, Callable[[ObserveConfig, Path, Mapping[str, Any]], Sink
 }
 
 
-# A `/metrics` endpoint for Prometheus in each process of a run, if `observe.prometheus_port` is set.
+# The `/metrics` endpoint for Prometheus in each process of a run, if `observe.prometheus_port` is set.
 
 
 MAX_PORTS_TRIED = 100
 
 
 def to_prometheus_name(name: str) -> str:
-    """`reward/mean` -> `r3async_reward_mean`."""
+    """Convert the name of a metric: `reward/mean` -> `r3async_reward_mean`."""
     return "r3async_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
 class MetricsEndpoint:
-    """One process's endpoint: its memory, CPU time and open files, the last row that `set_metrics` was given, and what
-    `read_metrics()` returns at that moment.
+    """The Prometheus endpoint of one process.
 
-    Served by a thread of its own, which is the one that calls `read_metrics`; `close` ends it. `port`: where it listens.
+    It serves the memory, CPU time and open files of the process, the last row passed to `set_metrics`, and the current
+    result of `read_metrics()`. A separate thread serves, and calls `read_metrics`; `close` stops it.
+
+    Attributes:
+        port: Port on which the endpoint listens.
     """
 
     def __init__(self, role: str, run_dir: Path, config: ObserveConfig):
@@ -449,7 +469,7 @@ class MetricsEndpoint:
         self._labels = {"role": role, "run": run_dir.name}
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        registry.register(self)  # it is one by its `collect`
+        registry.register(self)  # its `collect` makes it a collector
         self._server, self._thread, self.port = _start_server(
             registry, config.prometheus_host, config.prometheus_port or 0
         )
@@ -459,20 +479,20 @@ class MetricsEndpoint:
         try:
             make_directory(self.target_file.parent)
             replace_file(self.target_file, described.encode())
-        except OSError as error:  # it serves all the same
+        except OSError as error:  # the endpoint serves without the file
             print(f"{self.target_file} could not be written ({error}): {described}", file=sys.stderr)
 
     def set_metrics(self, row: Mapping[str, Any]) -> None:
-        """Show these figures from now on; whatever is no number is left out."""
+        """Serve the numbers of `row` from now on; other values are left out."""
         self._row = _select_numbers(row)
 
     def collect(self) -> Iterable[Any]:
-        """For prometheus_client: a gauge a metric."""
+        """Yield one gauge per metric; prometheus_client calls this."""
         from prometheus_client.metrics_core import GaugeMetricFamily
 
         try:
             now = _select_numbers(self.read_metrics())
-        except Exception as error:  # of an engine that is just stopping, say: the rest is still worth showing
+        except Exception as error:  # for example, an engine is just stopping: the other metrics are still worth serving
             print(f"figures for Prometheus could not be read: {error!r}", file=sys.stderr)
             now = {}
         for name, value in (self._row | now).items():
@@ -483,7 +503,7 @@ class MetricsEndpoint:
             yield gauge
 
     def close(self) -> None:
-        """Stop serving, and take the target file away."""
+        """Stop serving, and remove the target file."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(5.0)
@@ -495,7 +515,10 @@ def _select_numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def serve_actor_metrics(role: str, run_dir: Path) -> MetricsEndpoint | None:
-    """`serve_metrics` for a process that knows only its run's directory; None too where there is no configuration in it."""
+    """Call `serve_metrics` in a process that knows only its run's directory.
+
+    Returns None also if that has no valid configuration.
+    """
     try:
         config = msgspec.convert(read_run_config(run_dir).get("observe", {}), ObserveConfig)
     except msgspec.ValidationError as error:
@@ -505,8 +528,11 @@ def serve_actor_metrics(role: str, run_dir: Path) -> MetricsEndpoint | None:
 
 
 def serve_metrics(role: str, run_dir: Path, config: ObserveConfig) -> MetricsEndpoint | None:
-    """This process's endpoint, or None if `observe.prometheus_port` is not set. A run continues without one that cannot be
-    opened: then None too, with a line on stderr, which is the process's log."""
+    """Open this process's Prometheus endpoint; None if `observe.prometheus_port` is not set.
+
+    A run continues without an endpoint that cannot be opened: then this returns None too, and prints a line to stderr,
+    which is the process's log.
+    """
     if config.prometheus_port is None:
         return None
     try:

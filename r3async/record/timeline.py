@@ -1,7 +1,7 @@
-"""Who did what when, and how long it took: `run_dir/timeline.jsonl`, to which all processes of a run append spans.
+"""The timeline of a run: `run_dir/timeline.jsonl`, to which all processes append spans of their activities.
 
-A line is one object: `who` (`learner`, `generator-0`, `transport`, `weights`), `what` (`train`, `wait`, `play`, …), `start` and
-`end` in unix seconds, and where they are known `step` and `version`.
+Each line is one object: `who` (`learner`, `generator-0`, `transport`, `weights`), `what` (`train`, `wait`, `play`, …),
+`start` and `end` in unix seconds, and `step` and `version` where they are known.
 """
 
 from __future__ import annotations
@@ -23,13 +23,22 @@ from r3async.world.real import REAL_WORLD
 
 FILE = TIMELINE_FILE
 LAG_WINDOW_SAMPLES = 1200
-"""How late an event loop was, of which so many are looked at together: a minute."""
+"""Number of event loop lag samples in the window of `LagMeter`: one minute."""
 
 
 class Span(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`start`, `end`: unix seconds. Of an engine call: its `turn` in the episode (from 0), the `tokens` that were sampled, those
-    that its `prompt` had beyond what was fed before, and the requests that were `running` meanwhile, on average, itself among
-    them."""
+    """One activity of a process, from `start` to `end`.
+
+    Attributes:
+        who: Process or part of it that was active.
+        what: Kind of activity.
+        start: Start in unix seconds.
+        end: End in unix seconds.
+        turn: Turn of an engine call in its episode, from 0.
+        tokens: Tokens that an engine call sampled.
+        prompt: Prompt tokens of an engine call beyond those fed before.
+        running: Average number of requests that ran during an engine call, including itself.
+    """
 
     who: str
     what: str
@@ -44,9 +53,10 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Timeline:
-    """Writes the spans of one process, each when it ends. Where it is not `is_enabled` nothing is measured, opened or written.
+    """A writer of the spans of one process; each span is written when it ends.
 
-    `clock`: unix seconds, so that processes agree; the world's if not given.
+    If it is not enabled, nothing is measured, opened or written. `clock` returns unix seconds, so that processes agree;
+    it defaults to the clock of `world`.
     """
 
     def __init__(
@@ -66,13 +76,13 @@ class Timeline:
         return self._file is not None
 
     def now(self) -> float:
-        """Unix seconds, as its spans have them."""
+        """Return the current time in unix seconds, by the clock of the spans."""
         return self._clock()
 
     def measure_span(
         self, activity: str, *, step: int | None = None, version: int | None = None
     ) -> AbstractContextManager[None]:
-        """What is done inside: `with timeline.span("train", step=3): …`. Written also where it raises."""
+        """Measure the body as a span: `with timeline.span("train", step=3): …`. Written also if the body raises."""
         return nullcontext() if self._file is None else self._record_span(activity, step, version)
 
     @contextmanager
@@ -84,24 +94,35 @@ class Timeline:
             self.add_span(activity, start, self._clock(), step=step, version=version)
 
     def add_span(self, activity: str, start: float, end: float, *, actor: str = "", **facts: Any) -> None:
-        """What was measured elsewhere; `actor`: somebody else than this process. `facts`: further fields of `Span`."""
+        """Write a span that was measured elsewhere.
+
+        Args:
+            activity: Kind of activity, `Span.what`.
+            start: Start in unix seconds.
+            end: End in unix seconds.
+            actor: `Span.who`, if it is not this process.
+            **facts: Further fields of `Span`.
+        """
         if self._file is not None:
             self._file.append(msgspec.json.encode(Span(actor or self.actor, activity, start, end, **facts)))
 
 
 def read_timeline(run_dir: Path, *, files: Files = REAL_WORLD.files) -> list[Span]:
-    """Read the spans of a run, in order of their beginning; what is none is passed over."""
+    """Read the spans of a run, in order of their start. Lines that are no spans are skipped."""
     return parse_spans(read_json_objects(Path(run_dir) / FILE, files=files))
 
 
 def parse_spans(lines: Iterable[dict[str, Any]]) -> list[Span]:
-    """Return those of the lines that are spans, in order of their beginning."""
+    """Return the spans among `lines`, in order of their start."""
     spans = [span for span in convert_valid(lines, Span) if span.start <= span.end]
     return sorted(spans, key=lambda span: span.start)
 
 
 def compute_busy_shares(spans: Sequence[Span]) -> dict[tuple[str, str], float]:
-    """By (who, what): the share of the time from the first span to the last end. Spans of one kind that overlap count once."""
+    """Return by (who, what) the share of the time from the start of the first span to the last end.
+
+    Overlapping spans of one kind count once.
+    """
     if not spans:
         return {}
     whole = max(span.end for span in spans) - min(span.start for span in spans)
@@ -119,22 +140,24 @@ def compute_busy_shares(spans: Sequence[Span]) -> dict[tuple[str, str], float]:
 
 
 def time_engine_calls(engine: Engine, timeline: Timeline) -> Engine:
-    """`engine`, whose calls go to the timeline, and when it has any (`busy`); or `engine` itself, if that is off. Of each group
-    the calls of one episode are measured."""
+    """Wrap `engine` to write its calls to the timeline, and when it has requests (`busy`).
+
+    In each group, the calls of one episode are measured. Returns `engine` itself if the timeline is not enabled.
+    """
     return cast(Engine, _TimedEngine(engine, timeline)) if timeline.is_enabled else engine
 
 
 class _TimedEngine:
-    """Everything but `generate` is the engine's own."""
+    """An engine whose `generate` writes spans; every other attribute is the wrapped engine's."""
 
     def __init__(self, engine: Engine, timeline: Timeline):
         self._engine, self._timeline = engine, timeline
         self._running = 0
         self._busy_from = self._counted_until = timeline.now()
         self._request_seconds = 0.0
-        """Running requests times seconds, up to `_counted_until`."""
+        """Integral of the number of running requests over time, in request-seconds, up to `_counted_until`."""
         self._last_calls: dict[str, tuple[EpisodeId, float, int]] = {}
-        """By trajectory: its last call, when that was answered, and how many tokens the engine had of it then."""
+        """Last call of each trajectory, the time of its answer, and the tokens that the engine had by then."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -150,7 +173,7 @@ class _TimedEngine:
             self._change_running(-1)
 
     def _change_running(self, delta: int) -> float:
-        """So many requests more run from now on. Returns now."""
+        """Add `delta` to the number of running requests, and return the current time."""
         now = self._timeline.now()
         self._request_seconds += self._running * (now - self._counted_until)
         if not self._running:
@@ -180,7 +203,7 @@ class _TimedEngine:
             running=running,
         )
         self._last_calls[episode_id.trajectory_id] = episode_id, ended, prompt + tokens
-        while len(self._last_calls) > 1024:  # their last answer has no call behind it
+        while len(self._last_calls) > 1024:  # nothing removes a trajectory after its last call
             del self._last_calls[next(iter(self._last_calls))]
         return generation
 
@@ -189,37 +212,42 @@ class _TimedEngine:
 
 
 class CounterGrowth:
-    """What counters of processes have grown by since they were first seen. One that restarts with its process, is seen first
-    again."""
+    """The growth of process counters since each was first read.
+
+    A counter that restarts with its process counts from the first value read after the restart.
+    """
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
         self.totals: dict[str, float] = {}
 
     def add(self, name: str, value: float, role: str) -> None:
-        """The counter `name` is at `value`; what it grew by counts for `role`."""
+        """Record that the counter `name` is now at `value`, and add its growth to the total of `role`."""
         before = self._last.get(name, value)
         self._last[name] = value
         self.totals[role] = self.totals.get(role, 0.0) + max(0.0, value - before)
 
 
 class StageTimer:
-    """What this process spends by stage (`world/stages.py`), as metrics of its `role`: `cpu/ROLE_STAGE_seconds`, which add up to
-    its processor time, and of its event loop `wall/ROLE_STAGE_seconds`."""
+    """The time that this process spends in each stage (`world/stages.py`), as metrics of its `role`.
+
+    `cpu/ROLE_STAGE_seconds` add up to the processor time of the process; `wall/ROLE_STAGE_seconds` are wall times of
+    its event loop.
+    """
 
     def __init__(self, role: str, processes: Processes = REAL_WORLD.processes):
         self._role, self._processes = role, processes
         self._last_totals: dict[str, float] = {}
 
     def total_seconds(self) -> dict[str, float]:
-        """Since its loop was first measured. None of a simulated process."""
+        """Return the seconds since the event loop was first measured; a simulated process has none."""
         kinds = zip(("cpu", "wall"), self._processes.stage_seconds(), strict=True)
         return {
             f"{kind}/{self._role}_{name}_seconds": seconds for kind, spent in kinds for name, seconds in spent.items()
         }
 
     def read_increment(self) -> dict[str, float]:
-        """Since the last call."""
+        """Return the seconds spent since the last call."""
         before, self._last_totals = self._last_totals, self.total_seconds()
         return {name: seconds - before.get(name, 0.0) for name, seconds in self._last_totals.items()}
 
@@ -228,8 +256,11 @@ class StageTimer:
 
 
 class LagMeter:
-    """Gathers how much later than asked a sleeping task wakes up, and how much of it was computed on the loop (`own`). Figures
-    are of the last minute. Meanwhile the loop's time is accounted for by stage."""
+    """A meter of event loop lag over the last minute: how late a sleeping task wakes up.
+
+    `own` lag is the part during which the loop's thread was computing. While it measures, the loop's time is also
+    booked to stages.
+    """
 
     METRIC_NAMES = ("p50_ms", "p99_ms", "max_ms", "own_p99_ms", "own_max_ms")
 
@@ -254,7 +285,7 @@ class LagMeter:
         self._computing.append(max(0.0, computing_seconds))
 
     def collect_metrics(self) -> dict[str, float]:
-        """By `METRIC_NAMES`; zeros before the first measurement."""
+        """Return the lag in milliseconds by `METRIC_NAMES`; zeros before the first measurement."""
         lags, own = sorted(self._lags) or [0.0], sorted(self._computing) or [0.0]
 
         def quantile(values: list[float], q: float) -> float:

@@ -1,5 +1,8 @@
-"""Writes what a step leaves behind: its row of `metrics.jsonl`, when the weights trained in it are installed, episodes to look
-at, and a line of `trained.jsonl` that says which trajectories it trained. `metrics.py` says what each metric means."""
+"""Writers of the records of a step.
+
+These are its row of `metrics.jsonl`, written once the step's weights are installed, example episodes, and a line of
+`trained.jsonl` with the trajectories that it trained. `metrics.py` describes each metric.
+"""
 
 from __future__ import annotations
 
@@ -40,15 +43,19 @@ _encoder = msgspec.json.Encoder(enc_hook=_to_number)
 
 
 class MetricsFile:
-    """Appends rows to `metrics.jsonl`. One writer per run; a row is in the file when `write` returns, or kept."""
+    """A writer of rows to `metrics.jsonl`, one per run.
+
+    When `write` returns, the row is in the file, or kept in memory until the disk takes it.
+    """
 
     def __init__(self, run_dir: Path, *, world: World = REAL_WORLD):
         self._file = AppendFile(Path(run_dir) / "metrics.jsonl", world=world)
 
     def write(self, row: Mapping[str, Any]) -> list[str]:
-        """Append one step. Non-finite values are written as null, and their names returned: they need attention.
+        """Append the row of one step. Non-finite values are written as null, and their names returned: they need
+        attention.
 
-        Raises `TypeError` for a value that is no number (nor text or None).
+        Raises `TypeError` for a value that is not a number, text or None.
         """
         plain = {k: v if isinstance(v, (int, float, str, type(None))) else _to_number(v) for k, v in row.items()}
         odd = [name for name, value in plain.items() if isinstance(value, float) and not math.isfinite(value)]
@@ -60,14 +67,17 @@ class MetricsFile:
 
 
 class DeviceCounts(NamedTuple):
-    """How many devices generate and train: GPUs, or on CPU an engine's workers and the learner's ranks. They may be the same."""
+    """The numbers of devices that generate and that train; both may be the same devices.
+
+    Devices are GPUs, or on CPU the workers of the engines and the ranks of the learner.
+    """
 
     engines: int = 1
     learner: int = 1
 
     @staticmethod
     def from_config(config: Config, generators: int = 0) -> DeviceCounts:
-        """Of so many `generators`, 0: as configured; whether or not one is restarted just now."""
+        """Count the devices of `generators` generators (0: as configured), even if one of them is just restarting."""
         workers = int(config.generator.engine_args.get("tensor_parallel_size", 1))
         return DeviceCounts((generators or config.generator.count) * workers, config.learner.parallel.world_size)
 
@@ -76,9 +86,9 @@ ONE_DEVICE_EACH = DeviceCounts()
 
 
 class StepWriter:
-    """Keeps what the learner reported until the delivery's figures are known, then writes the whole row.
+    """The writer of step rows: it keeps the learner's metrics until those of the weight delivery are known.
 
-    `report_event(event, **fields)` is called for metrics that are not finite. Rates are over the wall time between two rows.
+    `report_event(event, **fields)` is called for metrics that are not finite. Rates are per wall time between two rows.
     """
 
     def __init__(
@@ -100,25 +110,25 @@ class StepWriter:
         self._recent: deque[dict[str, Any]] = deque(maxlen=MAX_RECENT_ROWS)
 
     def rows_after(self, step: int) -> list[dict[str, Any]]:
-        """Rows after `step`, as far back as the last `MAX_RECENT_ROWS`."""
+        """Return the rows after `step`, as far as they are among the last `MAX_RECENT_ROWS`."""
         return [row for row in self._recent if row["step"] > step]
 
     def restart_clock(self) -> None:
-        """Rates of the next row count from now."""
+        """Count the rates of the next row from now on."""
         self._written_at = self._clock()
 
     @property
     def pending_rows(self) -> list[dict[str, Any]]:
-        """Rows that wait for their delivery: a checkpoint keeps them."""
+        """The rows that wait for the delivery of their weights; a checkpoint saves them."""
         return [dict(row) for row in self._pending]
 
     def restore_pending(self, pending: Sequence[dict[str, Any]], generated_tokens: int) -> None:
-        """Resume from a checkpoint: `pending` rows are still to be written, and so many tokens had been generated before."""
+        """Restore the state of a checkpoint: the rows that are still to be written, and the tokens generated so far."""
         self._pending = [dict(row) for row in pending]
         self._tokens = generated_tokens
 
     def has_pending(self, version: int) -> bool:
-        """A row waits for the delivery of `version`, or of an older one."""
+        """Return True if a row waits for the delivery of `version` or an older version."""
         return any(row["version"] <= version for row in self._pending)
 
     @property
@@ -126,7 +136,7 @@ class StepWriter:
         return not self._pending
 
     def add(self, step: int, version: int, metrics: dict[str, Any], previews: Sequence[dict[str, Any]]) -> None:
-        """A step was made; `version` is what it made. Episode previews are written at once."""
+        """Add the metrics of a step that produced `version`. Episode previews are written at once."""
         self._pending.append({"step": step, "version": version, **metrics})
         for preview in previews:
             rewards = preview["rewards"]
@@ -137,7 +147,7 @@ class StepWriter:
             self._episodes.append(msgspec.json.encode(told | named))
 
     def update_pending(self, version: int, metrics: dict[str, Any]) -> None:
-        """What became known later of the last step that made `version`."""
+        """Add metrics that became known later to the pending row of the last step that produced `version`."""
         [row for row in self._pending if row["version"] == version][-1].update(metrics)
 
     def write_delivered(
@@ -148,9 +158,15 @@ class StepWriter:
         cpu_seconds: Mapping[str, float] | None = None,
         stage_seconds: Mapping[str, float] | None = None,
     ) -> None:
-        """Write the rows of all versions up to `version`. `generated_tokens` is the total since the run began, and
-        `cpu_seconds` the processor time of all processes but the learner, by their role, since one began to count it;
-        `stage_seconds` what they spent by stage, by metric."""
+        """Write the rows of all versions up to `version`.
+
+        Args:
+            version: Version of the weights that were delivered.
+            generated_tokens: Tokens generated since the run began.
+            metrics: Metrics of the delivery, added to every row.
+            cpu_seconds: Total processor time of all processes but the learner, by role, since counting began.
+            stage_seconds: Total time of these processes by stage, by metric name.
+        """
         with stage("metrics"):
             self._write_rows(version, generated_tokens, metrics, cpu_seconds or {}, stage_seconds or {})
 
@@ -164,7 +180,7 @@ class StepWriter:
     ) -> None:
         ready = [row for row in self._pending if row["version"] <= version]
         self._pending = [row for row in self._pending if row["version"] > version]
-        # Steps that made one version together have one rate.
+        # Steps that produced one version together share one rate.
         now = self._clock()
         seconds = max(now - self._written_at, 1e-9)
         trained = sum(row["batch/trained_tokens"] for row in ready)
@@ -181,19 +197,19 @@ class StepWriter:
         for row in ready:
             row |= {"time": self._time(), **rates, **metrics}
             odd = self._writer.write(row)
-            if odd and explain_no_update(row) != ALL_EPISODES_FAILED:  # whose means are of nobody
+            if odd and explain_no_update(row) != ALL_EPISODES_FAILED:  # such a step has no episode to average over
                 self._report("metric_not_finite", step=row["step"], metrics=odd)
             self._recent.append(row)
 
     def _compute_stage_seconds(self, rows: int, stages: Mapping[str, float]) -> dict[str, float]:
-        """Of each of so many rows since the rows before."""
+        """Return the time by stage since the previous rows, divided evenly over `rows` rows."""
         before, self._stages = self._stages, dict(stages)
         return {name: (seconds - before.get(name, 0.0)) / rows for name, seconds in stages.items()}
 
     def _compute_cpu_seconds(
         self, rows: Sequence[dict[str, Any]], cpu: Mapping[str, float], generated: int
     ) -> dict[str, float]:
-        """Processor time a step since the rows before, by role, and a token."""
+        """Return the processor time since the previous rows, per step by role, and per generated and trained token."""
         spent = {role: seconds - self._cpu.get(role, 0.0) for role, seconds in cpu.items()}
         self._cpu = dict(cpu)
         learner = sum(row.get("cpu/learner_seconds", 0.0) for row in rows)
@@ -206,8 +222,11 @@ class StepWriter:
 
 
 def _split_turns(messages: Sequence[Mapping[str, str]], answers: int) -> list[tuple[str, str]]:
-    """What was asked and what was answered, of each turn; several messages before an answer are one question. `answers`: so many
-    of the last messages of the assistant are the policy's, and earlier ones are part of the first prompt."""
+    """Split a conversation into turns, each a prompt and an answer. Several messages before an answer form one prompt.
+
+    `answers` is the number of the policy's answers: the last assistant messages. Earlier assistant messages are part of
+    the first prompt.
+    """
     turns: list[tuple[str, str]] = []
     asked: list[str] = []
     others = sum(message["role"] == "assistant" for message in messages) - answers
@@ -234,12 +253,14 @@ PER_ENVIRONMENT_METRICS = (
     "episode/turns_mean",
     "episode/ended_error",
 )
-"""What `compute_environment_metrics` has of each environment, besides what that told itself."""
+"""Metrics that `compute_environment_metrics` returns for each environment, besides those that it reported itself."""
 
 
 def compute_episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Means over those that were played; of nobody, NaN. One without turns stands for an episode that failed, and only its ending
-    counts."""
+    """Compute episode metrics over the played trajectories; the means are NaN if none was played.
+
+    A trajectory without turns stands for a failed episode: only its ending counts.
+    """
     played, nobody = [t for t in trajectories if t.turns], [math.nan]
     rewards = [t.reward for t in played] or nobody
     groups: dict[int, list[float]] = {}
@@ -264,7 +285,10 @@ def compute_episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, flo
 
 
 def compute_environment_metrics(trajectories: Sequence[Trajectory], labels: Sequence[str]) -> dict[str, float]:
-    """Of each environment of a mix, as `env/LABEL/NAME`; nothing of one that no trajectory is of, or that is the only one."""
+    """Compute the metrics of each environment of a mix, as `env/LABEL/NAME`.
+
+    An environment without trajectories has none, and neither has the only environment of a run.
+    """
     metrics: dict[str, float] = {}
     for entry, label in enumerate(labels if len(labels) > 1 else ()):
         own = [t for t in trajectories if split_seed(t.task_seed, len(labels))[0] == entry]
@@ -279,12 +303,15 @@ def compute_environment_metrics(trajectories: Sequence[Trajectory], labels: Sequ
 
 
 def is_truncated(trajectory: Trajectory) -> bool:
-    """Whether one of its answers was cut, or the context was full."""
+    """Return True if one of the answers was truncated, or the context was full."""
     return trajectory.stop_reason == "length" or any(turn.stop_reason == "length" for turn in trajectory.turns)
 
 
 def _average_env_metrics(played: Sequence[Trajectory]) -> dict[str, float]:
-    """Mean and standard deviation of what environments told (`StepResult.metrics`), over the episodes that told it."""
+    """Compute mean and standard deviation of the environments' metrics (`StepResult.metrics`).
+
+    Each is taken over the episodes that reported it.
+    """
     told: dict[str, list[float]] = {}
     for trajectory in played:
         for name, value in trajectory.metrics.items():
@@ -294,7 +321,10 @@ def _average_env_metrics(played: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def select_previews(trajectories: Sequence[Trajectory], labels: Sequence[str] = ("",)) -> list[dict[str, Any]]:
-    """The first few that carry their conversation, for `episodes.jsonl`. `labels`: of the environments of a mix."""
+    """Return the first few trajectories that carry their conversation, for `episodes.jsonl`.
+
+    `labels` are the labels of the environments of a mix.
+    """
     return [
         {
             "trajectory": t.trajectory_id,
@@ -309,10 +339,17 @@ def select_previews(trajectories: Sequence[Trajectory], labels: Sequence[str] = 
 
 
 class TrainedStep(msgspec.Struct, frozen=True):
-    """A line of `trained.jsonl`. `crc32`: of the token ids of each trajectory, sample by sample, as they were trained.
+    """A line of `trained.jsonl`: the trajectories that one step trained.
 
-    `lineage`: of the learner, in which `version` is counted. `lineages` and `newest`: of each trajectory, and its newest version
-    (-1: none)."""
+    Attributes:
+        version: Version of the weights that the step changed.
+        groups: Index of each group.
+        trajectories: Id of each trajectory.
+        crc32: CRC-32 of the token ids of each trajectory, sample by sample, as they were trained.
+        lineage: Lineage of the learner, in which `version` counts.
+        lineages: Lineage of each trajectory.
+        newest: Newest version of each trajectory; -1 for none.
+    """
 
     step: int
     version: int
@@ -325,7 +362,7 @@ class TrainedStep(msgspec.Struct, frozen=True):
 
 
 def make_trained_step(step: int, version: int, groups: Sequence[Sequence[Trajectory]], lineage: int = 0) -> TrainedStep:
-    """`version` and `lineage`: of the weights that the step changed."""
+    """Build the line of a step. `version` and `lineage` are those of the weights that the step changed."""
     members = [t for group in groups for t in group]
     return TrainedStep(
         step,

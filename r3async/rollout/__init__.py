@@ -1,1 +1,1 @@
-"""The multi-turn loop, token-in/token-out."""
+"""The multi-turn rollout loop, token-in/token-out."""

@@ -1,7 +1,7 @@
-"""What a decoder computes, stage by stage: seen by hooks in vLLM's model, transformers' and Megatron's alike.
+"""Records a decoder's activations stage by stage, with hooks that work on vLLM, transformers and Megatron models.
 
-A stage is known by its layer and part: `3.attention.in` is what went into the attention of the fourth layer, `3.attention.out`
-what came out of it. Nothing of the model is changed, and nothing stays behind.
+A stage is named by layer and part: `3.attention.in` is the input of the fourth layer's attention, `3.attention.out` its
+output. The model's computation is not changed, and all hooks are removed at the end.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from torch import Tensor, nn
 
 NORM_NAMES = {"input_norm": ("input_layernorm",), "post_norm": ("post_attention_layernorm", "pre_mlp_layernorm")}
 PART_NAMES = {"attention": ("self_attn", "self_attention"), "mlp": ("mlp", "block_sparse_moe")}
-"""Of a layer, and how models name them."""
+"""Parts of a layer, each with the attribute names that models give it."""
 
 
 class ActivationError(RuntimeError):
-    """A model whose stages cannot be seen."""
+    """A model whose stages cannot be recorded."""
 
 
 class ActivationRecorder:
-    """Sees what one model computes from now on, until `finish_recording`. For one request at a time: rows are in the order of
-    the passes.
+    """A recorder of one model's activations, from its construction until `finish_recording`.
 
-    Stages: `embedding.out`; of each layer `input_norm`, `attention`, `post_norm`, `mlp`, with `.in` and `.out`, and of a mixture
-    of experts `router.out` (logits `[T, experts]`), `choice.out` (ids `[T, K]`) and `gates.out` `[T, K]`, where they exist; then
-    `final_norm.in`, `.out`. What goes into a norm is the residual stream. All others are `[T, hidden]`.
+    It serves one request at a time: rows are in the order of the forward passes.
+
+    Stages: `embedding.out`; for each layer `input_norm`, `attention`, `post_norm` and `mlp`, each with `.in` and
+    `.out`; for a mixture of experts also `router.out` (logits `[T, experts]`), `choice.out` (ids `[T, K]`) and
+    `gates.out` `[T, K]`, where they exist; then `final_norm.in` and `.out`. The input of a norm is the residual stream.
+    All other stages are `[T, hidden]`.
 
     Raises `ActivationError` for a model without a list of layers.
     """
@@ -37,7 +39,7 @@ class ActivationRecorder:
         if decoder is None:
             raise ActivationError(f"{type(model).__name__} has no list of decoder layers")
         self.dtype = ""
-        """Of what the embedding gave."""
+        """Name of the dtype of the embedding's output; "" before the first pass."""
         self._rows_by_name: dict[str, list[Tensor]] = {}
         self._undo_hooks: list[Callable[[], object]] = []
         if (embedding := _find_module(decoder, "embed_tokens") or _find_module(model, "embedding")) is not None:
@@ -52,7 +54,7 @@ class ActivationRecorder:
         self._hook_norm("final_norm", _find_module(decoder, "norm", "final_layernorm"))
 
     def finish_recording(self) -> dict[str, Tensor]:
-        """What was seen, float32 or int64, in host memory; nothing more is seen."""
+        """Stop recording and return the rows of each stage, float32 or int64, in host memory."""
         for undo in self._undo_hooks:
             undo()
         self._undo_hooks.clear()
@@ -69,7 +71,7 @@ class ActivationRecorder:
 
     def _hook_norm(self, name: str, module: nn.Module | None) -> None:
         def after(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-            # vLLM's adds to the residual stream before it normalises it, and returns both.
+            # vLLM's norm first adds its input to the residual stream, then normalises it, and returns both.
             fused = isinstance(out, tuple)
             self._record_rows(f"{name}.in", out[1] if fused else _first_float_tensor(args, kwargs))
             self._record_rows(f"{name}.out", _first_output(out))
@@ -90,11 +92,11 @@ class ActivationRecorder:
 
     def _hook_router(self, layer: str, mlp: nn.Module) -> None:
         chooser = getattr(getattr(mlp, "experts", None), "router", None)
-        if hasattr(chooser, "select_experts"):  # vLLM's is no module
+        if hasattr(chooser, "select_experts"):  # vLLM's router is no module
             self._wrap_method(
                 chooser, "select_experts", lambda out, kwargs: self._record_choice(layer, kwargs["router_logits"], *out)
             )
-        elif (router := _find_module(mlp, "router")) is not None:  # Megatron's has a column for each expert
+        elif (router := _find_module(mlp, "router")) is not None:  # Megatron's router has a column for each expert
             self._wrap_method(router, "gating", lambda out, kwargs: self._record_rows(f"{layer}.router.out", out))
             self._undo_hooks.append(
                 router.register_forward_hook(lambda m, a, out: self._record_routing_map(layer, *out)).remove
@@ -104,7 +106,7 @@ class ActivationRecorder:
             self._undo_hooks.append(gate.register_forward_hook(hook).remove)
 
     def _wrap_method(self, owner: Any, name: str, record: Callable[[Any, dict[str, Any]], None]) -> None:
-        """Until `finish_recording`, `record(result, keyword arguments)` of each call of that method."""
+        """Call `record(result, keyword arguments)` after each call of that method, until `finish_recording`."""
         method = getattr(owner, name)
 
         def seen(*args: Any, **kwargs: Any) -> Any:
@@ -137,5 +139,5 @@ def _first_output(out: Any) -> Tensor:
 
 
 def _first_float_tensor(args: Any, kwargs: Any) -> Tensor:
-    """The first argument that holds numbers, and not positions."""
+    """Return the first argument that is a floating-point tensor; positions are integers."""
     return next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.is_floating_point())

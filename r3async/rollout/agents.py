@@ -1,8 +1,9 @@
-"""Agents in the place of environments: a function, a command, or somebody outside.
+"""Agents that play episodes in place of an environment: a Python function, a command, or an outside client.
 
-`env.name = "agent:module:function"` calls `function(base_url, api_key, task_seed, **env.args)` once an episode, in a thread of
-its own if it is not `async`; what it returns, if anything, is the reward. `env.name = "agent-command"` runs `env.args.command`
-once an episode. `env.name = "agent-outside"` waits until somebody with the token asks for an episode.
+`env.name = "agent:module:function"` calls `function(base_url, api_key, task_seed, **env.args)` once per episode, in a
+separate thread if it is not `async`; its return value, if any, is the reward. `env.name = "agent-command"` runs
+`env.args.command` once per episode. `env.name = "agent-outside"` waits until a client with the token requests an
+episode.
 """
 
 from __future__ import annotations
@@ -47,23 +48,23 @@ COMMAND_AGENT, OUTSIDE_AGENT = "agent-command", "agent-outside"
 AGENT_NAMES = (COMMAND_AGENT, OUTSIDE_AGENT)
 OUTPUT_TAIL_BYTES = 16_384
 TERMINATION_SECONDS = 5.0
-"""What processes may take to end after SIGTERM, before they are killed."""
+"""Seconds that processes have to end after SIGTERM, before they are killed."""
 TERMINATION_POLL_SECONDS = 0.05
 PIPE_CAPACITY_BYTES = 2**20
-"""What a pipe holds at most."""
+"""Bytes that a pipe holds at most."""
 
 PlayEpisode = Callable[[EpisodeTask], Awaitable[Trajectory]]
 PlayAgent = Callable[["AgentServer", AgentSession], Awaitable[float | None]]
-"""Plays one episode; returns its reward, if it knows it."""
+"""Coroutine function that plays one episode and returns its reward, or None if it does not know it."""
 
 
 def is_agent(env: EnvConfig) -> bool:
-    """Whether `env.name` is an agent's and not an environment's."""
+    """Return True if `env.name` names an agent and not an environment."""
     return env.name.startswith("agent-") or env.name.startswith(FUNCTION_AGENT_PREFIX)
 
 
 def make_agent(env: EnvConfig) -> PlayAgent:
-    """What plays the episodes of `env`. Raises `ConfigError` for an unknown name or wrong `env.args`."""
+    """Return the agent that plays `env`'s episodes. Raises `ConfigError` for an unknown name or wrong `env.args`."""
     if env.name.startswith(FUNCTION_AGENT_PREFIX):
         return FunctionAgent(env)
     if env.name == COMMAND_AGENT:
@@ -77,7 +78,10 @@ def make_agent(env: EnvConfig) -> PlayAgent:
 
 
 class FunctionAgent:
-    """A function of the person's own, unaware of us. Raises `EpisodeError` if it exits, and what it raised."""
+    """A user's function that knows nothing of r3async.
+
+    A call raises `EpisodeError` if the function exits the interpreter, and otherwise whatever the function raises.
+    """
 
     def __init__(self, env_config: EnvConfig):
         name, args = env_config.name, env_config.args
@@ -105,13 +109,16 @@ class FunctionAgent:
         if inspect.iscoroutinefunction(self._function):
             try:
                 return await self._function(**arguments)
-            except SystemExit as error:  # which would end this process, and every episode in it
+            except SystemExit as error:  # it would end this process, and every episode in it
                 raise EpisodeError(f"the agent of {session.task.trajectory_id} ended with {error!r}") from error
         return await run_in_thread(lambda: self._function(**arguments), name=session.task.trajectory_id)
 
 
 async def run_in_thread(work: Callable[[], Any], name: str) -> Any:
-    """`work()`, in a thread of its own that nobody waits for if this is cancelled: a blocked agent cannot be interrupted."""
+    """Run `work()` in a new thread and return its result.
+
+    A blocked agent cannot be interrupted: if this call is cancelled, the thread goes on and nobody waits for it.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
@@ -162,16 +169,19 @@ def _parse_command_args(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _build_search_path() -> str:
-    """Our own interpreter's directory first: `python` is the one that has our packages."""
+    """Return PATH behind the running interpreter's directory, so that `python` is the one that has our packages."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 class CommandAgent:
-    """A program, run once an episode with OPENAI_BASE_URL, OPENAI_API_KEY, the same for ANTHROPIC, and R3ASYNC_TASK_SEED in its
-    environment, beside `environment` and what `filter_variables(variables)` lets it have of ours.
+    """A program that is run once per episode.
 
-    The reward is the last line of its output, if that is `{"reward": x}`. Raises `EpisodeError` with the end of its stderr if it
-    exits with another code than 0. When it exits, and when this is cancelled, all that it started is ended.
+    Its environment has OPENAI_BASE_URL, OPENAI_API_KEY, the same for ANTHROPIC, and R3ASYNC_TASK_SEED, besides
+    `environment` and the variables of this process that `filter_variables(variables)` lets through.
+
+    The reward is the last line of its output, if that is `{"reward": x}`. A call raises `EpisodeError` with the end of
+    the program's stderr if it exits with a code other than 0. When the program exits, and when the call is cancelled,
+    all processes that it started are terminated.
     """
 
     def __init__(
@@ -201,13 +211,13 @@ class CommandAgent:
             )
             try:
                 code = await process.wait()
-                # Before anything else is ended, which may write too.
+                # Read before the program's other processes are terminated, which may write too.
                 said, complained = output.read(), errors.read()
             finally:
                 await _terminate_processes(process, session.key)
         if code:
             output_end = (complained.strip() or said.strip() or "no output")[-1000:]
-            *before, last = output_end.splitlines()  # of a traceback, the last line says what it was
+            *before, last = output_end.splitlines()  # the last line of a traceback names the error
             raise EpisodeError(
                 "\n".join([f"{' '.join(map(str, self._command))!r} exited with {code}: {last}", *before])
             )
@@ -215,7 +225,7 @@ class CommandAgent:
 
     def _build_environment(self, server: AgentServer, session: AgentSession) -> dict[str, str]:
         host = urlsplit(server.base_url).hostname or ""
-        # A proxy of this machine is not the way to this machine.
+        # The endpoint is on this machine: the program must not reach it through a proxy.
         direct = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), host]))
         return {
             **filter_variables(self._inherited_variables),
@@ -232,8 +242,10 @@ class CommandAgent:
 
 
 class _OutputTail:
-    """A pipe of which the last `OUTPUT_TAIL_BYTES` are kept. Its end is not waited for: whatever a program started may hold
-    that for ever."""
+    """A pipe that keeps the last `OUTPUT_TAIL_BYTES` written to it.
+
+    It does not wait for end-of-file: a process that the program started may hold the write end open for ever.
+    """
 
     def __init__(self) -> None:
         self._read_fd, self.write_fd = os.pipe()
@@ -242,7 +254,7 @@ class _OutputTail:
         asyncio.get_running_loop().add_reader(self._read_fd, self._drain_pipe)
 
     def read(self) -> str:
-        """The end of all that was written until now."""
+        """Return the end of everything written so far."""
         self._drain_pipe()
         return self._tail.decode(errors="replace")
 
@@ -258,8 +270,11 @@ class _OutputTail:
 
 
 async def _terminate_processes(process: asyncio.subprocess.Process, key: str) -> None:
-    """End a program and all that it started: asked first, then killed. They are known by its group, and by the `key` of the
-    episode in their environment where they have a session of their own."""
+    """Terminate a program and every process that it started, first with SIGTERM, then with SIGKILL.
+
+    They are found by the program's process group, and by the episode's `key` in their environment if they have left its
+    session.
+    """
     for how in (signal.SIGTERM, signal.SIGKILL):
         _signal_process_group(process.pid, how)
         told: set[psutil.Process] = set()
@@ -281,7 +296,7 @@ def _signal_process_group(process_group: int, signal_number: signal.Signals) -> 
 
 
 def parse_last_reward(output: str) -> float | None:
-    """The reward in the last line of a program's output, if that has one."""
+    """Return the reward in the last line of a program's output, or None if that line has none."""
     lines = output.strip().splitlines()
     try:
         return decode_json_object(lines[-1]).get("reward") if lines else None
@@ -290,21 +305,21 @@ def parse_last_reward(output: str) -> float | None:
 
 
 async def play_outside(server: AgentServer, session: AgentSession) -> float | None:
-    """Somebody who asks for an episode with the token plays it, and ends it."""
+    """Offer the session to outside clients and wait until the one that takes it, with the token, has closed it."""
     server.offer_session(session)
     await session.closed.wait()
     return None
 
 
-# -- episodes that agents play ---------------------------------------------------------------------------------------
+# -- playing episodes with an agent ----------------------------------------------------------------------------------
 
 
 async def play_with_agent(agent: PlayAgent, server: AgentServer, task: EpisodeTask) -> Trajectory:
-    """Open a session for the episode and let the agent play it, until it ends, or `episode.timeout` is over.
+    """Open a session for the episode and let the agent play it until it ends, or until `episode.timeout` is over.
 
-    An agent that fails because it was refused more turns or a longer context has played its episode, if its reward is known.
-    Else what it raised is raised; `EpisodeError` for an episode without an answer or a reward; and what the engine raised,
-    if that failed, whatever the agent made of it. Cancelling takes the episode from the agent.
+    An agent that fails because it was refused more turns or a longer context has played its episode, if the reward is
+    known. Otherwise its exception is raised. Raises `EpisodeError` for an episode without an answer or a reward, and
+    the engine's error if the engine failed, whatever the agent made of it. Cancelling takes the episode from the agent.
     """
     session = server.open_session(task)
     settings, reason = server.settings, "stop"
@@ -350,15 +365,17 @@ async def open_agent_player(
     directory: Path | None = None,
     world: World = REAL_WORLD,
 ) -> AsyncIterator[PlayEpisode | None]:
-    """What plays episodes of `env` if that is an agent; None if it is an environment. The endpoint is up meanwhile, also for an
-    environment if `serving.enabled`; then its address is in `directory/serving-ID.json`, for its owner only, with its token if
-    that was made here: one of `serving.token` is known to who set it, and is written nowhere.
+    """Serve the endpoint and yield the function that plays episodes of `env`, or None if `env` is an environment.
+
+    The endpoint is up for an agent, and for an environment if `serving.enabled`. If `serving.enabled`, its address is
+    written to `directory/serving-ID.json`, readable by its owner only. The file holds the token if it was generated
+    here; a token set with `serving.token` is written nowhere.
     """
     agent = make_agent(env) if is_agent(env) else None
     if agent is None and not serving.enabled:
         yield None
         return
-    # Not above: aiohttp takes a while, and commands that serve nobody import this file too.
+    # Imported here because aiohttp takes a while to import, and commands that serve nothing import this module too.
     from r3async.rollout.endpoint.server import AgentServer
 
     clock = world.clock.time
@@ -381,8 +398,10 @@ async def open_agent_player(
 
 
 def _bypass_proxy(host: str) -> None:
-    """Have agents in this process, and programs that it starts, ask `host` itself: a proxy (HTTP_PROXY) would look for the
-    endpoint on its own machine."""
+    """Exempt `host` from proxies, for agents in this process and for the programs that it starts.
+
+    A proxy (HTTP_PROXY) would look for the endpoint on its own machine.
+    """
     for name in ("NO_PROXY", "no_proxy"):
         known = [each for each in os.environ.get(name, "").split(",") if each]
         if host not in known:
@@ -390,7 +409,7 @@ def _bypass_proxy(host: str) -> None:
 
 
 async def _write_private_file(path: Path, data: bytes, report: Callable[..., object], world: World) -> None:
-    """For its owner only; tried again until the disk takes it."""
+    """Write a file that only its owner can read, retrying until the disk accepts it."""
     failed = False
     while True:
         try:

@@ -1,9 +1,10 @@
 """Chat templates, token-in/token-out: sampled tokens are kept as they are, and never tokenised again.
 
-Before each turn the template renders the conversation, and what is new of it only where that is the same (`GrowingText`). As long
-as its text begins with what the model has seen (the **extension property**), only the rest is encoded. Where it does not (a
-template that strips earlier thoughts, a history that was compacted), the prompt keeps the tokens up to the first difference, and
-every answer that is repeated word for word keeps its own. Where it stands, the template is asked: the same words may be others'.
+Before each turn the template renders the conversation, or only its new part if that gives the same text
+(`GrowingText`). As long as the text begins with what the model has seen (the **extension property**), only the rest is
+encoded. Otherwise (a template that strips earlier thoughts, a compacted history) the prompt keeps the tokens up to the
+first difference, and every answer that is repeated word for word keeps its own tokens. The template is used to locate
+such an answer in the text, because the same words may occur elsewhere.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ if TYPE_CHECKING:
     from jinja2 import nodes
 
 CACHE_ENTRIES = 32
-"""Texts whose tokens, and beginnings of conversations whose text, are remembered."""
+"""Number of cached token sequences of texts, and of cached texts of conversation beginnings."""
 MAX_CACHED_MESSAGES = 3
-"""Messages of the beginning of a conversation, at most."""
+"""Largest number of messages of a conversation beginning whose text is cached."""
 NONDETERMINISTIC_NAMES = ("strftime_now", "now(", "random", "uuid")
-"""What a template may call whose text changes with time or by luck."""
+"""Names by which a template is recognised whose text changes with time or at random."""
 MARKER_CHARACTERS = range(0xF0000, 0xFFFFE)
-"""Characters for private use: each behind one answer, they show where a template writes it."""
+"""Private-use characters, each of which marks the end of one answer to show where a template writes it."""
 _PROBE_ANSWER, _PROBE_NEXT = "quokka", "wombat"
-"""Contents whose places in a template's text are found again."""
+"""Message contents that are looked for in a template's text."""
 
 
 class TemplateError(ValueError):
@@ -48,7 +49,7 @@ class TemplateError(ValueError):
 
 
 class TextTooLongError(ValueError):
-    """A prompt's text that cannot be within the limit of tokens, whatever they are; it was not tokenised."""
+    """A prompt's text that exceeds the limit of tokens however it is tokenised; it was not tokenised."""
 
     def __init__(self, characters: int, max_tokens: int):
         super().__init__(f"{characters} characters are more than {max_tokens} tokens")
@@ -56,12 +57,15 @@ class TextTooLongError(ValueError):
 
 
 class ChatRenderer:
-    """A tokenizer with its chat template, and the tokens that end an answer: the tokenizer's end-of-sequence token,
-    `stop_token_ids`, and the one that the template writes behind answers.
+    """A tokenizer with its chat template, and the tokens that end an answer.
 
-    `tokenizer`: of transformers, with a chat template and an end-of-sequence token. `template_args`: further variables of
-    the template (`{"enable_thinking": False}`). Raises `TemplateError` for a tokenizer that has no template, no
-    end-of-sequence token, or whose template fails on one plain message.
+    An answer ends with the tokenizer's end-of-sequence token, one of `stop_token_ids`, or the token that the template
+    writes after answers. Raises `TemplateError` for a tokenizer that has no template or no end-of-sequence token, or
+    whose template fails on one plain message.
+
+    Args:
+        tokenizer: A tokenizer of transformers, with a chat template and an end-of-sequence token.
+        template_args: Further variables of the template (`{"enable_thinking": False}`).
     """
 
     def __init__(
@@ -75,17 +79,18 @@ class ChatRenderer:
             raise TemplateError("the tokenizer has no end-of-sequence token")
         self.eos_token_id: int = tokenizer.eos_token_id
         self.max_token_characters = max(map(len, tokenizer.get_vocab()), default=1)
-        """Characters that one token may stand for."""
+        """Largest number of characters for which one token may stand."""
         template = tokenizer.chat_template
         self._template = template if isinstance(template, str) else "\n".join(template.values())
         self.template_analysis = TemplateAnalysis(self._template)
-        """Of the template, as far as its conversations have shown them."""
+        """Properties of the template, as far as its conversations have shown them."""
         # The episodes of a group begin with the same prompt, at about the same time.
         self._reads_thoughts = re.search(rf"""['".]({"|".join(REASONING_KEYS)})\b""", self._template) is not None
         self._is_nondeterministic = any(name in str(template) for name in NONDETERMINISTIC_NAMES)
         self._render_cached = functools.lru_cache(CACHE_ENTRIES)(self._render_plain)
         self.encode_cached = functools.lru_cache(CACHE_ENTRIES)(self._encode_readonly)
-        """Of a text: int32 `[T]`, read-only; special tokens are found in it, none is added."""
+        """Function that returns the tokens of a text, int32 `[T]`, read-only. Special tokens in the text are
+        recognised, none is added."""
         self._renderers_by_args: dict[bytes, ChatRenderer] = {}
         self.render([Message("user", "hello")])
         ends = [self.eos_token_id, *stop_token_ids]
@@ -95,17 +100,19 @@ class ChatRenderer:
         self._stop_texts = {i: self.decode([i]) for i in self.stop_token_ids}
         texts = sorted(filter(None, self._stop_texts.values()), key=len, reverse=True)
         self.stop_pattern = re.compile("|".join(map(re.escape, texts)))
-        """The texts of these tokens."""
+        """Pattern that matches the texts of the stop tokens."""
 
     @functools.cached_property
     def template_variables(self) -> frozenset[str]:
-        """Of the template, that `template_args` may set."""
+        """The variables of the template that `template_args` may set."""
         theirs = inspect.signature(self.tokenizer.apply_chat_template).parameters
         return find_template_variables(self._template) - {*theirs, *self.tokenizer.special_tokens_map}
 
     def with_template_args(self, args: Mapping[str, Any]) -> ChatRenderer:
-        """Of the same tokenizer, with `args` beside the `template_args`. Raises `TemplateError` for one that the template does
-        not have, or refuses."""
+        """Return a renderer of the same tokenizer with `args` in addition to `template_args`.
+
+        Raises `TemplateError` for a variable that the template does not have, or refuses.
+        """
         args = {name: value for name, value in args.items() if self.template_args.get(name) != value}
         if not args:
             return self
@@ -126,7 +133,7 @@ class ChatRenderer:
 
     @classmethod
     def from_model(cls, path: str | Path, template_args: Mapping[str, Any] | None = None) -> ChatRenderer:
-        """Tokenizer and stop tokens of a model directory."""
+        """Return a renderer with the tokenizer and the stop tokens of a model directory."""
         from transformers import AutoTokenizer, GenerationConfig
 
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -137,7 +144,10 @@ class ChatRenderer:
         return cls(tokenizer, stops, template_args)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The template's text, ready for an answer. Raises `TemplateError` with what the template raised."""
+        """Return the template's text with the generation prompt.
+
+        Raises `TemplateError` with the template's own error.
+        """
         if self._is_nondeterministic or tools or len(messages) > MAX_CACHED_MESSAGES:
             return self._apply_template(messages, tools)
         if any(m != Message(m.role, m.content) for m in messages):
@@ -148,22 +158,26 @@ class ChatRenderer:
         return self._apply_template([Message(role, content) for role, content in messages], ())
 
     def render_finished(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The template's text of a conversation that nobody is to go on with. Raises `TemplateError`."""
+        """Return the template's text of a finished conversation, with no generation prompt. Raises `TemplateError`."""
         return self._apply_template(messages, tools, add_generation_prompt=False)
 
     def find_answer_end(self, role: str = "") -> str:
-        """What the template writes behind an answer, up to its first special token, where a message of `role` follows, or none.
-        "" if it writes other text there, or refuses such messages."""
+        """Return the template's text behind an answer, up to and including its first special token.
+
+        The answer is followed by a message of `role`, or by none. Returns "" if the template writes other text there,
+        or refuses such messages.
+        """
         return self.match_special_token(self._render_behind_answer(role))
 
     def _find_end_token(self, stop_texts: Sequence[str]) -> str:
-        """The token with which the template ends an answer; "" if it writes one of those that are `stop_texts` to."""
+        """Return the token with which the template ends an answer; "" if the template writes one of `stop_texts`
+        there."""
         between = self._render_behind_answer("user")
         own = (self.match_special_token(self._render_behind_answer()) or self.match_special_token(between)).strip()
         return "" if own in stop_texts or any(end in between for end in stop_texts) else own
 
     def _render_behind_answer(self, role: str = "") -> str:
-        """What the template writes between an answer and the content of a message of `role`, or the end."""
+        """Return the template's text between an answer and the content of a following message of `role`, or the end."""
         behind = [Message(role, _PROBE_NEXT)] if role else []
         try:
             text = self.render_finished([Message("user", "hello"), Message("assistant", _PROBE_ANSWER), *behind])
@@ -173,7 +187,7 @@ class ChatRenderer:
         return rest.partition(_PROBE_NEXT)[0] if found else ""
 
     def match_special_token(self, text: str) -> str:
-        """The special token that `text` begins with, and white space before it. "" if it begins otherwise."""
+        """Return the special token with which `text` begins, with white space before it; "" if there is none."""
         rest = text.lstrip()
         found = max(
             (token for token in self.tokenizer.get_added_vocab() if rest.startswith(token)), key=len, default=""
@@ -200,13 +214,15 @@ class ChatRenderer:
             raise TemplateError(f"the chat template refuses messages of roles {roles}: {error}") from error
 
     def check_length(self, characters: int, max_tokens: int | None) -> None:
-        """Raise `TextTooLongError` for a text of more than `max_tokens` tokens of the longest kind: at no cost, before
-        `encode`."""
+        """Raise `TextTooLongError` for a text longer than `max_tokens` tokens of maximal length.
+
+        The check costs nothing and comes before `encode`.
+        """
         if max_tokens is not None and characters > max_tokens * self.max_token_characters:
             raise TextTooLongError(characters, max_tokens)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids; special tokens are found in the text, none is added."""
+        """Return the token ids of a text. Special tokens in it are recognised, none is added."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _encode_readonly(self, text: str) -> np.ndarray:
@@ -218,29 +234,29 @@ class ChatRenderer:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def decode_answer(self, token_ids: Sequence[int]) -> str:
-        """The answer's text, its stop token left out."""
+        """Return the text of an answer without its stop token."""
         ids = list(token_ids)
         return self.decode(ids[:-1] if ids and ids[-1] in self._stop_texts else ids)
 
     def find_stop_text(self, token_ids: Sequence[int]) -> str:
-        """Of the stop token that an answer ends in; "" if it was cut."""
+        """Return the text of the stop token that ends an answer; "" if the answer was cut."""
         return self._stop_texts.get(token_ids[-1], "") if len(token_ids) else ""
 
 
 def _build_template_message(message: Message) -> dict[str, Any]:
-    """With its thought under each name that templates have for it."""
+    """Return the message as templates take it, with its thought under each key that templates use for it."""
     shown = message.to_template_dict()
     return shown | dict.fromkeys(REASONING_KEYS, message.reasoning_content) if message.reasoning_content else shown
 
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
-"""Blocks of transformers' own, which jinja does not know."""
+"""Template blocks of transformers that jinja does not know."""
 _TRANSFORMERS_VARIABLES = ("messages", "raise_exception", "strftime_now")
-"""What transformers gives a template, beside the parameters of `apply_chat_template` and special tokens."""
+"""Variables that transformers passes to a template, besides parameters of `apply_chat_template` and special tokens."""
 
 
 def find_template_variables(template: str) -> frozenset[str]:
-    """What a template looks up beside what it is given in any case; nothing of one that cannot be read."""
+    """Return the variables of a template that are not always set; none for a template that cannot be parsed."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     try:
         names = jinja2.meta.find_undeclared_variables(environment.parse(_GENERATION_TAG.sub("", template)))
@@ -253,9 +269,15 @@ _WHITESPACE = re.compile(r"\s*")
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """`token_ids` int32 `[P]`, not to be written to. Its first `shared_tokens` tokens are known to be those of the sample in
-    which the answer of turn `shared_turn` stands; -1 and 0 where nobody has compared. `opens_thought`: its text ends within a
-    thought, which the template has opened."""
+    """The prompt of the next answer.
+
+    Attributes:
+        token_ids: The prompt's tokens, int32 `[P]`; read-only.
+        shared_turn: A turn whose sample shares a prefix with the prompt; -1 if none was compared.
+        shared_tokens: Number of leading tokens known to equal those of the sample with the answer of `shared_turn`,
+            else 0.
+        opens_thought: True if the prompt's text ends within a thought, which the template has opened.
+    """
 
     token_ids: np.ndarray
     shared_turn: int = -1
@@ -264,9 +286,14 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class PromptPiece(msgspec.Struct, frozen=True):
-    """A stretch of the prompt, as text and as tokens. `assistant_messages`: messages of the assistant that end in it. Of an
-    answer that was sampled, `stop_text` is the text of its stop token, if it has one, and `answered_message` the message that
-    it answered."""
+    """A part of the prompt, as text and as tokens.
+
+    Attributes:
+        assistant_messages: Number of messages of the assistant that end in it.
+        is_sampled: True if it is a sampled answer.
+        stop_text: Text of the stop token of a sampled answer, if it has one.
+        answered_message: The message to which a sampled answer replies.
+    """
 
     text: str
     token_ids: np.ndarray
@@ -276,8 +303,10 @@ class PromptPiece(msgspec.Struct, frozen=True):
     answered_message: Message | None = None
 
     def find_end(self, rendered: str, at: int) -> int:
-        """Where it ends in `rendered` if it stands at `at`, else -1. White space that a template puts or takes around an answer
-        is not a difference: the model's own stays."""
+        """Return the end of this piece in `rendered` if it begins at `at`, else -1.
+
+        White space that a template adds or strips around an answer is no difference: the answer keeps the model's own.
+        """
         if not self.is_sampled:
             return at + len(self.text) if rendered.startswith(self.text, at) else -1
         stripped, at = self.text.strip(), _skip_whitespace(rendered, at)
@@ -285,7 +314,7 @@ class PromptPiece(msgspec.Struct, frozen=True):
             return -1
         at += len(stripped)
         if not self.stop_text:
-            # A cut answer ends where its own white space does, if the template has not taken that.
+            # A cut answer ends with its own trailing white space, unless the template has stripped that.
             own = self.text[len(self.text.rstrip()) :]
             return at + len(own) if rendered.startswith(own, at) else at
         at = _skip_whitespace(rendered, at)
@@ -298,9 +327,9 @@ def _skip_whitespace(text: str, at: int) -> int:
 
 
 class Conversation:
-    """One episode's messages, and the token ids of its next prompt.
+    """The messages of one episode, and the token ids of its next prompt.
 
-    In turns: `build_prompt`, `add_answer`, then `add_messages` (or `replace_messages`). Not for concurrent use.
+    Each turn calls `build_prompt`, `add_answer`, then `add_messages` (or `replace_messages`). Not for concurrent use.
     """
 
     def __init__(
@@ -311,32 +340,37 @@ class Conversation:
         max_tokens: int | None = None,
         answers_by_text: dict[str, list[PromptPiece]] | None = None,
     ):
-        """`max_tokens`: a text that must have more is not tokenised, but raises `TextTooLongError`. `answers_by_text`: one
-        dictionary for all conversations that may repeat each other's answers."""
+        """Begin a conversation with `messages`.
+
+        Args:
+            max_tokens: Limit of tokens. A text that must exceed it is not tokenised, but raises `TextTooLongError`.
+            answers_by_text: One dictionary that is shared by all conversations that may repeat each other's answers.
+        """
         self.renderer, self.tools, self._max_tokens = renderer, tools, max_tokens
         self._growing_text = GrowingText(lambda shown: renderer.render(shown, tools), renderer.template_analysis)
         self._new_messages, self._is_continuation = list(messages), False
-        """Messages that are in no prompt yet; whether they follow others, or are the whole conversation."""
+        """Messages that are in no prompt yet, and True if they follow others rather than being the whole
+        conversation."""
         self._pieces: list[PromptPiece] = []
         self._tokens = GrowingTokens()
-        """Those of the pieces."""
+        """Tokens of all pieces."""
         self._answers_by_text = {} if answers_by_text is None else answers_by_text
-        """By text: how each answer of that text was sampled, the newest last."""
+        """Sampled pieces of each answer text, the newest last."""
         self._has_unrendered_answer = False
-        """The newest piece is an answer that no rendered text has shown."""
+        """True if the newest piece is an answer that is in no rendered text yet."""
         self._shared_turn, self._shared_tokens = -1, 0
-        """See `Prompt`."""
+        """Values of `Prompt.shared_turn` and `Prompt.shared_tokens` for the next prompt."""
 
     @property
     def messages(self) -> list[Message]:
         return [*(self._growing_text.messages if self._is_continuation else ()), *self._new_messages]
 
     def adopt_closest(self, others: Sequence[Conversation]) -> None:
-        """Before the first `build_prompt`: take over the tokens of that one of `others` which shares most with these
-        messages. Among equals the newest counts, which is the last.
+        """Adopt the tokens of the conversation among `others` that shares the longest prefix with these messages.
 
-        For whoever is handed whole conversations: requests that branch, run beside each other, or edit history. Raises what
-        `build_prompt` raises.
+        Call it before the first `build_prompt`. Among equals the newest, which is the last, is taken. It is for callers
+        that receive whole conversations: requests that branch, run concurrently, or edit history. Raises the errors of
+        `build_prompt`.
         """
         rendered, _ = self._render_new()
         like, kept, furthest = self, self._pieces, 0
@@ -348,8 +382,11 @@ class Conversation:
         self._append_text(rendered, furthest, self._count_later_answers())
 
     def build_prompt(self) -> Prompt:
-        """The prompt for the next answer. Raises `TemplateError` if the template refuses the messages, and
-        `TextTooLongError`; the conversation is then as before."""
+        """Return the prompt for the next answer.
+
+        Raises `TemplateError` if the template refuses the messages, and `TextTooLongError`; the conversation is then
+        unchanged.
+        """
         if self._new_messages or not self._is_continuation:
             spoken = sum(m.role == "assistant" for m in self._new_messages)
             rendered, extends = self._render_new()
@@ -368,8 +405,13 @@ class Conversation:
         return Prompt(self._tokens.array, self._shared_turn, self._shared_tokens, thinking)
 
     def add_answer(self, token_ids: Sequence[int], message: Message | None = None, turn: int = -1) -> str:
-        """Take the answer to the last `build_prompt`; returns its text. `message`: how it stands in the conversation, if not as
-        that text (with tool calls taken out of it, say). `turn`: in the episode's samples (`EpisodeSamples.finish_call`)."""
+        """Add the answer to the last `build_prompt` and return its text.
+
+        Args:
+            message: The message that represents it in the conversation, if not that text (with tool calls parsed, for
+                example).
+            turn: Its turn in the episode's samples (`EpisodeSamples.finish_call`).
+        """
         ids = list(token_ids)
         text = self.renderer.decode_answer(ids)
         stop = self.renderer.find_stop_text(ids)
@@ -389,7 +431,7 @@ class Conversation:
         return text
 
     def add_messages(self, messages: Sequence[Message]) -> None:
-        """What follows the last answer."""
+        """Add the messages that follow the last answer."""
         self._new_messages += messages
 
     def replace_messages(self, messages: Sequence[Message]) -> None:
@@ -397,7 +439,7 @@ class Conversation:
         self._new_messages, self._is_continuation = list(messages), False
 
     def _render_new(self) -> tuple[str, bool]:
-        """The text of the messages that are in no prompt, and True if it follows the text before; else the whole text."""
+        """Return the text of the new messages and True if it follows the text before; else the whole text and False."""
         rendered, extends = (
             self._growing_text.render_next(self._new_messages)
             if self._is_continuation
@@ -412,7 +454,7 @@ class Conversation:
         return rendered, extends
 
     def _match_pieces(self, rendered: str) -> tuple[list[PromptPiece], int]:
-        """The pieces that `rendered` begins with, and where the rest begins."""
+        """Return the pieces with which `rendered` begins, and the offset of the rest."""
         at = 0
         for i, piece in enumerate(self._pieces):
             end = piece.find_end(rendered, at)
@@ -422,19 +464,21 @@ class Conversation:
         return list(self._pieces), at
 
     def _adopt_pieces(self, other: Conversation, pieces: list[PromptPiece]) -> None:
-        """Go on from `pieces`, which are the first of `other`."""
+        """Continue from `pieces`, which are the first ones of `other`."""
         length = sum(len(piece.token_ids) for piece in pieces)
         self._pieces, self._tokens = pieces, GrowingTokens(other._tokens.array[:length])
         self._shared_turn, self._shared_tokens = other._shared_turn, min(other._shared_tokens, length)
 
     def _count_later_answers(self) -> int:
-        """Messages of the assistant behind the pieces."""
+        """Return the number of messages of the assistant behind the pieces."""
         spoken = sum(m.role == "assistant" for m in self._growing_text.messages)
         return spoken - sum(piece.assistant_messages for piece in self._pieces)
 
     def _append_text(self, rendered: str, at: int, assistant_messages: int) -> None:
-        """Append `rendered[at:]`, in which `assistant_messages` messages of the assistant are, in pieces: answers that were
-        sampled and ended keep their tokens, the rest is encoded."""
+        """Append `rendered[at:]` in pieces: sampled answers that ended keep their tokens, the rest is encoded.
+
+        `assistant_messages` is the number of messages of the assistant in that text.
+        """
         passed = 0
         for repeated in self._find_repeated_answers(rendered, at, assistant_messages):
             passed += 1
@@ -451,9 +495,12 @@ class Conversation:
     def _find_repeated_answers(
         self, rendered: str, at: int, assistant_messages: int
     ) -> list[tuple[int, PromptPiece] | None]:
-        """Of each of the last `assistant_messages` messages of the assistant, where it stands in `rendered` and how it was
-        sampled; None for one that was not, or is not written word for word behind `at`. No answer stands twice: of equal ones
-        those count that answered the same message, then the newest."""
+        """Find the sampled answers among the last `assistant_messages` messages of the assistant.
+
+        Returns for each message its offset in `rendered` and its sampled piece; None for one that was not sampled, or
+        is not written word for word behind `at`. No sampled answer is used twice: among equal ones, those that answered
+        the same message are taken first, then the newest.
+        """
         messages = self._growing_text.messages
         last = (
             [i for i, message in enumerate(messages) if message.role == "assistant"][-assistant_messages:]
@@ -488,8 +535,11 @@ class Conversation:
         return [found.get(i) for i in last]
 
     def _find_content_ends(self, indices: Sequence[int], rendered: str) -> dict[int, list[int]]:
-        """Where in `rendered`, the end of the whole text, the contents of messages end, without blanks behind them. Nowhere, if
-        the template writes something else when each has a mark behind it."""
+        """Return the offsets in `rendered` at which the contents of messages end, without trailing blanks.
+
+        `rendered` is the end of the whole text. The result is empty if the template writes different text when each
+        content has a mark behind it.
+        """
         messages, whole = self._growing_text.messages, self._growing_text.text
         used = set(whole)
         marks = dict(zip((mark for mark in map(chr, MARKER_CHARACTERS) if mark not in used), indices, strict=False))
@@ -518,47 +568,49 @@ class Conversation:
         self._tokens.extend(piece.token_ids)
 
 
-# The template's text of a conversation that grows, of which only what is new is rendered.
+# Incremental rendering of a growing conversation, of which only the new part is rendered.
 #
-# A chat template is a function of all messages. Most write a new turn behind the text that there was, and look at nothing but the
-# messages around it. But one may take thoughts out of earlier answers, merge a system message into the last question, or
-# count. So the template itself has to show, on the conversation's own messages, that a part may be rendered in place of the
-# whole:
+# A chat template is a function of all messages. Most templates append a new turn to the earlier text, and look at
+# nothing but the messages around it. But one may remove thoughts from earlier answers, merge a system message into the
+# last question, or count. So the template itself must show, on the conversation's own messages, that a part may be
+# rendered in place of the whole:
 #
-# * **Window.** What is rendered is the first prompt, the last turns, and one turn for each *shape* of a message: what a template
-# can tell messages apart by, which is role, calls, and which of the literals that it searches for stand in the text. What it does
-# to any earlier message, it does to the one of that shape in the window, whose text then is no longer what it was.
+# * **Window.** The rendered part is the first prompt, the last turns, and one turn for each *shape* of a message. The
+#   shape is everything by which a template can distinguish messages: role, calls, and which of the literals that it
+#   searches for occur in the text. If the template changes any earlier message, it also changes the message of that
+#   shape in the window, whose text then differs from before.
 # * **Elision.** Turns leave the window only if the template, without them, writes the others exactly as with them.
-# * **Audit.** Each time the number of messages has doubled, and at a new shape, the whole conversation is rendered and compared.
+# * **Audit.** Each time the number of messages has doubled, and at a new shape, the whole conversation is rendered and
+#   compared.
 #
-# A template that fails there renders every conversation whole from then on, and the reason is logged once; so does, from the
-# beginning, one that counts or cannot be read. Where a part may be rendered, a turn costs what it is long, and
-# not what came before it.
+# If a template fails a check, every conversation is rendered whole from then on, and the reason is logged once. A
+# template that counts or cannot be parsed renders whole conversations from the beginning. Otherwise the cost of a turn
+# depends on its own length, and not on the turns before it.
 
 
 logger = logging.getLogger(__name__)
 
 RECENT_TURNS = 2
-"""Turns at the end of a conversation that are always rendered."""
+"""Number of turns at the end of a conversation that are always rendered."""
 MAX_HARMLESS_CONSTANT = 2
-"""Templates compare with 0, 1 and 2 (`loop.index0 % 2`); one that compares with more may count messages."""
+"""Largest number with which templates compare (`loop.index0 % 2`); one that compares with more may count messages."""
 
 MessageShape = tuple[object, ...]
 
 
 class TemplateAnalysis:
-    """What a template's source says of how it reads messages; and whether a part of a conversation may be rendered for all of it.
+    """An analysis of a template's source that shows if a part of a conversation may be rendered in place of the whole.
 
-    `searched_literals`: literals that it compares with or searches for, apart from roles and white space.
+    `searched_literals` are the literals that the template compares with or searches for, except roles and white space.
     """
 
     def __init__(self, source: str):
         self.searched_literals: tuple[str, ...] = ()
         self.full_render_reason = ""
-        """Why every conversation is rendered whole; "" if none has to be."""
+        """Reason for which every conversation is rendered whole; "" if that is not necessary."""
         from jinja2 import Environment, TemplateError
 
-        # transformers' own tag, which jinja2 does not know.
+        # A tag of transformers that jinja2 does not know.
         plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", source)
         try:
             tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
@@ -573,13 +625,13 @@ class TemplateAnalysis:
             self.require_full_render("it counts")
 
     def require_full_render(self, reason: str) -> None:
-        """From now on, all conversations of this template."""
+        """Render all conversations of this template whole from now on, and log the first reason."""
         if not self.full_render_reason:
             self.full_render_reason = reason
             logger.warning("with this chat template each turn renders its whole conversation: %s", reason)
 
     def classify_message(self, message: Message) -> MessageShape:
-        """What the template can tell it by."""
+        """Return the shape of a message: everything by which the template can distinguish it from others."""
         calls = tuple(type(c.get("function", c).get("arguments")) for c in message.tool_calls[:2])
         return (
             message.role,
@@ -593,8 +645,11 @@ class TemplateAnalysis:
 
 
 def _iter_constants(tree: nodes.Node) -> Iterator[object]:
-    """Of everything by which a template can decide: comparisons, tests, slices, remainders, arguments of calls and filters; but
-    not what `==` compares with names, which are roles."""
+    """Yield the constants of everything by which a template can decide.
+
+    These are comparisons, tests, slices, remainders, and arguments of calls and filters, but not the identifiers that
+    are compared with names, which are roles.
+    """
     from jinja2 import nodes
 
     for node in tree.find_all((nodes.Compare, nodes.Test, nodes.Slice, nodes.Mod, nodes.FloorDiv, nodes.Call)):
@@ -607,7 +662,7 @@ def _iter_constants(tree: nodes.Node) -> Iterator[object]:
 
 
 def _has_counter(tree: nodes.Node) -> bool:
-    """Whether it adds a number to what it remembers from message to message."""
+    """Return True if the template adds a number to a variable that it keeps from message to message."""
     from jinja2 import nodes
 
     return any(
@@ -619,30 +674,30 @@ def _has_counter(tree: nodes.Node) -> bool:
 
 
 class _RenderedTurn(msgspec.Struct, frozen=True):
-    """An answer with the messages that followed it, and the text that the template wrote for them; or several turns as one."""
+    """One turn, or several as one: an answer, the messages that followed it, and the template's text for them."""
 
     messages: list[Message]
     text: str
 
 
 class GrowingText:
-    """The text of a conversation. `render` is the template; `analysis` are those of all conversations of that template.
+    """The text of a growing conversation, rendered incrementally. The first call is `render_first`.
 
-    Begins with `render_first`. Not for concurrent use.
+    `render` is the template; `analysis` is shared by all conversations of that template. Not for concurrent use.
     """
 
     def __init__(self, render: Callable[[Sequence[Message]], str], analysis: TemplateAnalysis):
         self._render, self._analysis = render, analysis
         self._first_prompt = self._rendered_window = _RenderedTurn([], "")
-        """The first prompt, and what is rendered: it and the window together."""
+        """First prompt, and the rendered part: the first prompt and the window together."""
         self._turns: list[_RenderedTurn] = []
         self._window: list[int] = []
-        """Turns that are rendered, in order."""
+        """Indices of the turns that are rendered, in order."""
         self._newest_by_shape: dict[MessageShape, int] = {}
-        """Turn with a message of that shape."""
+        """Index of the newest turn with a message of each shape."""
         self._message_count = self._audited_count = 0
         self.text_length = 0
-        """Characters of the whole text."""
+        """Number of characters of the whole text."""
 
     @property
     def text(self) -> str:
@@ -657,12 +712,15 @@ class GrowingText:
         return self._rendered_window.messages[-1] if self._rendered_window.messages else None
 
     def render_first(self, messages: Sequence[Message]) -> str:
-        """Render a conversation, which takes the place of the one before. Returns its text. Raises what `render` raises."""
+        """Render a conversation, which replaces the one before, and return its text. Raises the errors of `render`."""
         return self._reset_to(list(messages), self._render(messages))
 
     def render_next(self, messages: Sequence[Message]) -> tuple[str, bool]:
-        """`messages` follow those before. Returns what the template writes behind its text before, and True; or, where that is no
-        longer how its text begins, the whole text and False. If `render` raises `ValueError`, so does this, changing nothing."""
+        """Add `messages`, and return the text that the template appends, and True.
+
+        If the new text does not begin with the text before, return the whole text, and False. If `render` raises
+        `ValueError`, so does this, without a change.
+        """
         if self._analysis.full_render_reason:
             self._widen_window()
         shown, whole = [*self._rendered_window.messages, *messages], len(self._window) == len(self._turns)
@@ -708,8 +766,11 @@ class GrowingText:
         return text
 
     def _reset_rewritten(self, messages: Sequence[Message], text: str) -> str:
-        """`text` is that of the whole conversation, `messages` included, and does not extend the one before: the template has
-        changed earlier turns. They are one turn from now on, if its text can be told from what comes before and behind it."""
+        """Reset to `text`, the whole text including `messages`, which does not extend the text before, and return it.
+
+        The template has changed earlier turns. They become one turn, if its text can be separated from the first prompt
+        before and the new messages behind it.
+        """
         head, between = self._first_prompt, self.messages[len(self._first_prompt.messages) :]
         self._reset_to([*head.messages, *between, *messages], text)
         if self._analysis.full_render_reason or not between or not text.startswith(head.text):
@@ -755,25 +816,31 @@ class GrowingText:
             self._analysis.require_full_render("text of a turn depends on turns before it")
 
 
-# Given answers as rows of supervised training: the tokens that a policy would have to sample for them, in the prompts that it
-# would be given. The chat template writes both, and a row is the beginning of a text of its own.
+# Given answers as rows of supervised training: the tokens that a policy would have to sample for them, after the
+# prompts that it would get. The chat template writes both, and a row is the beginning of a text that it writes.
 
 
 _THOUGHT_TAGS = re.compile(r"</?think>")
-"""Which a template may replace by others."""
+"""Tags around thoughts, which a template may replace by others."""
 
 
 @dataclass
 class Demonstration:
-    """One conversation. `rows`: token ids, and which of them are answers. A prompt that does not begin with the row before (its
-    history was rewritten) begins a new row, whose earlier answers are not learnt again. `unwritten_prompt_end`: what a prompt
-    ends with, and the template does not write before the answer that is given."""
+    """The training rows of one conversation.
+
+    A prompt that does not begin with the row before (its history was rewritten) begins a new row, whose earlier answers
+    are not learnt again.
+
+    Attributes:
+        rows: Token ids of each row, and a mask that is True for answers.
+        unwritten_prompt_end: The end of a prompt that the template does not write before the given answer.
+    """
 
     rows: list[tuple[list[int], list[bool]]] = field(default_factory=lambda: [([], [])])
     unwritten_prompt_end: str = ""
 
     def add_turn(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """The answer, with its stop token, to that prompt."""
+        """Add a prompt and the answer to it, with its stop token."""
         ids, mask = self.rows[-1]
         if list(prompt[: len(ids)]) != ids:
             ids, mask = [], []
@@ -782,7 +849,7 @@ class Demonstration:
         ids += [*prompt[len(ids) :], *answer]
 
     def build_samples(self, name: str) -> list[Sample]:
-        """One a row, called `name`, `name/1`, ..."""
+        """Return one sample per row, named `name`, `name/1`, ..."""
         out = []
         for at, (ids, mask) in enumerate(self.rows):
             table = TokenTable.from_tokens(np.asarray(ids)).with_columns(loss_mask=np.asarray(mask, bool))
@@ -793,8 +860,10 @@ class Demonstration:
 def build_demonstration(
     renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
 ) -> Demonstration:
-    """A conversation that is known whole, each answer of the assistant that is to be learnt after the prompt that an episode
-    would have. Raises `TemplateError`, also for an answer that the template does not write as it is, or does not end."""
+    """Encode a complete conversation, with each answer to be learnt after the prompt that an episode would have.
+
+    Raises `TemplateError`, also for an answer that the template does not write unchanged, or does not end.
+    """
     demonstration, template = Demonstration(), _DemonstrationWriter(renderer, tools)
     learnt = [i for i, m in enumerate(messages) if m.role == "assistant" and not isinstance(m, MaskedAnswer)]
     for at, following in zip(learnt, [*learnt[1:], len(messages)], strict=True):
@@ -805,26 +874,28 @@ def build_demonstration(
 
 
 class _DemonstrationWriter:
-    """What the template writes of a conversation, turn by turn. `unwritten_prompt_end`: see `Demonstration`."""
+    """A writer of a given conversation, turn by turn. `unwritten_prompt_end` is that of `Demonstration`."""
 
     def __init__(self, renderer: ChatRenderer, tools: Sequence[Mapping[str, Any]]):
         self._renderer, self._tools = renderer, tools
         self._pieces: list[tuple[str, list[int]]] = []
-        """Text and tokens of the turns so far, prompts and answers apart."""
+        """Text and tokens of the turns so far, with prompts and answers separate."""
         self.unwritten_prompt_end = ""
 
     def write_turn(
         self, before: Sequence[Message], answer: Message, behind: Sequence[Message]
     ) -> tuple[list[int], list[int]]:
-        """The tokens of the prompt of the messages `before`, and of the answer. Turns that the template still writes as it did
-        keep their tokens. Raises `TemplateError`."""
+        """Return the tokens of the prompt with the messages `before`, and those of the answer.
+
+        Turns that the template still writes as before keep their tokens. Raises `TemplateError`.
+        """
         renderer = self._renderer
         prompt = renderer.render(before, self._tools)
         whole = renderer.render_finished([*before, answer], self._tools)
         while not (prompt.startswith(kept := "".join(text for text, _ in self._pieces)) and whole.startswith(kept)):
             self._pieces.pop()
         shared = opened = len(prompt)
-        if not whole.startswith(prompt):  # the template opens an answer otherwise than it writes this one
+        if not whole.startswith(prompt):  # the generation prompt differs from how the template begins this answer
             opened = _common_prefix_length(prompt, renderer.render_finished(before, self._tools))
             shared = _common_prefix_length(prompt, whole)
             if shared < opened:
@@ -835,7 +906,7 @@ class _DemonstrationWriter:
             whole = whole[: ended.end()]
         _check_written_answer(renderer, answer, whole[opened:])
         given, said = renderer.encode(prompt[len(kept) :]), renderer.encode(whole[shared:])
-        if shared < len(prompt):  # what both begin with, in whole tokens
+        if shared < len(prompt):  # keep the common prefix of both, in whole tokens
             told = renderer.encode(whole[len(kept) :])
             common = _common_prefix_length(given, told)
             self.unwritten_prompt_end = self.unwritten_prompt_end or renderer.decode(given[common:])
@@ -852,7 +923,7 @@ class _DemonstrationWriter:
     def _find_end_behind(
         self, whole: str, before: Sequence[Message], answer: Message, behind: Sequence[Message]
     ) -> str:
-        """What ends the answer where the template leaves that to the message behind it, which begins with a token of its own."""
+        """Return the token that ends the answer if the template leaves that to the start of the next message."""
         if behind:
             longer = self._renderer.render([*before, answer, *behind], self._tools)
             if longer.startswith(whole):
@@ -861,7 +932,7 @@ class _DemonstrationWriter:
 
 
 def _common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many items both begin with."""
+    """Return the length of two sequences' common prefix."""
     shorter = min(len(one), len(other))
     if one[:shorter] == other[:shorter]:
         return shorter
@@ -869,7 +940,7 @@ def _common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def _check_written_answer(renderer: ChatRenderer, answer: Message, written: str) -> None:
-    """Raise `TemplateError` unless the template has `written` all of the answer, and ended it."""
+    """Raise `TemplateError` unless the template's text `written` has the whole answer and a stop token behind it."""
     for text in (answer.content, answer.reasoning_content):
         if found := renderer.stop_pattern.search(text):
             raise TemplateError(f"the answer has {found[0]!r} in it, which ends an answer")
@@ -898,7 +969,7 @@ def _check_written_answer(renderer: ChatRenderer, answer: Message, written: str)
 
 
 def _remove_whitespace(text: str) -> str:
-    """White space is the template's."""
+    """Remove all white space, which is left to the template."""
     return "".join(text.split())
 
 
@@ -907,7 +978,7 @@ def _split_answer(answer: Message) -> list[str]:
 
 
 def _iter_argument_texts(value: Any) -> Iterator[str]:
-    """What names and arguments of calls say."""
+    """Yield the texts and numbers in the names and arguments of calls."""
     if isinstance(value, Mapping):
         for name, each in value.items():
             yield from (name, *_iter_argument_texts(each))

@@ -1,4 +1,4 @@
-"""What the episode loop and the actors ask of a rollout engine, and which engine the configuration names."""
+"""The interface of a rollout engine for the episode loop and the actors, and the factory of the configured one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from r3async.world import World
 from r3async.world.real import REAL_WORLD
 
 TENSOR_NAMES_FILE = "tensor-names.json"
-"""In a model directory without weights: the names of its tensors, a list. An engine then begins with made-up weights."""
+"""File with a list of the model's tensor names, in a model directory without weights. An engine then starts with dummy
+weights."""
 
 
 class EngineError(RuntimeError):
@@ -27,18 +28,21 @@ class EngineError(RuntimeError):
 
 
 class CorruptWeightsError(EngineError):
-    """A file is not what was published. The engine has not begun to load it, and is as it was."""
+    """A file that differs from what was published. The engine has not begun to load it and is unchanged."""
 
 
 class GenerationRequest(msgspec.Struct, frozen=True):
-    """Continue `prompt_ids` (int32 `[P]`) by at most `max_tokens` tokens sampled at `temperature`.
+    """A request to continue `prompt_ids` (int32 `[P]`) by at most `max_tokens` tokens sampled at `temperature`.
 
-    `routes_from`: first position whose routes are wanted; earlier rows are known already and are not sent again.
-    `routes_version`: if not None, the rows known are those of a call that entered under this version. An engine that takes
-    the request in under another version computes the prompt again, and returns its routes from position 0.
-    `top_p`, `top_k`, `min_p`: see `EpisodeConfig`. `needs_sampling_mask`: which tokens could be sampled is wanted, of an
-    engine that was built to record it. `stop_strings`: strings, of which the first that the answer has ends it, with the
-    token that completes it.
+    Attributes:
+        routes_from: First position whose routes are wanted; earlier rows are known already and are not sent again.
+        routes_version: If not None, the known rows come from a call that entered under this weight version. An engine
+            that admits the request under another version computes the prompt again and returns its routes from position
+            0.
+        top_p: Sampling filter, like `top_k` and `min_p`; see `EpisodeConfig`.
+        needs_sampling_mask: True to get the support of each sampled token (the tokens that could have been sampled),
+            from an engine that was built to record it.
+        stop_strings: Strings that end the answer. The first one that appears ends it, with the token that completes it.
     """
 
     request_id: str
@@ -55,21 +59,26 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     stop_strings: tuple[str, ...] = ()
 
     def resolve_routes_from(self, version: int) -> int:
-        """First position whose routes a call that enters under weights `version` has to return."""
+        """Return the first position whose routes a call that enters under weights `version` must return."""
         return self.routes_from if self.routes_version in (None, version) else 0
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """What one call sampled.
+    """The output of one generation call.
 
-    `token_ids` int32 `[n]`; `logprobs` float32 `[n]` of the distribution that was sampled from; `version_spans` cover
-    `0..n`. `routed_experts` is `[m, layers, top_k]` for positions `routes_from ..` of prompt and answer (None if the
-    engine has none): the last sampled token has not been fed yet, so at most `P + n - 1 - routes_from` rows; after an
-    abort there may be fewer. `routes_from` is what the request wanted (`resolve_routes_from`), or lower if the engine cannot
-    leave known rows out. The first span's version is the one that the request entered under. `supports`: of each of
-    `token_ids`, if the request asked for one (`needs_sampling_mask`); each token is in its own, and log-probs are of
-    distributions over these. `stop_reason`: `stop` (a stop token, which is the last token, or a stop string, which ends in
-    it), `length`, or `abort`.
+    Attributes:
+        token_ids: Sampled tokens, int32 `[n]`.
+        logprobs: Their log-probs, float32 `[n]`, under the distribution that they were sampled from.
+        version_spans: Spans that cover `0..n`. The first span's version is the one under which the request entered.
+        routed_experts: `[m, layers, top_k]` for positions `routes_from ..` of prompt and answer; None if the engine
+            records none. The last sampled token has not been fed yet, so there are at most `P + n - 1 - routes_from`
+            rows, and after an abort there may be fewer.
+        routes_from: The position that the request wanted (`resolve_routes_from`), or a lower one if the engine cannot
+            leave out known rows.
+        stop_reason: `stop` (a stop token, which is the last token, or a stop string, which ends in it), `length`, or
+            `abort`.
+        supports: The support of each of `token_ids`, if the request wanted them (`needs_sampling_mask`). Each token is
+            in its own support, and log-probs are of distributions over these supports.
     """
 
     token_ids: np.ndarray
@@ -82,9 +91,17 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 class InstallReport(msgspec.Struct, frozen=True):
-    """`update_seconds`: the whole installation. `pause_seconds`: how long no step was made, from when the engine has confirmed
-    that its last one is done until it has confirmed that it goes on; of that `load_seconds` for loading. `fetch_seconds`: until
-    the file was on this host; `verify_seconds`: reading and checking it. `drain_seconds`: waiting for running requests."""
+    """The timings of one installation of weights.
+
+    Attributes:
+        update_seconds: The whole installation.
+        pause_seconds: Time without engine steps, from the engine's confirmation that its last step is done until its
+            confirmation that it continues.
+        fetch_seconds: Time until the file was on this host.
+        verify_seconds: Reading and checking the file.
+        drain_seconds: Waiting for running requests.
+        load_seconds: The part of `pause_seconds` spent loading.
+    """
 
     version: int
     update_seconds: float
@@ -104,44 +121,57 @@ class Engine(Protocol):
     version: int
     """Version of the installed weights; -1 before the first `install_version`."""
     routing: RoutingShape | None
-    """None for a dense model, or when routes are not recorded."""
+    """Shape of the routes; None for a dense model, or when routes are not recorded."""
 
     async def start(self) -> None: ...
 
     async def generate(self, request: GenerationRequest) -> Generation: ...
 
     async def install_version(self, manifest: WeightManifest, timeout: float) -> InstallReport:
-        """Install published weights without aborting running requests. Raises `CorruptWeightsError`, and is as it was; or another
-        `EngineError`: then the old version is not to be trusted and the engine must be restarted."""
+        """Install published weights without aborting running requests.
+
+        Raises `CorruptWeightsError`, which leaves the engine unchanged, or another `EngineError`: then the old version
+        cannot be trusted either, and the engine must be restarted.
+        """
         ...
 
     async def score_tokens(self, token_ids: np.ndarray) -> np.ndarray:
-        """float32 `[T - 1]`: log-prob of each token after the first, at temperature 1, without any prefix cache."""
+        """Return the log-prob of each token after the first, float32 `[T - 1]`.
+
+        They are at temperature 1, without any prefix cache.
+        """
         ...
 
     async def count_stale_cached_tokens(self, token_ids: np.ndarray) -> int:
-        """How many positions of this text a new request would take from a prefix cache that older weights made; has to be 0.
+        """Return how many positions of this text a new request would take from older weights' prefix cache; must be 0.
 
-        To be asked once a version, always for the same text: what one version left in the cache, the next must not find.
+        Call it once per version, always with the same text: the next version must not find what this one left in the
+        cache.
         """
         ...
 
     async def find_weight_differences(self, manifest: WeightManifest, timeout: float) -> list[TensorMismatch]:
-        """Which tensors the engine does not hold as they were published. If there are any it must be restarted; if there are
-        none, what it loads is not at fault, and it continues."""
+        """Return the tensors that the engine does not hold as they were published.
+
+        If there are any, the engine must be restarted. If there are none, the loaded weights are not at fault and the
+        engine continues.
+        """
         ...
 
     def collect_stats(self) -> dict[str, float]:
-        """Counters since `start`: `generated_tokens` and `pause_seconds` among them."""
+        """Return counters since `start`, among them `generated_tokens` and `pause_seconds`."""
         ...
 
     async def stop(self) -> None: ...
 
 
 def build_engine(config: Config, model_path: str, seed: int, world: World = REAL_WORLD) -> Engine:
-    """Not started. `seed`: of what a model samples. Raises `ValueError` for `generator.engine_args` that it does not know."""
+    """Return the configured engine, not yet started. `seed` is the sampling seed.
+
+    Raises `ValueError` for unknown `generator.engine_args`.
+    """
     settings = config.generator
-    # Each takes what the other does without.
+    # Imported here: each engine needs packages that the other does without.
     if settings.engine == "scripted":
         from r3async.rollout.scripted import build_scripted_engine
 
@@ -162,7 +192,7 @@ def build_engine(config: Config, model_path: str, seed: int, world: World = REAL
 
 
 async def sample_probe(engine: Engine, token_ids: np.ndarray, temperature: float) -> SampledProbe:
-    """Sample one token after each of several beginnings of `token_ids` `[T]`, as an episode would, and score it again.
+    """Sample one token after each of several prefixes of `token_ids` `[T]`, as an episode would, and score it again.
 
     Raises `EngineError`.
     """

@@ -1,4 +1,7 @@
-"""Plays one episode, or one group of them: environment and engine in turns, every token recorded as it was seen."""
+"""Plays episodes: environment and engine take turns, and every token is recorded as the engine saw it.
+
+It plays one episode, or all episodes of a lease.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,8 @@ from r3async.world.real import REAL_WORLD
 from r3async.world.stages import stage
 
 STOP_REASONS = ("env_done", "turns", "length", "stop", "timeout", "error")
-"""What `Trajectory.stop_reason` may be: the environment ended it, turns ran out, the context was full, an agent stopped asking,
-time ran out, or it failed."""
+"""Values of `Trajectory.stop_reason`: the environment ended the episode, turns ran out, the context was full, an agent
+stopped making requests, time ran out, or the episode failed."""
 
 ENV_CLOSE_SECONDS = 10.0
 
@@ -44,15 +47,15 @@ class EpisodeError(RuntimeError):
 
 
 class EngineAbortError(EpisodeError):
-    """The engine aborted an answer, or gave none."""
+    """An answer that the engine aborted, or that is empty."""
 
 
 class PromptTooLongError(EpisodeError):
-    """The first prompt leaves no capacity for an answer; none was asked for."""
+    """A first prompt that leaves no capacity for an answer; no request was sent."""
 
 
 class EpisodeTask(msgspec.Struct, frozen=True):
-    """Which episode to play: `episode_index` of the G episodes of one group; all of them share `task_seed`."""
+    """One episode to play: number `episode_index` of the G episodes of a group, which all share `task_seed`."""
 
     group_index: int
     episode_index: int
@@ -63,7 +66,7 @@ class EpisodeTask(msgspec.Struct, frozen=True):
         return format_trajectory_id(self.group_index, self.episode_index)
 
     def build_trajectory(self, **played: Any) -> Trajectory:
-        """`played`: the fields of `Trajectory` that are not the task's."""
+        """Return the trajectory of this task. `played` holds the fields of `Trajectory` that are not the task's."""
         return Trajectory(
             trajectory_id=self.trajectory_id,
             group_index=self.group_index,
@@ -74,17 +77,17 @@ class EpisodeTask(msgspec.Struct, frozen=True):
 
 
 def answer_capacity(prompt_tokens: int, settings: EpisodeConfig) -> int:
-    """Tokens that may be sampled after a prompt of that length; 0 if the prompt itself is too long."""
+    """Return the tokens that may be sampled after a prompt of that length; 0 if the prompt itself is too long."""
     if prompt_tokens > settings.max_prompt_tokens:
         return 0
     return max(0, min(settings.max_new_tokens, settings.max_total_tokens - prompt_tokens))
 
 
 class RetryingEngine:
-    """Asks the engine for the answers of one episode. `report(event, **fields)` gets each call that failed.
+    """A wrapper of the engine that retries the calls of one episode. `report(event, **fields)` gets each failed call.
 
-    A call that the engine fails at, or aborts, is made again while the environment, or the agent, waits:
-    `episode.engine_retries` times in the episode. Calls may overlap; all belong to one event loop.
+    A call that fails in the engine, or is aborted, is repeated while the environment or the agent waits, up to
+    `episode.engine_retries` times per episode. Calls may overlap; all belong to one event loop.
     """
 
     def __init__(
@@ -100,11 +103,10 @@ class RetryingEngine:
         self._attempt_count = self._failure_count = 0
 
     async def generate_answer(self, call: PendingCall, max_tokens: int, stop_strings: Sequence[str] = ()) -> Generation:
-        """What is sampled behind the prompt of `call`: at least one token, at most `max_tokens`. `stop_strings`: strings that
-        end it, beside those of `episode.stop`.
+        """Sample the answer to the prompt of `call`: at least one token, at most `max_tokens`.
 
-        Raises `EngineError` or `EngineAbortError` where the engine has failed too often. Cancelling it aborts the running
-        request.
+        `stop_strings` end the answer in addition to those of `episode.stop`. Raises `EngineError` or `EngineAbortError`
+        if the engine has failed too often. Cancelling aborts the running request.
         """
         while True:
             try:
@@ -121,7 +123,7 @@ class RetryingEngine:
                     raise
 
     async def _try_generate(self, call: PendingCall, max_tokens: int, stop: Sequence[str]) -> Generation:
-        # Every attempt has a number of its own: a record of calls distinguishes them.
+        # Every attempt has its own number, so that a record of calls can tell them apart.
         name = f"{self._trajectory_id}t{self._attempt_count}"
         self._attempt_count += 1
         request = GenerationRequest(
@@ -146,7 +148,7 @@ class RetryingEngine:
 
 
 class EpisodePlayer:
-    """Plays one episode. What it holds at any time (`build_trajectory`) is what has been played so far."""
+    """A player of one episode. `build_trajectory` returns what has been played so far, at any time."""
 
     def __init__(
         self,
@@ -161,7 +163,7 @@ class EpisodePlayer:
         report: Callable[..., object] = lambda event, **fields: None,
         blocking_detector: BlockingDetector | None = None,
     ):
-        """`blocking_detector`: of all episodes of this generator."""
+        """Prepare to play `task`. `blocking_detector` is shared by all episodes of this generator."""
         self.task, self.settings = task, settings
         self._env, self._renderer, self._blocking_detector = (
             env,
@@ -175,15 +177,15 @@ class EpisodePlayer:
         self._preview: list[dict[str, str]] = []
         self._env_metrics: list[dict[str, float]] = []
         self._rewarded_turns = 0
-        """Turns whose answers have a reward. An answer that time ran out on is not trained: nobody knows what it is worth."""
+        """Number of turns whose answers have a reward. An answer that time ran out on has none and is not trained."""
         self._started_at = clock()
 
     async def play_episode(self) -> Trajectory:
-        """Until the environment is done, or turns, context or time run out.
+        """Play until the environment is done, or turns, context or time run out.
 
         Raises `PromptTooLongError` for the first prompt, `PrefixMismatchError` (see `EpisodeSamples`), `TemplateError`,
-        `EpisodeError` if time runs out before the first turn is complete, what the engine failed with too often
-        (`RetryingEngine`), and whatever the environment raises. Cancelling it aborts the running request.
+        `EpisodeError` if time runs out before the first turn is complete, the engine's error if it failed too often
+        (`RetryingEngine`), and whatever the environment raises. Cancelling aborts the running request.
         """
         try:
             async with asyncio.timeout(self.settings.timeout) as limit:
@@ -201,7 +203,7 @@ class EpisodePlayer:
             await close_environment(self._env)
 
     async def _play_turns(self) -> str:
-        """Play; returns why it ended."""
+        """Play all turns and return the stop reason."""
         name, settings = self.task.trajectory_id, self.settings
         env, watched = self._env, self._blocking_detector.run
         messages = coerce_messages(await watched(env, "reset", env.reset(self.task.task_seed)))
@@ -242,7 +244,7 @@ class EpisodePlayer:
         return "turns"
 
     def build_trajectory(self, stop_reason: str) -> Trajectory:
-        """What was played. Raises `EpisodeError` if that is nothing."""
+        """Return the trajectory played so far. Raises `EpisodeError` if it has no answer."""
         name = self.task.trajectory_id
         samples, turns = self._samples.build_samples(name, self.settings.temperature, self._rewarded_turns)
         if not turns:
@@ -262,8 +264,11 @@ class EpisodePlayer:
 def build_failed_trajectory(
     task: EpisodeTask, routing: RoutingShape | None, token_id: int, *, generator_id: str = "", at: float = 0.0
 ) -> Trajectory:
-    """What stands for an episode that failed for good, so that its group is complete: one token that nobody sampled, and no
-    turn, so nothing that is trained or compared. `stop_reason` is `error`."""
+    """Return the placeholder of an episode that failed for good, so that its group is complete.
+
+    It has one token that was not sampled and no turn, so nothing of it is trained or compared. `stop_reason` is
+    `error`.
+    """
     row = SampleBuilder(routing)
     row.append_context([token_id])
     return task.build_trajectory(
@@ -277,26 +282,35 @@ def build_failed_trajectory(
 
 
 async def close_environment(env: Environment) -> None:
-    """Call its `close()`, plain or `async def`, if it has one: an episode may end without the environment knowing."""
+    """Call the environment's `close()`, plain or `async def`, if it has one.
+
+    An episode may end without the environment knowing.
+    """
     close = getattr(env, "close", None)
     if close is not None and inspect.isawaitable(waiting := close()):
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(waiting, ENV_CLOSE_SECONDS)
 
 
-# All episodes of one lease at once, with retry budgets; finished ones leave as they finish.
+# Playing all episodes of a lease concurrently, with retry budgets; each trajectory is delivered when it is finished.
 
 
 MAX_REPORTED_TRACEBACKS = 1000
-"""Different errors of one player whose tracebacks are told."""
+"""Number of different errors of one player whose tracebacks are reported."""
 
 
 class GroupPlayer:
-    """Plays leases. `deliver_trajectory` takes each finished trajectory; `report(event, **fields)` gets failed attempts.
+    """A player of leases.
 
-    `play_episode` plays one episode in place of an environment that `factory` makes. `on_episode_end(end)` gets each episode
-    that is over, and decides how many may fail for good; without it, the first one that does is raised. `clock`: unix seconds.
-    `settings_of_task`: of a task, by its seed; the `settings` unless named.
+    Args:
+        factory: Makes the environment of each episode, unless `play_episode` is given.
+        deliver_trajectory: Takes each finished trajectory.
+        report: `report(event, **fields)` gets failed attempts.
+        play_episode: Plays one episode in place of an environment from `factory`.
+        on_episode_end: `on_episode_end(end)` gets each episode that is over, and decides how many may fail for good.
+            Without it, the first failure for good is raised.
+        clock: Returns unix seconds.
+        settings_of_task: Returns the settings of a task, by its seed; default: `settings` for every task.
     """
 
     def __init__(
@@ -327,24 +341,26 @@ class GroupPlayer:
         self._settings_of_task = settings_of_task or (lambda task_seed: settings)
         self._generator_id, self._deliver_trajectory, self._report = generator_id, deliver_trajectory, report
         self.playing_count = 0
-        """Episodes that have begun and not ended. One that waits to be sent has ended."""
+        """Number of episodes that have begun and not ended. One that waits to be sent has ended."""
         self.attempt_count = 0
-        """Tries at an episode that are over, whether or not they failed."""
+        """Number of attempts at an episode that are over, failed or not."""
         self.active_episodes: set[tuple[int, int]] = set()
-        """Group and index of each episode that has begun and was not handed over."""
+        """Group index and episode index of each episode that has begun and is not delivered yet."""
         self._reported_errors: set[tuple[str, str]] = set()
-        """Errors whose tracebacks were reported."""
+        """Errors (error and place) whose tracebacks were reported."""
         self._play_episode = play_episode or self._play_environment
 
     def play_lease(self, lease: GroupLease) -> Coroutine[Any, Any, None]:
-        """Returns when every episode of the lease was delivered. All of its turns go to this player's engine. They count as
-        `playing_count` from the call on, also before it is awaited.
+        """Play a lease, returning when every episode of it was delivered. All its turns go to this player's engine.
 
-        An episode in which the environment fails is played again from its beginning, `episode.retries` times, but not once more
-        where the user's code raised twice at one place. What the engine fails at is asked again within the episode
-        (`RetryingEngine`), `episode.engine_retries` times. A first prompt that is too long fails at once. Then a trajectory
-        without turns stands for it (`build_failed_trajectory`); or, without `on_episode_end`, `EpisodeError` is raised with
-        the last error's traceback, and the other episodes of the lease are cancelled.
+        The episodes count in `playing_count` from the call on, even before the result is awaited.
+
+        An episode whose environment fails is played again from its beginning, up to `episode.retries` times, but not
+        once more if the user's code raised twice at one place. A call that fails in the engine is repeated within the
+        episode (`RetryingEngine`), up to `episode.engine_retries` times. A first prompt that is too long fails at once.
+        An episode that failed for good is delivered as a trajectory without turns (`build_failed_trajectory`); or,
+        without `on_episode_end`, `EpisodeError` is raised with the last error's traceback, and the other episodes of
+        the lease are cancelled.
         """
         tasks = [EpisodeTask(lease.group_index, index, lease.task_seed) for index in lease.episode_indices]
         for task in tasks:
@@ -357,7 +373,7 @@ class GroupPlayer:
                 group.create_task(self._play_and_deliver(task))
 
     async def play_task(self, task: EpisodeTask) -> None:
-        """One episode of a lease, tried again if it fails; see `play_episode`."""
+        """Play and deliver one episode, with the same retries as in `play_lease`."""
         self._count_begun(task)
         await self._play_and_deliver(task)
 
@@ -385,7 +401,7 @@ class GroupPlayer:
             except Exception as error:
                 who: FailureSource = "engine" if is_engine_failure(error) else "environment"
                 raised, allowed = summarize_error(error), self._retry_budgets[who]
-                # The engine was asked again already: what it cannot answer now, it cannot from the beginning.
+                # The engine's retries are used up already: playing from the beginning would not help.
                 tries[who] += allowed + 1 if who == "engine" else 1
                 again = tries[who] <= allowed and not isinstance(error, PromptTooLongError)
                 if again and not is_repeated_error(error, raised, before):
@@ -414,7 +430,7 @@ class GroupPlayer:
     def _report_failure(
         self, event: str, task: EpisodeTask, failed_by: FailureSource, attempts: int, raised: ErrorSummary
     ) -> None:
-        """A try at an episode failed. The traceback of each error is told once."""
+        """Report a failed attempt at an episode. The traceback of each error is reported once."""
         known = (raised.error, raised.place) in self._reported_errors
         if not known and len(self._reported_errors) < MAX_REPORTED_TRACEBACKS:
             self._reported_errors.add((raised.error, raised.place))
@@ -450,7 +466,7 @@ class GroupPlayer:
 
 
 def is_engine_failure(error: BaseException | None) -> bool:
-    """Whether the engine is what failed, and not the environment."""
+    """Return True if the engine failed, and not the environment."""
     while error is not None:
         if isinstance(error, (EngineError, EngineAbortError)):
             return True
@@ -463,25 +479,29 @@ def _describe_budget(failed_by: FailureSource, tries: int, retries: int) -> str:
     return f"{tries} {'try' if tries == 1 else 'tries'} ({setting} = {retries})"
 
 
-# Who holds up the event loop of a generator: an environment of `async def` that computes, or waits without `await`.
+# Detection of environments that block a generator's event loop: an `async def` that computes, or waits without `await`.
 
 
 BLOCKING_SECONDS = 0.5
-"""Between two waits of a call. All episodes of the generator, its leases and its heartbeat wait meanwhile."""
+"""Seconds that a call may run between two waits before it is reported. Meanwhile all episodes of the generator, its
+leases and its heartbeat wait."""
 
 T = TypeVar("T")
 
 
 class BlockingDetector:
-    """Names environments that hold up the loop: `report(event, **fields)` gets the first time of each, and then each that took
-    twice as long as any before."""
+    """A detector of environments that block the event loop.
+
+    `report(event, **fields)` gets each environment's first blocking stretch, and then each stretch that took twice as
+    long as any before it.
+    """
 
     def __init__(self, report: Callable[..., object], clock: Callable[[], float] = REAL_WORLD.clock.time):
         self._report, self._clock = report, clock
         self._longest_seconds: dict[str, float] = {}
 
     async def run(self, environment: object, method: str, call: Awaitable[T]) -> T:
-        """What `call`, to `method` of `environment`, returns or raises."""
+        """Await `call`, a call of `method` of `environment`, and return its result or raise its exception."""
         if not asyncio.iscoroutine(call):
             return await call
         kind = type(environment)
@@ -503,7 +523,7 @@ class BlockingDetector:
 
 
 class _TimedAwaitable(Awaitable[T]):
-    """A coroutine; `record_seconds` gets the seconds of each stretch in which it did not wait."""
+    """A coroutine with a timer: `record_seconds` gets the seconds of each stretch in which it did not wait."""
 
     def __init__(self, call: Any, clock: Callable[[], float], record_seconds: Callable[[float], None]):
         self._call, self._clock, self._record_seconds = call, clock, record_seconds
@@ -517,7 +537,7 @@ class _TimedAwaitable(Awaitable[T]):
                 waits_for = go(given)
             except StopIteration as ended:
                 return ended.value
-            except SystemExit as error:  # which would end this process, and every episode in it
+            except SystemExit as error:  # it would end this process, and every episode in it
                 raise EnvironmentProtocolError(f"the environment called sys.exit({error.code!r})") from error
             finally:
                 self._record_seconds(self._clock() - began)

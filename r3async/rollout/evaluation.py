@@ -1,4 +1,4 @@
-"""Evaluation: fixed tasks that training never poses, played by the policy, by an oracle or blindly, and their results."""
+"""Evaluation on fixed tasks that training never poses, played by the policy, by an oracle or at random."""
 
 from __future__ import annotations
 
@@ -54,8 +54,11 @@ BaselinePolicy = Literal["oracle", "random"]
 
 
 class EvaluationTask(EpisodeTask, frozen=True):
-    """An episode of no lease; `group_index` counts tasks, and `episode_index` from 1 the episodes of one. Its id is no training
-    trajectory's."""
+    """One episode of an evaluation, which belongs to no lease.
+
+    `group_index` counts tasks, `episode_index` counts a task's episodes from 1. Its id is never that of a training
+    trajectory.
+    """
 
     @property
     def trajectory_id(self) -> str:
@@ -63,13 +66,16 @@ class EvaluationTask(EpisodeTask, frozen=True):
 
 
 def resolve_evaluation_env(config: Config, settings: EvaluationConfig) -> EnvConfig:
-    """The environment that a set plays (`EvaluationConfig.resolve_sets`): its `env`, or the one that is trained if that has
-    no name, with the rows that `data.eval` keeps from training."""
+    """Return the environment that a set (`EvaluationConfig.resolve_sets`) plays.
+
+    This is the set's `env`; or, if that has no name, the trained environment with the rows that `data.eval` keeps from
+    training.
+    """
     return settings.env if settings.env.name else select_held_out_rows(config.env)
 
 
 async def count_tasks(factory: EnvironmentFactory | None) -> int | None:
-    """How many tasks the environment has (`Environment`). None: it draws them at random, or an agent does."""
+    """Return how many tasks the environment has (`Environment`); None if it draws them at random, and for an agent."""
     if factory is None:
         return None
     environment = factory()
@@ -80,7 +86,7 @@ async def count_tasks(factory: EnvironmentFactory | None) -> int | None:
 
 
 async def count_tasks_by_part(factory: EnvironmentFactory | None) -> tuple[int | None, ...]:
-    """Of each environment of a mix, or of the only one."""
+    """Return the task counts (`count_tasks`) of each environment of a mix, or of the only one."""
     parts = list(factory.factories.values()) if isinstance(factory, MixedEnvironmentFactory) else [factory]
     return tuple([await count_tasks(part) for part in parts])
 
@@ -88,12 +94,16 @@ async def count_tasks_by_part(factory: EnvironmentFactory | None) -> tuple[int |
 def build_evaluation_tasks(
     env: EnvConfig, task_count: int | None, settings: EvaluationConfig, trained_env: EnvConfig | None = None
 ) -> list[EvaluationTask]:
-    """`settings.samples` episodes of each of the first `settings.episodes` tasks of the list that `settings.seed` stands for: the
-    longer list begins with the shorter.
+    """Return the episodes of an evaluation: `settings.samples` of each of the first `settings.episodes` tasks.
 
-    `task_count`: of `env`, from `count_tasks`. With one, there are no more tasks than that, each once: a task that is posed
-    twice would weigh twice. Without, task seeds are numbers that training never draws. `trained_env`: the environment that a
-    run trains, if there is a run. Raises `ConfigError` if that poses the same tasks.
+    The tasks come from the list that `settings.seed` selects, of which a longer one begins with the shorter. Raises
+    `ConfigError` if `trained_env` poses the same tasks.
+
+    Args:
+        task_count: The tasks of `env`, from `count_tasks`. If known, there are no more tasks than that, each once,
+            since a task that is posed twice would weigh twice. If None, task seeds are numbers that training never
+            draws.
+        trained_env: The environment that the run trains, if there is a run.
     """
     refuse_trained_tasks(env, task_count, trained_env)
     if task_count is None:
@@ -101,14 +111,17 @@ def build_evaluation_tasks(
     else:
         order = TaskCursor(evaluation_seed(settings.seed, 0), task_count)
         seeds = [order.pick_task(i) for i in range(min(settings.episodes, task_count))]
-    # Index 0 of a group would keep a preview, for nobody.
+    # Episodes count from 1: number 0 of a group would keep a preview, which nobody reads.
     samples = range(1, settings.samples + 1)
     return [EvaluationTask(i, sample, seed) for i, seed in enumerate(seeds) for sample in samples]
 
 
 def drop_long_prompts(factory: EnvironmentFactory, renderer: ChatRenderer, settings: EpisodeConfig) -> int:
-    """Have a dataset pose no prompt of more than `episode.max_prompt_tokens`; returns how many it had. 0 for other environments,
-    which do not know their prompts. Raises `ConfigError` if nothing is left, or the chat template refuses a prompt."""
+    """Drop a dataset's prompts of more than `episode.max_prompt_tokens` tokens and return how many there were.
+
+    Returns 0 for other environments, which do not know their prompts. Raises `ConfigError` if nothing is left, or if
+    the chat template refuses a prompt.
+    """
     if isinstance(factory, MixedEnvironmentFactory):
         own = {label: resolve_env(label, entry, settings).episode for label, entry in factory.entry_configs.items()}
         return sum(drop_long_prompts(part, renderer, own[label]) for label, part in factory.factories.items())
@@ -118,15 +131,17 @@ def drop_long_prompts(factory: EnvironmentFactory, renderer: ChatRenderer, setti
 
     def count_tokens(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> int:
         text = renderer.render(messages, tools)
-        at_most = len(text.encode())  # a token stands for a byte at least
+        at_most = len(text.encode())  # a token stands for at least one byte
         return at_most if at_most <= most else len(renderer.encode(text))
 
     return factory.drop_long_prompts(count_tokens, most)
 
 
 def refuse_trained_tasks(env: EnvConfig, task_count: int | None, trained_env: EnvConfig | None) -> None:
-    """Raise `ConfigError` if the tasks of `env`, which are `task_count`, are those that `trained_env` poses: it poses all
-    that it has."""
+    """Raise `ConfigError` if the `task_count` tasks of `env` are those of `trained_env`.
+
+    A run poses all tasks that its environment has.
+    """
     if task_count is None or trained_env is None or not _has_same_tasks(env, trained_env):
         return
     keep = "keep some from training with `data.eval`, as 0.05, a number or a file, set `evaluation.every` = 0, or " * (
@@ -141,8 +156,10 @@ def refuse_trained_tasks(env: EnvConfig, task_count: int | None, trained_env: En
 
 
 def refuse_shared_prompts(env: EnvConfig, trained_env: EnvConfig) -> None:
-    """Raise `ConfigError` if a row that `env` evaluates poses a prompt that a row of `trained_env` poses too. Reads the rows
-    of both, if they are datasets; whole datasets that are the same are `refuse_trained_tasks`'s."""
+    """Raise `ConfigError` if a row that `env` evaluates poses a prompt that a row of `trained_env` poses too.
+
+    Reads the rows of both, if they are datasets. Identical datasets are left to `refuse_trained_tasks`.
+    """
     for part in parse_mix_entries(trained_env).values():
         refuse_shared_prompts(env, part)
     if not (is_dataset(env) and is_dataset(trained_env)) or has_same_rows(env, trained_env):
@@ -157,7 +174,11 @@ def refuse_shared_prompts(env: EnvConfig, trained_env: EnvConfig) -> None:
 
 
 def _has_same_tasks(env: EnvConfig, trained_env: EnvConfig) -> bool:
-    """Rows are the same in one file, whatever is asked of them; another environment's arguments may choose its tasks."""
+    """Return True if both environments pose the same tasks.
+
+    Datasets do if they have the same rows, whatever their other arguments; the arguments of other environments may
+    choose their tasks.
+    """
     if parts := parse_mix_entries(trained_env):
         return any(_has_same_tasks(env, part) for part in parts.values())
     if is_dataset(env) and is_dataset(trained_env):
@@ -166,7 +187,7 @@ def _has_same_tasks(env: EnvConfig, trained_env: EnvConfig) -> bool:
 
 
 def check_environment(config: Config) -> None:
-    """Raise `ConfigError` for an environment, or an agent, that cannot be used in this run, to train or to evaluate."""
+    """Raise `ConfigError` for an environment or an agent that this run cannot train or evaluate with."""
     for setting, secret in collect_secrets(config).items():
         refuse_lost_secret(secret, setting)
     config = add_default_evaluation_sets(config)
@@ -196,7 +217,7 @@ def check_environment(config: Config) -> None:
 
 
 def _load_task_count(env: EnvConfig) -> int | None:
-    """How many tasks it has, if that is known. Raises `ConfigError` if it cannot be made."""
+    """Return how many tasks the environment has, if known. Raises `ConfigError` if it cannot be constructed."""
     if is_agent(env):
         make_agent(env)
         return None
@@ -215,7 +236,10 @@ async def evaluate_sets(
     progress: Callable[[EpisodeOutcome], object] = lambda outcome: None,
     world: World = REAL_WORLD,
 ) -> Evaluation:
-    """The sets of `config.evaluation`, one after the other; see `evaluate_set`. `make_factory(env)`: None for an agent."""
+    """Play the sets of `config.evaluation` one after the other; see `evaluate_set`.
+
+    `make_factory(env)` returns the factory of an environment, or None for an agent.
+    """
     sets = {}
     for name, settings in config.evaluation.resolve_sets().items():
         env = resolve_evaluation_env(config, settings)
@@ -253,11 +277,16 @@ async def evaluate_set(
     progress: Callable[[EpisodeOutcome], object] = lambda outcome: None,
     world: World = REAL_WORLD,
 ) -> Evaluation:
-    """Play one set (`EvaluationConfig.resolve_sets`), at most `concurrency` episodes at once. `factory`: of `env`; None for
-    an agent. `trained_env`: see `build_evaluation_tasks`, which may raise `ConfigError`.
+    """Play one set (`EvaluationConfig.resolve_sets`), at most `concurrency` episodes at once.
 
-    An episode that fails is tried again `episode.retries` times; then what it failed with is raised and the others are cancelled.
-    `report(event, **fields)` gets failed attempts, `progress` each outcome.
+    An episode that fails is retried `episode.retries` times; then its error is raised and the others are cancelled.
+    Raises `ConfigError` where `build_evaluation_tasks` does.
+
+    Args:
+        factory: Makes the environments of `env`; None for an agent.
+        trained_env: The environment that the run trains; see `build_evaluation_tasks`.
+        report: `report(event, **fields)` gets failed attempts.
+        progress: Gets each outcome.
     """
     if settings.temperature == 0:
         episode = msgspec.structs.replace(episode, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
@@ -272,7 +301,7 @@ async def evaluate_set(
 
     clock = world.clock
     began = clock.monotonic()
-    # The door for agents from outside stays the run's own.
+    # The run's endpoint for outside agents is not opened a second time.
     private = msgspec.structs.replace(serving, enabled=False, port=0)
     async with open_agent_player(
         env, engine, renderer, episode, private, generator_id=generator_id, report=report, world=world
@@ -310,9 +339,9 @@ async def evaluate_without_model(
     max_turns: int,
     progress: Callable[[EpisodeOutcome], object] = lambda outcome: None,
 ) -> Evaluation:
-    """The same tasks under the environment's oracle, or under its random answers: what its rewards mean.
+    """Play the tasks of a set with the environment's oracle or its random answers, as a baseline for its rewards.
 
-    Raises `ConfigError` if the environment has no such policy, and see `build_evaluation_tasks`.
+    Raises `ConfigError` if the environment has no such policy, and where `build_evaluation_tasks` does.
     """
     began = time.monotonic()
     outcomes = []
@@ -332,7 +361,7 @@ async def evaluate_without_model(
 async def _play_baseline(
     env: Environment, name: str, policy: BaselinePolicy, task: EvaluationTask, max_turns: int
 ) -> tuple[list[StepResult], str]:
-    """What came of the turns, and why it ended."""
+    """Play one episode and return the results of its turns and the stop reason."""
     await env.reset(task.task_seed)
     rng = random.Random(f"random/{task.task_seed}/{task.episode_index}")
     results: list[StepResult] = []
@@ -351,19 +380,27 @@ async def _play_baseline(
     return results, "turns"
 
 
-# What came of an evaluation: means with confidence intervals, pass@k, and the figures of its sets. Pure.
+# The results of an evaluation: means with confidence intervals, pass@k, and the figures of its sets. Pure.
 #
-# Episodes of one task are not independent of each other, so every interval is over tasks: the standard error of the tasks' means,
-# clustered by task (Miller, "Adding Error Bars to Evals", arXiv:2411.00640), and 1.96 of it to both sides.
+# Episodes of one task are not independent of each other, so every interval is over tasks: the standard error of the
+# tasks' means, clustered by task (Miller, "Adding Error Bars to Evals", arXiv:2411.00640), and 1.96 of it to both
+# sides.
 
 
 REWARD_TOLERANCE = 1e-6
-"""Of a reward that is a sum of decimals."""
+"""Rounding error allowed in a reward that is a sum of decimals."""
 
 
 class EpisodeOutcome(msgspec.Struct, frozen=True):
-    """What came of one episode. `sampled_tokens` were sampled; versions are those that sampled them, -1 if nobody knows;
-    `metrics`: what the environment told; `task_seed`: its task seed."""
+    """The result of one episode.
+
+    Attributes:
+        sampled_tokens: Number of tokens sampled.
+        version_min: Oldest version that sampled them, -1 if unknown.
+        version_max: Newest version that sampled them, -1 if unknown.
+        metrics: The metrics that the environment reported.
+        task_seed: Seed of the task, None if unknown.
+    """
 
     reward: float
     turn_count: int
@@ -376,12 +413,15 @@ class EpisodeOutcome(msgspec.Struct, frozen=True):
 
 
 class Evaluation(msgspec.Struct, frozen=True):
-    """What came of all. `reward_error` is the standard error of the mean, None of a single task; `stop_reasons` has
-    `[episodes, mean reward]` of each; tokens and turns are means of an episode."""
+    """The results of all episodes.
+
+    `reward_error` is the standard error of the mean, None for a single task; `stop_reasons` has
+    `[episodes, mean reward]` for each reason; tokens and turns are means per episode.
+    """
 
     episodes: int
     reward_mean: float
-    """avg@n: the mean over tasks, of the mean over the n episodes of each."""
+    """Mean reward, avg@n: the mean over tasks of the mean over the n episodes of each."""
     reward_error: float | None
     reward_min: float
     reward_max: float
@@ -392,24 +432,26 @@ class Evaluation(msgspec.Struct, frozen=True):
     stop_reasons: dict[str, tuple[int, float]]
     seconds: float
     metrics: dict[str, float] = {}
-    """Means of what the environment told, over the episodes that told it: rewards by name are among them."""
+    """Mean of each metric of the environment, over the episodes that report it. Rewards by name are among them."""
     tasks: int = 0
     reward_low: float | None = None
-    """With `reward_high` the 95 % confidence interval of `reward_mean`; None of a single task."""
+    """Lower end of the 95 % confidence interval of `reward_mean`, `reward_high` being the upper; None for a single
+    task."""
     reward_high: float | None = None
     passes: dict[str, tuple[float, float | None, float | None]] = {}
-    """pass@k by k = "1", "2", "4", … and the number of episodes of each task: `[estimate, low, high]`, the last two as above."""
+    """pass@k as `[estimate, low, high]`, the last two as above, for k = "1", "2", "4", … and the number of episodes per
+    task."""
     rewards: dict[str, list[float]] = {}
-    """Of each task, by its task seed, the rewards of its episodes."""
+    """Rewards of the episodes of each task, by task seed."""
     sets: dict[str, Evaluation] = {}
-    """Of an evaluation of several sets: each one's, by name. All other figures are then those of the first."""
+    """Evaluation of each set by name, if there are several. All other figures are then those of the first set."""
 
 
 def pass_at_k(episodes: int, passed: int, k: int) -> float:
-    """Probability that one of `k` answers passes, unbiased, from `episodes` answers of which `passed` did:
-    `1 - C(n - c, k) / C(n, k)` (Chen et al., "Evaluating Large Language Models Trained on Code", arXiv:2107.03374, section 2.1).
+    """Return an unbiased estimate of the probability that at least one of `k` answers passes.
 
-    Raises `ValueError` unless `1 <= k <= episodes`.
+    From `episodes` answers of which `passed` passed: `1 - C(n - c, k) / C(n, k)` (Chen et al., "Evaluating Large
+    Language Models Trained on Code", arXiv:2107.03374, section 2.1). Raises `ValueError` unless `1 <= k <= episodes`.
     """
     if not 1 <= k <= episodes:
         raise ValueError(f"pass@{k} cannot be estimated from {episodes} answers")
@@ -417,7 +459,11 @@ def pass_at_k(episodes: int, passed: int, k: int) -> float:
 
 
 def summarize_outcomes(outcomes: Sequence[EpisodeOutcome], seconds: float, pass_reward: float = 1.0) -> Evaluation:
-    """`pass_reward`: an episode passes with that, or more. Outcomes without a task are one of their own each."""
+    """Summarize the outcomes of an evaluation that took `seconds`.
+
+    An episode passes with a reward of at least `pass_reward`. Each outcome without a task seed counts as a separate
+    task.
+    """
     by_task: dict[int | str, list[float]] = {}
     for at, outcome in enumerate(outcomes):
         by_task.setdefault(f"episode {at}" if outcome.task_seed is None else outcome.task_seed, []).append(
@@ -454,7 +500,10 @@ def summarize_outcomes(outcomes: Sequence[EpisodeOutcome], seconds: float, pass_
 def _estimate_pass_at_k(
     by_task: Iterable[Sequence[float]], pass_reward: float
 ) -> dict[str, tuple[float, float | None, float | None]]:
-    """A task that was posed several times has more episodes than others: the fewest say which k there are."""
+    """Return pass@k as `[estimate, low, high]` by k.
+
+    The task with the fewest episodes limits k: a task that was posed several times has more episodes than others.
+    """
     counts = [(len(rewards), sum(r >= pass_reward - REWARD_TOLERANCE for r in rewards)) for rewards in by_task]
     found: dict[str, tuple[float, float | None, float | None]] = {}
     for k in list_pass_ks(min(episodes for episodes, _ in counts)):
@@ -464,7 +513,7 @@ def _estimate_pass_at_k(
 
 
 def join_sets(sets: Mapping[str, Evaluation]) -> Evaluation:
-    """One evaluation of several sets, or that of the only one, which has no name."""
+    """Return one evaluation of several sets, or the evaluation of the only set, which has no name."""
     first = next(iter(sets.values()))
     if list(sets) == [""]:
         return first
@@ -478,9 +527,11 @@ def join_sets(sets: Mapping[str, Evaluation]) -> Evaluation:
 
 
 def flatten_evaluation(evaluation: Mapping[str, Any]) -> dict[str, Any]:
-    """By name, the figures of an `Evaluation` in plain data that a row has: `pass@K`, and those of its sets as `SET/NAME`.
+    """Return the figures of an `Evaluation`, given as plain data, by name.
 
-    The rewards of single tasks are left out, for they are many.
+    The names are those of one row: `pass@K`, and `SET/NAME` for the figures of its sets.
+
+    The rewards of single tasks are left out because there are many.
     """
     figures: dict[str, Any] = {}
     for name, value in evaluation.items():
@@ -495,7 +546,7 @@ def flatten_evaluation(evaluation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def summarize_trajectory(trajectory: Trajectory) -> EpisodeOutcome:
-    """Raises `ValueError` for a trajectory without samples."""
+    """Return the outcome of a trajectory. Raises `ValueError` for one without samples."""
     versions = [s.table["policy_version"][s.table["loss_mask"]] for s in trajectory.samples]
     return EpisodeOutcome(
         reward=trajectory.reward,

@@ -1,4 +1,4 @@
-"""The samples of one episode: every engine call lands in a sample whose tokens are exactly what the engine saw."""
+"""The samples of one episode. Their tokens are exactly those that the engine saw, call by call."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class PrefixMismatchError(ValueError):
 
 
 class SampleBuilder:
-    """Grows one sample, token by token as the engine saw them.
+    """A builder of one sample, which grows by the tokens in the order in which the engine saw them.
 
     Observation tokens and injected end-of-sequence tokens are in the sequence with `loss_mask` False; sampled tokens
-    carry log-prob, version and turn. Routes are kept by position (`RoutingTrace`): within a sample, the first call that fed a
-    position owns its route. A sample that branched off borrows the routes of its context until its first call has answered, and
-    keeps them only if that call entered under the very weights that made them.
+    carry log-prob, version and turn. Routes are kept by position (`RoutingTrace`): within a sample, the first call that
+    fed a position owns its route. A branched sample borrows the routes of its context until its first call has
+    answered, and keeps them only if that call entered under the same weights that produced them.
     """
 
     def __init__(self, routing: RoutingShape | None, with_supports: bool = False):
-        """`with_supports`: whether each sampled token has its support with it."""
+        """Begin an empty sample. `with_supports` is True if each sampled token comes with its support."""
         self._tokens = GrowingTokens()
         self.routing_trace = (
             RoutingTrace(layers=routing.layers, top_k=routing.top_k, num_experts=routing.num_experts)
@@ -38,10 +38,11 @@ class SampleBuilder:
             else None
         )
         self.entry_version = -1
-        """Weights that the first call entered under; of a sample without an answer, those that made the borrowed routes."""
+        """Version of the weights under which the first call entered; in a sample without an answer, the version that
+        produced the borrowed routes."""
         self.shareable_length = 0
-        """Positions from the first on whose routes are recorded and were made by that version, onto keys and values of it:
-        what a new call under that version would find in the engine's prefix cache."""
+        """Number of leading positions whose routes are recorded and were computed by that version, onto its keys and
+        values: what a new call under that version would find in the engine's prefix cache."""
         self._with_supports = with_supports
         self._answers: list[tuple[int, int, Generation]] = []
         self._rewards: list[tuple[int, float]] = []
@@ -51,31 +52,31 @@ class SampleBuilder:
 
     @property
     def token_ids(self) -> np.ndarray:
-        """int32 `[T]`, not to be written to."""
+        """The tokens so far, int32 `[T]`; read-only."""
         return self._tokens.array
 
     @property
     def routes_from(self) -> int:
-        """First position that the engine is to be asked for; see `GenerationRequest`."""
+        """The first position whose routes the next call should return; see `GenerationRequest`."""
         return self.routing_trace.positions_fed if self.routing_trace is not None else 0
 
     @property
     def routes_version(self) -> int | None:
-        """Under which version alone that holds; None if under any."""
+        """The only version under which `routes_from` holds; None if it holds under any."""
         return None if self.has_sampled_tokens or not self.routes_from else self.entry_version
 
     @property
     def has_sampled_tokens(self) -> bool:
-        """Whether any token of it was sampled."""
+        """True if any token of the sample was sampled."""
         return bool(self._answers)
 
     def append_context(self, token_ids: Sequence[int] | np.ndarray) -> None:
         self._tokens.extend(token_ids)
 
     def append_answer(self, turn: int, generation: Generation) -> tuple[int, int]:
-        """Append what the policy sampled when it was fed all tokens so far. Returns its positions `start, stop`.
+        """Append what the policy sampled after all tokens so far, and return its positions `start, stop`.
 
-        A call that sampled nothing (an abort) owns nothing: its prompt is fed again by the call that is answered.
+        A call that sampled nothing (an abort) owns nothing: the call that is answered feeds its prompt again.
         """
         start = len(self)
         if not len(generation.token_ids):
@@ -90,7 +91,7 @@ class SampleBuilder:
     def _record_routes(self, trace: RoutingTrace, generation: Generation, start: int, stop: int) -> None:
         rows, first, span = generation.routed_experts, generation.routes_from, generation.version_spans[0]
         if not self.has_sampled_tokens:
-            # Of what is borrowed, nothing that other weights made, and nothing that this call returned itself.
+            # Drop borrowed routes that other weights produced, and those that this call returned itself.
             self.routing_trace = trace = trace.branch_at(first if span.version == self.entry_version else 0)
             self.entry_version, self.shareable_length = span.version, trace.positions_fed
         # The last sampled token has not been fed: its route belongs to the next call that feeds it.
@@ -101,11 +102,11 @@ class SampleBuilder:
             self.shareable_length = max(known, min(first + len(rows), start + span.stop - 1))
 
     def branch_at(self, length: int) -> SampleBuilder:
-        """A new sample whose context is the first `length` tokens of this one. It borrows those of their routes that one version
-        made (`shareable_length`).
+        """Return a new sample whose context is the first `length` tokens of this one.
 
-        For a context that is rewritten from there on, and for step-wise samples. None of the shared tokens is trained in
-        the new sample: the one that has them sampled does that. Raises `ValueError` if there are not so many tokens.
+        It borrows those of their routes that one version produced (`shareable_length`). Branches serve contexts that
+        are rewritten from there on, and step-wise samples. None of the shared tokens is trained in the new sample; the
+        sample in which they were sampled trains them. Raises `ValueError` if there are fewer than `length` tokens.
         """
         if not 0 <= length <= len(self):
             raise ValueError(f"a branch cannot share {length} of {len(self)} tokens")
@@ -120,7 +121,10 @@ class SampleBuilder:
         self._rewards.append((at, reward))
 
     def build_table(self, length: int | None = None) -> TokenTable:
-        """The first `length` tokens (default: all). The last one has no route: no trained token depends on it."""
+        """Return the table of the first `length` tokens (default: all).
+
+        The last one has no route: no trained token depends on it.
+        """
         n = len(self)
         length = n if length is None else length
         columns = {name: column.filled_rows(n) for name, column in SCHEMA.columns.items() if not column.optional}
@@ -145,8 +149,15 @@ class SampleBuilder:
 
 
 class PendingCall(msgspec.Struct, frozen=True, eq=False):
-    """A prompt `[P]` that waits for its answer, and the sample in which both will be: until then, nothing of them is there.
-    `common_prefix_lengths`: how many tokens of the prompt each sample of the episode begins with."""
+    """A prompt that waits for its answer.
+
+    Attributes:
+        prompt_ids: The prompt, `[P]`.
+        sample: The sample to which prompt and answer will be added. Until the answer arrives it holds nothing of
+            either.
+        common_prefix_lengths: For each sample of the episode, the number of leading tokens that it shares with the
+            prompt.
+    """
 
     prompt_ids: np.ndarray
     sample: SampleBuilder
@@ -154,12 +165,12 @@ class PendingCall(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def routes_from(self) -> int:
-        """First position that the engine is to be asked for; see `GenerationRequest`."""
+        """The first position whose routes this call should return; see `GenerationRequest`."""
         return self.sample.routes_from
 
     @property
     def routes_version(self) -> int | None:
-        """Under which version alone that holds; None if under any."""
+        """The only version under which `routes_from` holds; None if it holds under any."""
         return self.sample.routes_version
 
 
@@ -172,40 +183,42 @@ class _RecordedAnswer(msgspec.Struct):
 
 
 class EpisodeSamples:
-    """Decides for every prompt which sample it continues.
+    """The samples of one episode, which decide for every prompt which sample it continues.
 
-    A prompt that extends a sample exactly continues it (in `merged` and `auto`), so the tokens of training are those of the
-    episode, once. Any other prompt **branches**: a new sample that trains only what is sampled in it. Its own call computes the
-    whole prompt again, so it has that call's routes. Those of a common prefix that an earlier call recorded under the same
-    weights and the same cache salt are shared; all others are asked for. With `stepwise` every prompt branches: one sample a
-    turn. With `merged` a prompt that does not extend the one sample raises `PrefixMismatchError`.
+    A prompt that extends a sample exactly continues it (in `merged` and `auto`), so each token of the episode is
+    trained once. Any other prompt **branches**: it begins a new sample that trains only what is sampled in it. Its own
+    call computes the whole prompt again, so the sample has that call's routes. Routes of a common prefix that an
+    earlier call recorded under the same weights and the same cache salt are shared; all others are requested. With
+    `stepwise` every prompt branches: one sample per turn. With `merged` a prompt that does not extend the one sample
+    raises `PrefixMismatchError`.
 
-    Calls may overlap (an agent that asks twice at once): a sample that waits for its answer is branched from, not continued.
-    One that gets no answer leaves nothing. Pure; owns nothing but memory.
+    Calls may overlap (an agent with two requests in flight): a sample that waits for its answer is branched from, not
+    continued. A call without an answer leaves nothing. Pure; owns nothing but memory.
     """
 
     def __init__(self, routing: RoutingShape | None, rows_mode: RowsMode = "auto", with_supports: bool = False):
-        """`with_supports`: see `SampleBuilder`."""
+        """Begin an episode without samples. `with_supports` is as in `SampleBuilder`."""
         self._routing, self._rows_mode, self._with_supports = routing, rows_mode, with_supports
         self._samples: list[SampleBuilder] = []
         self._index_by_sample: dict[SampleBuilder, int] = {}
-        """In that list."""
+        """Index of each sample in `_samples`."""
         self._compared_lengths: list[list[int]] = []
-        """Of sample i and each sample j < i: how many of their first tokens were compared, and are equal."""
+        """Number of leading tokens of sample i and each sample j < i that were compared and are equal, by i and j."""
         self._pending_calls: list[PendingCall] = []
         self._answers: dict[int, _RecordedAnswer] = {}
 
     @property
     def turn_count(self) -> int:
-        """Answers so far."""
+        """The number of answers so far."""
         return len(self._answers)
 
     def start_call(
         self, prompt_ids: Sequence[int] | np.ndarray, shared_turn: int = -1, shared_tokens: int = 0
     ) -> PendingCall:
-        """A call with the prompt `prompt_ids` `[P]`, to be given to `finish_call` or `cancel_call`. Raises `PrefixMismatchError`.
+        """Begin a call with the prompt `prompt_ids` `[P]`, to be passed to `finish_call` or `cancel_call`.
 
-        The first `shared_tokens` tokens are known to be those of the sample that `shared_turn` is in, and are not compared again.
+        The first `shared_tokens` tokens are known to equal those of the sample that contains `shared_turn`, and are not
+        compared again. Raises `PrefixMismatchError`.
         """
         prompt = np.asarray(prompt_ids, np.int32)
         alike = self._compare_prompt(prompt, shared_turn, shared_tokens)
@@ -217,8 +230,11 @@ class EpisodeSamples:
         return call
 
     def _compare_prompt(self, prompt: np.ndarray, shared_turn: int, shared_tokens: int) -> list[int]:
-        """How many tokens of the prompt each sample begins with. No token is compared that is known: a sample that differs within
-        `shared_tokens` tokens from that of `shared_turn` differs from the prompt there."""
+        """Return, for each sample, the number of leading tokens that it shares with the prompt.
+
+        Known tokens are not compared: a sample that differs from the sample of `shared_turn` within the first
+        `shared_tokens` tokens differs from the prompt at the same position.
+        """
         answer = self._answers.get(shared_turn)
         if answer is None:
             return [common_prefix_length(s.token_ids, prompt) for s in self._samples]
@@ -232,20 +248,20 @@ class EpisodeSamples:
         return alike
 
     def _compare_samples(self, i: int, j: int) -> int:
-        """How many tokens two samples begin with in common. Both may have grown since they were compared."""
+        """Return the length of two samples' common prefix. Both may have grown since they were last compared."""
         known, (a, b) = self._compared_lengths[i][j], (self._samples[i], self._samples[j])
         if known < min(len(a), len(b)):
             self._compared_lengths[i][j] = known = common_prefix_length(a.token_ids, b.token_ids, known)
         return known
 
     def _find_continued_sample(self, common_prefix_lengths: Sequence[int]) -> SampleBuilder | None:
-        """The longest sample that the prompt extends; None if there is none, or samples are not merged."""
+        """Return the longest sample that the prompt extends; None if there is none, or with `stepwise` samples."""
         if self._rows_mode == "stepwise":
             return None
         fits = [
             s for s, n in zip(self._samples, common_prefix_lengths, strict=True) if n == len(s) and self._is_free(s)
         ]
-        # Of equal ones the newest: that is the conversation that continues.
+        # Among equally long ones take the newest: that is the conversation that continues.
         return max(reversed(fits), key=len, default=None)
 
     def _is_free(self, sample: SampleBuilder) -> bool:
@@ -270,7 +286,7 @@ class EpisodeSamples:
         return self._samples[lender].branch_at(common_prefix_lengths[lender])
 
     def finish_call(self, call: PendingCall, generation: Generation) -> int:
-        """Take the answer of `call`; its turn is returned. An empty one (an abort) is no turn: -1."""
+        """Add the answer of `call` and return its turn. An empty answer (an abort) is no turn: -1."""
         self.cancel_call(call)
         if not len(generation.token_ids):
             return -1
@@ -287,11 +303,11 @@ class EpisodeSamples:
         return turn
 
     def cancel_call(self, call: PendingCall) -> None:
-        """It failed, or nobody could be given its answer. Its prompt may be asked again."""
+        """Drop a call that failed, or whose answer could not be delivered. Its prompt may be sent again."""
         self._pending_calls = [other for other in self._pending_calls if other is not call]
 
     def add_reward(self, turn: int, reward: float) -> None:
-        """Credit `reward`, in addition, at the last token of that turn. Raises `KeyError` for a turn that there is not."""
+        """Add `reward` to the reward at the last token of that turn. Raises `KeyError` for an unknown turn."""
         answer = self._answers[turn]
         answer.reward += reward
         answer.sample.add_reward(answer.stop - 1, reward)
@@ -299,7 +315,10 @@ class EpisodeSamples:
     def build_samples(
         self, trajectory_id: str, temperature: float, turns: int | None = None
     ) -> tuple[list[Sample], list[Turn]]:
-        """The samples that sampled anything, in the order of their first answers, and their turns: all, or the first `turns`."""
+        """Return the samples that contain answers, in the order of their first answers, and the turns.
+
+        `turns` limits both to the first so many turns; default: all.
+        """
         answers = list(self._answers.items())[:turns]
         places: dict[SampleBuilder, int] = {}
         stops: dict[SampleBuilder, int] = {}  # a prompt that never got its answer is not part of what is trained
@@ -316,11 +335,11 @@ class EpisodeSamples:
 
 
 COMPARE_BLOCK_TOKENS = 256
-"""Tokens that are compared at once: where two sequences differ soon, no more are read."""
+"""Number of tokens compared at once: if two sequences differ early, no more are read."""
 
 
 def common_prefix_length(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray, equal_tokens: int = 0) -> int:
-    """How many tokens two sequences share at their beginning, of which the first `equal_tokens` are known to be equal."""
+    """Return the length of two sequences' common prefix, of which the first `equal_tokens` are known to be equal."""
     n = min(len(a), len(b))
     while equal_tokens < n:
         stop = min(n, equal_tokens + COMPARE_BLOCK_TOKENS)

@@ -1,9 +1,9 @@
 """An engine without a model, for tests and for rehearsing how runs fail (`generator.engine = "scripted"`).
 
-Answers come from a script, everything else from hashes. A token's log-prob and routes depend on its position, the version that
-sampled (or fed) it and the token itself, and on nothing else: two engines agree, and a test can say what any number must be
-(`scripted_logprobs`, `scripted_route_rows`). With weights of the scripted learner, a log-prob depends on those in place of their
-version's number, so that the two compare as a model's do.
+Answers come from a script, everything else from hashes. A token's log-prob and routes depend only on its position, the
+version that sampled (or fed) it and the token itself: two engines agree, and a test can compute the expected value of
+any number (`scripted_logprobs`, `scripted_route_rows`). With weights of the scripted learner, a log-prob depends on the
+weights instead of their version number, so that engine and learner can be compared as with a real model.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from r3async.world import Files, World
 from r3async.world.real import REAL_WORLD
 
 AnswerScript = Callable[[GenerationRequest, int], Sequence[int]] | Sequence[Sequence[int]]
-"""The answer to call number `call_index`, or a table of answers that is begun again at its end."""
+"""Function that returns the answer to a request, given the index of the call; or a table of answers, which repeats."""
 
 
 DIGEST_TENSOR = "scripted.digest"
-"""Tensor of the scripted learner: its weights, of which the engine reads the checksum from the version's file."""
+"""Name of the scripted learner's weight tensor, whose checksum the engine reads from the version's file."""
 
 UINT32_MASK = 0xFFFFFFFF
 
 LETTER_TOKEN_IDS = range(97, 123)
-"""Token ids that any vocabulary has; a byte tokenizer reads them as a to z."""
+"""Token ids that exist in any vocabulary; a byte tokenizer decodes them as a to z."""
 
 SCRIPTED_ROUTING = RoutingShape(layers=2, top_k=2, num_experts=8)
 
@@ -57,18 +57,18 @@ class _RunningCall:
         self.spans, self.token_count, self.version = VersionSpanRecorder(version), token_count, version
         self.sampled_count = 0
         self.prompt_version: int | None = None
-        """Under which the prompt was fed: that of the first token."""
+        """Version under which the prompt was fed, which is the version of the first token."""
         self.started_at = self.duration_seconds = 0.0
         self.wake_event = asyncio.Event()
 
     def stamp_version(self, version: int) -> None:
-        """The next token is sampled by that version."""
+        """Record that the next token is sampled by that version."""
         if version != self.version:
             self.version = version
             self.spans.stamp_version(self.sampled_count, version)
 
     def advance_to(self, now: float) -> None:
-        """Of an answer that takes `duration_seconds`: what has been sampled by now."""
+        """Update the number of tokens sampled by `now`, in an answer that takes `duration_seconds`."""
         share = min(1.0, (now - self.started_at) / self.duration_seconds) if self.duration_seconds > 0 else 1.0
         self.sampled_count = max(self.sampled_count, int(share * self.token_count + 1e-6))
         if self.sampled_count and self.prompt_version is None:
@@ -76,14 +76,20 @@ class _RunningCall:
 
 
 class ScriptedEngine:
-    """Answers as scripted; see `Engine` for what the methods promise.
+    """An engine that answers from a script; see `Engine` for the contracts of its methods.
 
     An answer is cut at the first stop token (which it keeps) and at `max_tokens`; one that runs out without a stop
-    token ends as if its last token were one. `before_token` is awaited before each token: a test that holds it back can
-    install new weights, abort or cancel in the middle of an answer. Or `answer_seconds(tokens, running)` gives how long so
-    many tokens take while so many calls run: one wait for the whole answer. `before_install` is awaited while installing, and
-    what it raises is the installation's failure. Then the version's file is read from `files`, and compared with its manifest,
-    if it is the scripted learner's. `returned_routes` is how many of the routes come back. `clock`: in seconds.
+    token ends as if its last token were one.
+
+    Args:
+        before_token: Awaited before each token. A test that holds it back can install new weights, abort or cancel in
+            the middle of an answer.
+        answer_seconds: `answer_seconds(tokens, running)` returns the seconds that so many tokens take while so many
+            calls run. With it, the engine waits once for the whole answer and does not use `before_token`.
+        before_install: Awaited while installing; its exception is the installation's failure. Then the version's file
+            is read from `files` and compared with its manifest, if it is the scripted learner's.
+        returned_routes: The share of the routes that is returned.
+        clock: Returns seconds.
     """
 
     def __init__(
@@ -102,12 +108,12 @@ class ScriptedEngine:
         self.version = -1
         self.routing = routing
         self.requests: list[GenerationRequest] = []
-        """Every request, in the order of the calls; none unless `keep_requests`."""
+        """All requests in the order of the calls; empty unless `keep_requests`."""
         self._keep_requests, self._request_count = keep_requests, 0
         self.installed_versions: list[int] = []
         """Versions in the order of their installation."""
         self._weights_keys: dict[int, int] = {}
-        """By version: what stands for its weights."""
+        """Key of the weights of each version: the checksum that stands for its number in log-probs."""
         self._script, self._clock, self._files = script, clock, files
         self._before_token, self._answer_seconds = before_token, answer_seconds
         self._before_install = before_install or (lambda manifest: _no_pause())
@@ -156,7 +162,7 @@ class ScriptedEngine:
         )
 
     async def _sample_tokens(self, request: GenerationRequest, call: _RunningCall) -> None:
-        """Token by token."""
+        """Sample token by token."""
         if self._before_token is None:
             await asyncio.sleep(0)
         while call.sampled_count < call.token_count:
@@ -171,7 +177,7 @@ class ScriptedEngine:
             call.sampled_count += 1
 
     async def _wait_full_answer(self, request: GenerationRequest, call: _RunningCall) -> None:
-        """For the whole answer. Who installs weights sees to it that it takes longer by that, and is of several versions."""
+        """Wait once for the whole answer. An installation meanwhile prolongs it and splits it into several versions."""
         await self._wait_for_install()
         self._require_started()
         assert self._answer_seconds is not None
@@ -191,7 +197,7 @@ class ScriptedEngine:
         call.advance_to(self._clock())
 
     async def _wait_for_install(self) -> None:
-        """Nothing is produced while weights change."""
+        """Wait until no weights are being installed: nothing is produced while they change."""
         if self._install_lock.locked():
             async with self._install_lock:
                 pass
@@ -205,7 +211,7 @@ class ScriptedEngine:
         return scripted_logprobs(positions, np.asarray(keys, np.int64), tokens)
 
     async def abort_request(self, request_id: str) -> None:
-        """Running calls of that id return what they have, before their next token."""
+        """Make running calls of that id return what they have, before their next token."""
         for call in self._running_calls.get(request_id, ()):
             self._aborted_ids.add(request_id)
             call.wake_event.set()
@@ -229,7 +235,10 @@ class ScriptedEngine:
             return InstallReport(manifest.version, update_seconds=seconds, pause_seconds=seconds)
 
     def _read_checked_key(self, manifest: WeightManifest) -> int:
-        """The key of the weights in the version's file. Raises `WeightError` if they are not those of the manifest."""
+        """Return the key of the weights in the version's file.
+
+        Raises `WeightError` if it differs from the manifest's.
+        """
         key = read_weights_key(Path(manifest.path), self._files)
         if key != manifest.tensors[DIGEST_TENSOR].checksum:
             raise WeightError(
@@ -268,7 +277,7 @@ class ScriptedEngine:
         }
 
     async def stop(self) -> None:
-        """Running and later calls raise `EngineError`."""
+        """Stop the engine: running and later calls raise `EngineError`."""
         self._is_started = False
         for calls in self._running_calls.values():
             for call in calls:
@@ -320,7 +329,7 @@ class ScriptedEngine:
 
 
 def read_weights_key(path: Path, files: Files) -> int:
-    """Checksum of the scripted learner's weights as they are in the file of a version. Raises `WeightError`."""
+    """Return the checksum of the scripted learner's weights in the file of a version. Raises `WeightError`."""
     try:
         with files.open(path) as file:
             content = file.map_bytes()
@@ -334,9 +343,16 @@ def read_weights_key(path: Path, files: Files) -> int:
 def build_scripted_engine(
     model_path: str, world: World = REAL_WORLD, token_seconds: float = 0.0, install_seconds: float = 0.0, **unknown: Any
 ) -> ScriptedEngine:
-    """Answers in letters that nobody thought about, with routes of the model's geometry; `token_seconds` a token. The same call
-    of the same episode has the same answer, whoever plays it, and however often. Weights take up to `install_seconds` to
-    install: the first ones anything up to that, later ones mostly much less."""
+    """Return an engine that answers in pseudo-random letters, with routes of the model's geometry.
+
+    The same call of the same episode has the same answer, on every generator and at every attempt. Raises `ValueError`
+    for `unknown` arguments.
+
+    Args:
+        token_seconds: Seconds per token.
+        install_seconds: Seconds that weights take to install, at most: the first ones take anything up to that, later
+            ones mostly much less.
+    """
     if unknown:
         raise ValueError(
             f"`generator.engine_args` has {', '.join(map(repr, unknown))}: the scripted engine knows `token_seconds` and "
@@ -362,20 +378,26 @@ def build_scripted_engine(
 
 
 def script_letters(request: GenerationRequest, seed: int) -> Sequence[int]:
-    """Letters, at least one and at most as many as fit, with a stop token at the end if it fits; the same for equal `seed`s."""
+    """Return pseudo-random letters, at least one and at most as many as fit, then a stop token if it fits.
+
+    Equal `seed`s give equal letters.
+    """
     length = 1 + scripted_hash(0, seed, len(request.prompt_ids)) % request.max_tokens
     letters = [LETTER_TOKEN_IDS[scripted_hash(i, seed, 1) % len(LETTER_TOKEN_IDS)] for i in range(length)]
     return [*letters, *request.stop_token_ids[:1]]
 
 
 def scripted_logprobs(positions: np.ndarray, versions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """float32 `[n]`: of `tokens` sampled at `positions` (in prompt and answer together) by `versions`, in (-4, -0.01). Of the
-    scripted learner's weights the checksum stands for the version."""
+    """Return the log-probs, float32 `[n]` in (-4, -0.01), of `tokens` sampled at `positions` by `versions`.
+
+    Positions count prompt and answer together. With the scripted learner's weights, their checksum stands for the
+    version.
+    """
     return (-0.01 - 3.98 * (_hash_tokens(positions, versions, tokens) / 2**32)).astype(np.float32)
 
 
 def scripted_supports(tokens: np.ndarray) -> SupportSets:
-    """Each token and the one before it could be sampled."""
+    """Return supports in which each token and the one before it, by token id, could be sampled."""
     ids = np.stack([np.maximum(tokens - 1, 0), np.maximum(tokens, 1)], axis=1)
     return SupportSets.from_id_lists(ids.reshape(-1), np.arange(0, ids.size + 1, 2))
 
@@ -383,18 +405,18 @@ def scripted_supports(tokens: np.ndarray) -> SupportSets:
 def scripted_route_rows(
     positions: np.ndarray, versions: np.ndarray, tokens: np.ndarray, shape: RoutingShape
 ) -> np.ndarray:
-    """int64 `[n, layers, top_k]`: distinct experts of `tokens` fed at `positions` under `versions`."""
+    """Return the distinct experts, int64 `[n, layers, top_k]`, of `tokens` fed at `positions` under `versions`."""
     seeds = (_hash_tokens(positions, versions, tokens) >> 8).astype(np.int64)
     return (seeds[:, None, None] + 5 * np.arange(shape.layers)[:, None] + np.arange(shape.top_k)) % shape.num_experts
 
 
 def scripted_hash(position: int, version: int, token: int) -> int:
-    """32 bits, the same in every process; the finaliser of MurmurHash3."""
+    """Return a 32-bit hash that is the same in every process, by the finaliser of MurmurHash3."""
     return _mix_bits(position * 0x9E3779B1 ^ (version + 2) * 0x85EBCA6B ^ token * 0xC2B2AE35)
 
 
 def _hash_tokens(positions: np.ndarray, versions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """The same of `[n]` tokens; whole numbers wrap as they do in 32 bits."""
+    """Return the `scripted_hash` of `[n]` tokens; integers wrap as they do in 32 bits."""
     p, v, t = (np.asarray(numbers).astype(np.uint64) for numbers in (positions, versions, tokens))
     return _mix_bits(p * 0x9E3779B1 ^ (v + 2) * 0x85EBCA6B ^ t * 0xC2B2AE35)
 

@@ -1,1 +1,1 @@
-"""Groups that wait for the learner."""
+"""Scheduling between generators and the learner: leases, tasks, waiting groups, validation and health."""

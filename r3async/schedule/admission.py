@@ -1,34 +1,36 @@
-"""Which group may be leased, when, to whom, and which weights its tokens need: the bound on staleness, and the pace of a run.
+"""Leases of groups to generators under a bound on staleness, and the pace of a run.
 
 A version of the weights is made by `K` steps, each of which consumes at least `P` groups, within a window of `W`
-(`schedule.window`). There are `N = (S + 1) * P * K` **slots**. A group takes a slot when it is first leased, and its slot
-is free again when weights trained from it are *published*: a group that was overtaken keeps its slot. Whoever is leased a group
-may begin it at once, and samples its first token when its engine has the version that the lease names (`GroupLease.version`).
-Environments and prompts are then ready when the weights arrive, and each generator goes on when its own engine has them.
+(`schedule.window`). There are `N = (S + 1) * P * K` **slots**. A group takes a slot when it is first leased, and frees
+it when weights trained from it are *published*: a group that was overtaken keeps its slot. The owner of a lease may
+begin the group at once, but samples its first token only when its engine has the version that the lease names
+(`GroupLease.version`). Environments and prompts are thus ready when the weights arrive, and each generator continues as
+soon as its own engine has them.
 
-Let `T(v)` be the groups that the weights of version `v` were trained from. A lease of group `g` names the oldest version `v`
-for which `g < T(v) + N`. There is one, for `g` takes a slot.
+Let `T(v)` be the number of groups that the weights of version `v` were trained from. A lease of group `g` names the
+oldest version `v` for which `g < T(v) + N`. There always is one, because `g` takes a slot.
 
-No token trained is older than `worst_case_staleness(S, W, P * K)` versions. The versions of an engine only go up, so no token
-of `g` is older than `v`. Say that of the `T(v)` groups that are part of `v`, `o` are behind `g`; so `T(v) - o` are before it.
-Of the groups before `g`, `g - T(v) + o <= N - 1 + o` are not part of `v`. Of the groups behind `g`, at most `W - 1` are
-consumed before it: each must be within the window while `g` or an older group is its head; `o` of them are part of `v`. So at
-most `N + W - 2` groups are consumed between `v` and `g`. As every version consumes at least `P * K`, `g` is consumed at version
-`v + (N + W - 2) // (P * K)` at the latest, and that is `v + S + ceil((W - 1) / (P * K))`. With `S = 0` nobody can be overtaken
-into an older age: a version consumes all slots.
+No trained token is older than `worst_case_staleness(S, W, P * K)` versions. Proof: the versions of an engine only go
+up, so no token of `g` is older than `v`. Let `o` be the number of groups after `g` among the `T(v)` groups that are
+part of `v`; then `T(v) - o` of these are before `g`. Of all groups before `g`, `g - T(v) + o <= N - 1 + o` are not part
+of `v`. Of the groups after `g`, at most `W - 1` are consumed before it, because each must be within the window while
+`g` or an older group is its head; `o` of them are part of `v`. So at most `N + W - 2` groups are consumed between `v`
+and `g`. As every version consumes at least `P * K`, `g` is consumed at version `v + (N + W - 2) // (P * K)` at the
+latest, which is `v + S + ceil((W - 1) / (P * K))`. With `S = 0`, a version consumes all slots, so being overtaken
+cannot make a group's tokens older.
 
-A step may take more than `P` groups (until it has enough tokens), but never so many that a later step of the same version
-would have to wait for groups that cannot be leased yet: `max_groups_for_step`. That a version can always be made with what may be
-in flight holds for every window: if everything in flight is complete, the window's head is, whatever was taken before. What is
-in flight waits for published versions alone, which engines get whatever is played.
+A step may take more than `P` groups (until it has enough tokens), but never so many that a later step of the same
+version would have to wait for groups that cannot be leased yet: `max_groups_for_step`. For every window, the groups
+that may be in flight are enough to make the next version: if all of them are complete, so is the window's head,
+whatever was taken before. They wait only for published versions, which engines receive whatever is being played.
 
-A lease stays its owner's until its group is trained: an owner that has finished a group may still die with trajectories
-that the learner never got.
+A lease stays with its owner until its group is trained: an owner that has finished a group may still die with
+trajectories that the learner never received.
 
-An owner that is silent (its process was stopped) is waited for by nobody: its leases return (`requeue_leases`) though it may
-wake and play on. The argument needs nothing of it but that its engine has the version of the lease. So a token of `g`,
-whoever plays it and however late it arrives, is not older than `v`. If `g` was trained meanwhile, what arrives is a
-duplicate. If not, it is as young as what the next owner samples may be: a lease of `g` names the same version again.
+The run does not wait for an owner that is silent (its process was stopped): its leases return (`requeue_leases`),
+although it may wake up and play on. The proof requires only that its engine has the version of the lease. So a token of
+`g`, whichever owner samples it and however late it arrives, is not older than `v`. If `g` was trained meanwhile, the
+token is in a duplicate. If not, it is as young as a token of the next owner may be, whose lease names the same version.
 
 Pure: no clock, no sockets. Owners are generators.
 """
@@ -48,7 +50,14 @@ from r3async.world.real import REAL_WORLD
 
 
 class GroupLease(msgspec.Struct, frozen=True):
-    """Play the episodes `episode_indices` of group `group_index`, all with `task_seed`, by weights of `version` or newer ones."""
+    """An order to play some episodes of a group with weights of `version` or newer.
+
+    Attributes:
+        group_index: Number of the group.
+        task_seed: Seed of the task that all these episodes play.
+        episode_indices: Numbers of the episodes within the group.
+        version: Oldest version of the weights that may sample their tokens.
+    """
 
     group_index: int
     task_seed: int
@@ -57,20 +66,21 @@ class GroupLease(msgspec.Struct, frozen=True):
 
 
 def count_slots(schedule: ScheduleConfig) -> int:
-    """`(S + 1) * P * K`: groups that may be leased and not yet be part of the published weights."""
+    """Return `(S + 1) * P * K`: the number of groups that may be leased and not be part of published weights yet."""
     return (schedule.max_staleness + 1) * schedule.groups_per_step * schedule.steps_per_publication
 
 
 def compute_staleness_bound(schedule: ScheduleConfig) -> int:
-    """Versions that a trained token can be old at most under these settings; see `worst_case_staleness`."""
+    """Return the maximum age of a trained token, in versions, under these settings; see `worst_case_staleness`."""
     per_version = schedule.groups_per_step * schedule.steps_per_publication
     return worst_case_staleness(schedule.max_staleness, schedule.window, per_version)
 
 
 def worst_case_staleness(max_staleness: int, window: int, groups_per_version: int) -> int:
-    """Versions that a trained token can be old at most: `S + ceil((W - 1) / (P * K))`, and 0 if `S = 0`.
+    """Return the maximum age of a trained token, in versions: `S + ceil((W - 1) / (P * K))`, and 0 if `S = 0`.
 
-    Tight: for every `S`, `P`, `K` and `W` there is an order of finishes that reaches it (`tests/unit/test_schedule_bound.py`).
+    The bound is tight: for every `S`, `P`, `K` and `W` there is an order of finishes that reaches it
+    (`tests/unit/test_schedule_bound.py`).
     """
     if max_staleness == 0:
         return 0
@@ -79,10 +89,13 @@ def worst_case_staleness(max_staleness: int, window: int, groups_per_version: in
 
 
 def max_groups_for_step(*, slots: int, groups_per_step: int, steps_left: int, consumed_since: int) -> int:
-    """Groups that the next step may take at most without waiting for ever.
+    """Return the maximum number of groups that the next step may take without a step waiting for ever.
 
-    `consumed_since`: groups that steps took since the last version was published. `steps_left`: steps until the next one,
-    this one included: each of the others needs `groups_per_step`.
+    Args:
+        slots: Number of slots (`count_slots`).
+        groups_per_step: Number of groups that each step needs.
+        steps_left: Steps until the next version is published, including this one.
+        consumed_since: Groups that steps took since the last version was published.
     """
     return slots - consumed_since - groups_per_step * (steps_left - 1)
 
@@ -91,19 +104,23 @@ _NonNegative = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class _AdmissionState(TypedDict):
-    """What `AdmissionController.state_dict` gives."""
+    """The state that `AdmissionController.state_dict` returns."""
 
     version: _NonNegative
     next_group: _NonNegative
     uninstalled: list[tuple[_NonNegative, _NonNegative]]
-    """Of versions that were not published."""
+    """Versions that were not published, each with the number of groups that its predecessors were not trained from."""
     waiting: list[tuple[_NonNegative, tuple[_NonNegative, ...]]]
     owners: list[tuple[_NonNegative, list[tuple[str, tuple[_NonNegative, ...]]]]]
 
 
 class AdmissionController:
-    """Slots and leases. `choose_task(group_index)` names the task of a group. `total_groups`: where leasing ends, if known.
-    `on_change()` is called when there may be more to lease, or nothing any more.
+    """Controller of slots and leases.
+
+    Args:
+        choose_task: Function that returns the task seed of a group.
+        total_groups: Number of groups after which leasing ends, if known.
+        on_change: Function that is called when there may be more to lease, or nothing any more.
     """
 
     def __init__(
@@ -118,32 +135,33 @@ class AdmissionController:
         self.slots = count_slots(schedule)
         self.total_groups = total_groups
         self.version = 0
-        """That was published last, or is about to be: engines will have it."""
+        """Version that was published last, or is about to be: engines will have it."""
         self._split_mode, self._on_change = schedule.split, on_change
         self._choose_task = choose_task
         self._next_group = 0
         self._consumed = ConsumedGroups(schedule.window)
         self._unpublished: dict[int, int] = {}
-        """By version that is not published yet: groups that it was trained from and its predecessors were not."""
+        """Number of groups that a version was trained from and its predecessors were not, for unpublished versions."""
         self._trained_by_version = [(0, 0)]
-        """Versions, oldest first, and how many groups each was trained from: those that a lease may name."""
+        """Versions that a lease may name, oldest first, each with the number of groups that it was trained from."""
         self._waiting_episodes: dict[int, tuple[int, ...]] = {}
-        """By group that has its slot: episodes that nobody plays."""
+        """Episodes that nobody plays, by group; these groups have a slot."""
         self._leases_by_group: dict[int, dict[str, tuple[int, ...]]] = {}
-        """By group: what each owner was leased of it."""
+        """Episodes that each owner was leased, by group."""
 
     @property
     def slots_taken(self) -> int:
+        """The number of slots that are taken."""
         return self._next_group - self._published_count
 
     @property
     def _published_count(self) -> int:
-        """Groups that are part of published weights."""
+        """The number of groups that are part of published weights."""
         return len(self._consumed) - sum(self._unpublished.values())
 
     @property
     def groups_leased(self) -> int:
-        """Groups of which something was ever leased."""
+        """The number of groups of which any episode was ever leased."""
         return self._next_group
 
     @property
@@ -153,34 +171,38 @@ class AdmissionController:
 
     @property
     def is_full(self) -> bool:
-        """Every slot is taken, and nothing is left to lease of the groups that have them."""
+        """True if every slot is taken, and nothing is left to lease of the groups that have them."""
         return self.slots_taken >= self.slots and not self._waiting_episodes
 
     @property
     def is_exhausted(self) -> bool:
-        """Nothing is left to lease, now or later, whatever is lost."""
+        """True if nothing is left to lease, now or later, whatever is lost."""
         return self.total_groups is not None and len(self._consumed) >= self.total_groups
 
     @property
     def _new_group_count(self) -> int:
-        """Groups that may be leased and have no slot yet."""
+        """The number of groups that may be leased and have no slot yet."""
         free = self.slots - self.slots_taken
         return free if self.total_groups is None else min(free, self.total_groups - self._next_group)
 
     def can_lease(self) -> bool:
-        """There is something to play that nobody plays."""
+        """Return whether anything can be leased now: episodes that nobody plays, or a new group."""
         return bool(self._waiting_episodes) or self._new_group_count > 0
 
     def lease_group(
         self, owner: str, *, free_episodes: int, max_episodes: int | None = None, idle_owners: int = 1
     ) -> GroupLease | None:
-        """Lease the oldest group that waits, or a part of it. None if there is nothing for this owner now.
+        """Lease the oldest group that waits, or a part of it. Returns None if there is nothing for this owner now.
 
-        `free_episodes`: episodes it could begin now; `max_episodes`: those it plays when it is full (default:
-        `free_episodes`). `idle_owners`: owners without work, and this one. A group is leased whole, for its episodes share a
-        prompt; or in equal shares, if fewer groups than owners `idle_owners` can be had. An owner without free places for
-        that waits until it has, unless it never will (`max_episodes`), the rest of the group is elsewhere, or `split` is
-        `room`: then it gets what it has free.
+        A group is leased whole, because its episodes share a prompt; or in equal shares, if fewer than `idle_owners`
+        groups are available. An owner with too few free places for that waits until it has them, unless it never will
+        (`max_episodes`), the rest of the group is elsewhere, or `split` is `room`: then it gets what it has places for.
+
+        Args:
+            owner: Generator that asks for work.
+            free_episodes: Episodes that it could begin now.
+            max_episodes: Episodes that it plays when it is full (default: `free_episodes`).
+            idle_owners: Number of owners without work, including this one.
         """
         if free_episodes < 1 or not self.can_lease():
             return None
@@ -208,17 +230,18 @@ class AdmissionController:
         return GroupLease(group, self._choose_task(group), mine, self._oldest_allowed_version(group))
 
     def _oldest_allowed_version(self, group: int) -> int:
-        """The oldest version that may sample tokens of it."""
+        """Return the oldest version that may sample tokens of a group."""
         return next(version for version, trained in self._trained_by_version if group < trained + self.slots)
 
     def list_leased_groups(self, owner: str) -> list[int]:
-        """Groups of which `owner` was leased episodes, and that are not trained yet."""
+        """Return the groups of which `owner` was leased episodes, and that are not trained yet."""
         return sorted(g for g, owners in self._leases_by_group.items() if owner in owners)
 
     def requeue_leases(self, owner: str, missing_episodes: Callable[[int], Sequence[int]]) -> list[int]:
-        """The owner is lost, or silent: what it was leased returns, less what the learner has. Returns those groups.
+        """Take back the leases of an owner that is lost or silent, and return the groups that wait again.
 
-        `missing_episodes(group)`: episodes of the group that the learner lacks; those of other owners stay theirs.
+        Episodes that the learner has are not leased again. `missing_episodes(group)` returns the episodes of a group
+        that the learner lacks; those of other owners stay with them.
         """
         back = []
         for group in self.list_leased_groups(owner):
@@ -230,9 +253,14 @@ class AdmissionController:
         return back
 
     def requeue_after_resume(self, newest_group: int, missing_episodes: Callable[[int], Sequence[int]]) -> list[int]:
-        """A resumed run begins: nobody who had leases lives on, and the learner kept trajectories of groups up to
-        `newest_group` (-1: of none). Groups that were first leased after the checkpoint take their slots again. Returns the
-        groups to be played, as a whole or in part; `missing_episodes(group)`: episodes of it that the learner lacks."""
+        """Restore the waiting groups when a resumed run begins, and return those to be played, whole or in part.
+
+        No owner of a lease has survived. Groups that were first leased after the checkpoint take their slots again.
+
+        Args:
+            newest_group: Newest group of which the learner kept trajectories; -1 if it kept none.
+            missing_episodes: Function that returns the episodes of a group that the learner lacks.
+        """
         if self._new_group_count > 0:
             self._next_group = max(self._next_group, min(newest_group + 1, self._next_group + self._new_group_count))
         held = itertools.takewhile(lambda g: g < self._next_group, self._consumed.untrained_groups())
@@ -241,10 +269,10 @@ class AdmissionController:
         return list(self._waiting_episodes)
 
     def step_trained(self, version: int, groups: Sequence[int]) -> None:
-        """A step consumed `groups`, in this order; its weights are published as, or within, `version`.
+        """Record that a step consumed `groups`, in this order; its weights are published as, or within, `version`.
 
         Raises `ValueError` if versions go backwards, or a group was not leased, was consumed before, or was beyond the
-        window: the bound on age would not hold.
+        window: the bound on staleness would not hold.
         """
         if version <= self.version or version < max(self._unpublished, default=0):
             raise ValueError(f"a step made version {version} after version {max((self.version, *self._unpublished))}")
@@ -252,15 +280,16 @@ class AdmissionController:
             raise ValueError(f"group {max(groups)} was consumed, but only {self._next_group} groups were leased")
         self._consumed.add_groups(groups)
         for group in groups:
-            self._waiting_episodes.pop(group, None)  # lost with its owner, and yet arrived
+            self._waiting_episodes.pop(group, None)  # taken back from its owner, but arrived after all
             self._leases_by_group.pop(group, None)
         self._unpublished[version] = self._unpublished.get(version, 0) + len(groups)
         self._on_change()
 
     def version_published(self, version: int) -> None:
-        """All steps of `version` are made, and engines will have it: the slots of the groups that it was trained from are free.
+        """Free the slots of the groups that `version` was trained from.
 
-        Raises `ValueError` if versions go backwards, or no step made `version`.
+        All steps of the version are made, and engines will have it. Raises `ValueError` if versions go backwards, or no
+        step made `version`.
         """
         if version < self.version:
             raise ValueError(f"version {version} was published after version {self.version}")
@@ -277,10 +306,10 @@ class AdmissionController:
                 del self._trained_by_version[0]
         self._on_change()
 
-    # -- for a checkpoint ----------------------------------------------------------------------------------------
+    # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data; `load_state_dict` reads it. Which groups were consumed is the learner's to say."""
+        """Return the state as plain data for `load_state_dict`. The learner records which groups were consumed."""
         return {
             "version": self.version,
             "next_group": self._next_group,
@@ -290,10 +319,16 @@ class AdmissionController:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], head: int, beyond: Sequence[int] = ()) -> None:
-        """Resume as the one that made the snapshot, whose settings must be this one's, when the groups before `head` and those
-        `beyond` it were consumed. Leases stay with their owners: `requeue_leases` those that did not live on. Raises
-        `ValueError` if the snapshot is of an older version than was published here, or if it is none: its groups do not add
-        up."""
+        """Restore the state of a controller with the same settings.
+
+        Leases stay with their owners: call `requeue_leases` for those that did not survive. Raises `ValueError` if the
+        snapshot is of an older version than was published here, or if it is invalid, because its groups do not add up.
+
+        Args:
+            state: Snapshot from `state_dict`.
+            head: Group before which all groups were consumed.
+            beyond: Consumed groups beyond `head`.
+        """
         saved = msgspec.convert(state, _AdmissionState)
         if saved["version"] < self.version:
             raise ValueError(f"a snapshot of version {saved['version']} cannot follow version {self.version}")
@@ -312,66 +347,70 @@ class AdmissionController:
         self._leases_by_group = {group: dict(owners) for group, owners in saved["owners"]}
 
 
-# Whether generation and training are as fast as each other, and how many episodes a generator plays at once.
+# The balance of generation and training, and the number of episodes that a generator plays at once.
 #
-# Over the last steps: the learner was idle while it waited for groups (the buffer ran dry), and a generator's places were
-# idle while they stood empty because no slot was free (the buffer was full); places that slots could never fill
-# (`useful_concurrency`) are none. What a side would do if it never waited is what
-# it did over the share of time that it worked:
+# It is measured over the last steps. The learner is idle while it waits for groups (the buffer ran dry). A generator's
+# places are idle while they are empty because no slot is free (the buffer is full); places that slots could never fill
+# (`useful_concurrency`) do not count. The throughput of a side that never waited would be its output over the share of
+# time in which it worked:
 #
 # ratio = (episodes finished / (1 - idle share of generation)) / (episodes trained / (1 - idle share of training))
 #
-# Below 1 generation is the slower side, above 1 training. Pure; time comes with what is observed, or from an injected clock.
+# Below 1, generation is the slower side; above 1, training is. Pure: time is observed, or comes from an injected clock.
 
 
 PACE_STEPS = 16
-"""Steps that are looked at together."""
+"""Number of the latest steps that are evaluated together."""
 IDLE_THRESHOLD = 0.3
 """Idle share from which a side counts as waiting."""
 ONE_SIDED_RATIO = 2.0
-"""One side waits for the other, and not both for a slot, if it is idle so many times as long."""
+"""Factor by which one side must be idle longer than the other to be waiting for it, and not both for a slot."""
 
 
 def useful_concurrency(schedule: ScheduleConfig, generators: int) -> float:
-    """Episodes that slots let each of so many generators play while the groups of one version are being trained.
+    """Return how many episodes the slots let each generator play while the groups of one version are being trained.
 
-    `max(S, 1) * P * K * G / generators`: more places cannot be filled for long, and do not count as idle.
+    This is `max(S, 1) * P * K * G / generators`. Places beyond it cannot be filled for long, and do not count as idle.
     """
     groups = max(schedule.max_staleness, 1) * schedule.groups_per_step * schedule.steps_per_publication
     return groups * schedule.samples_per_group / generators
 
 
 class StepPace(msgspec.Struct, frozen=True):
-    """What one step reports. Times in seconds, and for generation summed over all places for episodes."""
+    """Report of one step. Times are in seconds, and for generation summed over all places for episodes."""
 
     seconds: float
-    """From the end of the step before to the end of this one."""
+    """Time from the end of the step before to the end of this one."""
     waited_seconds: float
-    """Of these, how long the learner waited for groups."""
+    """Part of this time in which the learner waited for groups."""
     finished_episodes: int
     """Episodes that arrived."""
     trained_episodes: int
     """Episodes that were trained."""
     idle_share: float
-    """Of generation: places times time that stood empty because no slot was free, over all places times time."""
+    """Idle share of generation: places times time empty because no slot was free, over all places times time."""
 
 
 class PaceVerdict(msgspec.Struct, frozen=True):
-    """An event that says which side is waited for: its name, and numbers and advice for the user."""
+    """An event about the side that is waited for: its name, and figures and advice for the user."""
 
     event: str
     facts: dict[str, float | str]
 
 
 class IdleShareMeter:
-    """Of something that every generator has (places for episodes, an engine): how much of it was idle."""
+    """Meter of the idle share of something that every generator has (places for episodes, an engine)."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[float, float]] = {}
         self._idle = self._total = 0.0
 
     def add_counters(self, owner: str, idle: float, total: float) -> None:
-        """An owner's counters, in seconds since its process began, times how many. Smaller than before: a new process."""
+        """Add the counters of an owner.
+
+        They count seconds since its process began, times the number of places or engines. Counters that are smaller
+        than before come from a new process.
+        """
         before = self._seen.get(owner, (0.0, 0.0))
         if total < before[1]:
             before = (0.0, 0.0)
@@ -381,19 +420,22 @@ class IdleShareMeter:
 
     @property
     def has_reports(self) -> bool:
-        """Somebody has, since the last `take_share`."""
+        """True if any counters were added since the last `take_share`."""
         return self._total > 0
 
     def take_share(self) -> float:
-        """Share that was idle, since the last call."""
+        """Return the share that was idle since the last call."""
         share = self._idle / self._total if self._total > 0 else 0.0
         self._idle = self._total = 0.0
         return min(1.0, max(0.0, share))
 
 
 class IdleTimeCounter:
-    """Since it was made: places for episodes times seconds, all and those that stood empty because no slot was free; and
-    seconds, all and those in which the engine had no request."""
+    """Counter of a generator's idle time since the counter's creation.
+
+    It counts places for episodes times seconds (all, and those empty because no slot was free), and seconds (all, and
+    those in which the engine had no request).
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -401,7 +443,7 @@ class IdleTimeCounter:
         self._at = clock()
 
     def add_interval(self, places: float, empty: float, running_requests: float) -> None:
-        """Since the last call there were so many."""
+        """Count the time since the last call, with the places, empty places and running requests there were in it."""
         now = self._clock()
         seconds, self._at = now - self._at, now
         self._total += places * seconds
@@ -410,7 +452,10 @@ class IdleTimeCounter:
         self._engine_idle += 0.0 if running_requests else seconds
 
     def read_counters(self, paused_seconds: float) -> dict[str, float]:
-        """With metrics of the engine's wall time, of which it was `paused_seconds` for new weights."""
+        """Return the counters, with metrics of the engine's wall time.
+
+        `paused_seconds` is the time for which the engine was paused for new weights.
+        """
         return {
             "places_all": self._total,
             "places_empty": self._empty,
@@ -423,7 +468,10 @@ class IdleTimeCounter:
 
 
 class PaceAnalyzer:
-    """Observes steps. `patience` seconds must have been looked at before a verdict, which is given once until it changes."""
+    """Analyzer of the last steps, which finds the side that is waited for.
+
+    A verdict needs at least `patience` seconds of observed steps, and is given once until it changes.
+    """
 
     def __init__(self, patience: float):
         self._patience = patience
@@ -431,7 +479,7 @@ class PaceAnalyzer:
         self._last_event = ""
 
     def observe_step(self, step: StepPace) -> tuple[dict[str, float], PaceVerdict | None]:
-        """Metrics as of this step, and a verdict if there is a new one."""
+        """Add a step, and return the metrics as of this step, and a verdict if there is a new one."""
         self._steps.append(step)
         metrics = self.compute_metrics()
         verdict = self._find_verdict(metrics)
@@ -439,7 +487,7 @@ class PaceAnalyzer:
         return metrics, verdict if verdict and verdict.event != last else None
 
     def compute_metrics(self) -> dict[str, float]:
-        """`pace/ratio`, `learner/idle_share`, `generator/idle_share` of the steps that are looked at."""
+        """Return `pace/ratio`, `learner/idle_share` and `generator/idle_share` over the latest steps."""
         seconds = max(sum(s.seconds for s in self._steps), 1e-9)
         learner = min(1.0, sum(s.waited_seconds for s in self._steps) / seconds)
         generator = min(1.0, sum(s.idle_share * s.seconds for s in self._steps) / seconds)
@@ -491,8 +539,10 @@ class PaceAnalyzer:
 
 
 class PaceMonitor:
-    """Gathers what generators and steps report, and finds who waits for whom. `report_warning(event, **facts)` is called if
-    that lasts."""
+    """Monitor that gathers the reports of generators and steps, and finds the side that waits for the other.
+
+    `report_warning(event, **facts)` is called if that lasts.
+    """
 
     def __init__(
         self,
@@ -512,17 +562,24 @@ class PaceMonitor:
         """Trajectories that the learner had received when the last step ended."""
 
     def report_generator(self, generator_id: str, stats: Mapping[str, float]) -> None:
-        """Counters of a generator's places and of its engine."""
+        """Add the counters of a generator's places and of its engine."""
         self._places.add_counters(generator_id, stats["places_empty"], stats["places_all"])
         self._engines.add_counters(generator_id, stats["engine_idle"], stats["engine_all"])
 
     def record_step(self, step: int, groups: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of a step that has ended just now and consumed so many groups, with what the learner reported of it. The
-        first one, which waited for the beginning, is left out."""
+        """Record a step that has just ended, and return its metrics.
+
+        The first step is left out, because it waited for the run to begin.
+
+        Args:
+            step: Number of the step.
+            groups: Number of groups that it consumed.
+            metrics: Metrics that the learner reported of it.
+        """
         now, before = self._clock(), self._last_step_end
         received, known = int(metrics["transport/received"]), self._last_received
         self._last_step_end, self._last_received = now, received
-        if self._places.has_reports:  # else, between two reports, as it was
+        if self._places.has_reports:  # otherwise, between two reports, the last value stays
             self._idle_share = self._places.take_share()
         if self._engines.has_reports:
             self._engine_idle_share = self._engines.take_share()
@@ -538,7 +595,7 @@ class PaceMonitor:
                 idle_share=self._idle_share,
             )
         )
-        # Without staleness the two sides take turns: that is what was asked for.
+        # Without staleness the two sides take turns, as configured.
         expected = self._schedule.max_staleness == 0 and verdict is not None and verdict.event == "pace_slots_bound"
         if verdict is not None and not expected:
             self._report_warning(verdict.event, step=step, **verdict.facts)
@@ -551,18 +608,18 @@ LOW_CACHE_USAGE = 0.85
 """Share of the KV cache below which the limit may rise."""
 DECREASE_FACTOR = 0.75
 INCREASE_SHARE = 1 / 16
-"""Of the most episodes, for each look at the engine."""
+"""Share of the maximum number of episodes by which the limit may rise at each look at the engine."""
 MIN_CHANGE_SECONDS = 2.0
-"""Between two changes: the engine must have felt the last one."""
+"""Minimum seconds between two changes, so that the last one has had its effect on the engine."""
 
 
 class ConcurrencyLimiter:
-    """The limit of episodes that a generator plays at once, between `min_limit` and `max_limit`; it begins at `max_limit`.
+    """Controller of the number of episodes that a generator plays at once.
 
-    Additive increase, multiplicative decrease, as TCP finds the width of a path (Chiu and Jain 1989). An engine whose cache is
-    full preempts requests and computes them again: work done twice, and answers that grow old.
-
-    An engine that reports no `kv_cache_usage` is left at `max_limit`.
+    The limit is between `min_limit` and `max_limit`, and begins at `max_limit`. It follows additive increase,
+    multiplicative decrease, as TCP finds the width of a path (Chiu and Jain 1989). An engine whose cache is full
+    preempts requests and computes them again: the work is done twice, and answers grow old. An engine that reports no
+    `kv_cache_usage` is left at `max_limit`.
     """
 
     def __init__(self, min_limit: int, max_limit: int, clock: Callable[[], float]):
@@ -571,12 +628,12 @@ class ConcurrencyLimiter:
         self._changed_at = clock()
         self._preemptions = 0.0
         self._has_preempted = False
-        """Since the last look that could change the limit."""
+        """True if requests were preempted since the last look that could change the limit."""
 
     def update_limit(self, stats: Mapping[str, float], playing: int) -> int:
-        """Look at the engine while `playing` episodes run; returns the limit from now on.
+        """Look at the engine while `playing` episodes run, and return the limit from now on.
 
-        `stats`: `kv_cache_usage` (0..1), `preemptions` (a counter) and `waiting` (requests in the engine's queue).
+        `stats` has `kv_cache_usage` (0..1), `preemptions` (a counter) and `waiting` (requests in the engine's queue).
         """
         usage, preemptions = stats.get("kv_cache_usage"), stats.get("preemptions", 0)
         if usage is None:
@@ -589,7 +646,7 @@ class ConcurrencyLimiter:
         pressed, self._has_preempted = self._has_preempted, False
         old = self.limit
         if playing > self.limit:
-            pass  # the last cut is still to be felt
+            pass  # the last cut has not taken effect yet
         elif pressed or (usage > HIGH_CACHE_USAGE and stats.get("waiting", 0) > 0):
             self.limit = max(self.min_limit, int(playing * DECREASE_FACTOR))
         elif usage < LOW_CACHE_USAGE and playing >= self.limit:

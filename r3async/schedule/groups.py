@@ -1,4 +1,4 @@
-"""Trajectories that arrived, gathered into groups and handed over in lease order, within a window."""
+"""The buffer that gathers trajectories into groups and hands these over in lease order, within a window."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from r3async.data.wire import MAX_HEADER_BYTES
 from r3async.schedule.admission import count_slots
 
 TRAJECTORY_HEADER_BYTES = 4096
-"""Allowed for what is not token data in one trajectory."""
+"""Bytes allowed for everything but token data in one trajectory."""
 
 
 def max_trajectory_bytes(config: Config, routing: RoutingShape | None) -> int:
-    """Bytes that one trajectory may take in memory: every turn a row of its own, each as long as it may be."""
+    """Return the bytes that one trajectory may take in memory: every turn a separate row, each as long as it may be."""
     if config.episode.needs_sampling_mask:
         return config.transport.max_message_bytes  # a support takes up to a bit for each token of the vocabulary
     rows = config.episode.max_turns * config.episode.max_total_tokens * _bytes_per_token(routing)
@@ -27,10 +27,10 @@ def max_trajectory_bytes(config: Config, routing: RoutingShape | None) -> int:
 
 
 def max_buffer_bytes(config: Config, routing: RoutingShape | None) -> int:
-    """Bytes of all trajectories that the slots allow, each as long as it may be.
+    """Return the bytes of all trajectories that the slots allow, each as long as it may be.
 
-    With less credit than this, groups that are not trained yet could hold all of it while the one that is to be trained
-    next waits to be sent, and nothing would ever move again. The window does not matter: who is overtaken keeps a slot.
+    With less credit than this, groups that are not trained yet could hold all of it while the group to be trained next
+    waits to be sent: a deadlock. The window does not matter, because a group that is overtaken keeps its slot.
     """
     schedule = config.schedule
     groups = count_slots(schedule)
@@ -40,7 +40,7 @@ def max_buffer_bytes(config: Config, routing: RoutingShape | None) -> int:
 
 
 SUPPORT_BYTES_PER_TOKEN = 64
-"""Of a token's support, where it is recorded: about twice of what top-p 0.95 leaves."""
+"""Bytes of a token's support, where it is recorded: about twice of what top-p 0.95 leaves."""
 
 
 def _bytes_per_token(routing: RoutingShape | None, supports: bool = False) -> int:
@@ -59,15 +59,21 @@ def _bytes_per_token(routing: RoutingShape | None, supports: bool = False) -> in
 
 
 class GroupBuffer:
-    """Holds at most what the slots allow. Pure; the receiver and the learner share it."""
+    """The buffer of groups that wait for the learner: at most as many as the slots allow.
+
+    Pure; the receiver and the learner share it.
+    """
 
     def __init__(self, samples_per_group: int, window: int = 1, *, head: int = 0, beyond: Sequence[int] = ()):
-        """`head`, `beyond`: what a run that is resumed has trained already, see `ConsumedGroups`."""
+        """Create an empty buffer.
+
+        `head` and `beyond` are the groups that a resumed run has trained already; see `ConsumedGroups`.
+        """
         self.samples_per_group = samples_per_group
         self._consumed = ConsumedGroups(window, head, beyond)
         self._groups: dict[int, dict[int, tuple[Trajectory, int]]] = {}
         self._counted_groups: dict[int, bool] = {}
-        """By complete group: what `counts` of `choose_groups` said."""
+        """Results of `counts_group` in `choose_groups`, by complete group."""
 
     @property
     def oldest_group(self) -> int:
@@ -76,41 +82,41 @@ class GroupBuffer:
 
     @property
     def consumed(self) -> ConsumedGroups:
-        """The groups that were taken: the one place that says so in the learner, which the receiver looks at too."""
+        """The groups that were taken. This is the only record of them in the learner; the receiver reads it too."""
         return self._consumed
 
     @property
     def newest_group(self) -> int:
-        """Of those that something has arrived of and that are not taken; -1 if there is none."""
+        """The newest group of which any trajectory has arrived and that is not taken; -1 if there is none."""
         return max(self._groups, default=-1)
 
     def needs_trajectory(self, trajectory: Trajectory) -> bool:
-        """False if that episode is here, or was trained, already. Raises `ValueError` for an index out of range."""
+        """Return whether the episode is neither here nor trained. Raises `ValueError` for an index out of range."""
         group, episode = trajectory.group_index, trajectory.episode_index
         if not 0 <= episode < self.samples_per_group:
             raise ValueError(f"episode {episode} of a group of {self.samples_per_group}")
         return group not in self._consumed and episode not in self._groups.get(group, {})
 
     def add(self, trajectory: Trajectory, nbytes: int) -> bool:
-        """Whether it was wanted; see `needs_trajectory`, also for what it raises."""
+        """Add a trajectory if it is needed, and return whether it was. Raises what `needs_trajectory` raises."""
         if not self.needs_trajectory(trajectory):
             return False
         self._groups.setdefault(trajectory.group_index, {})[trajectory.episode_index] = (trajectory, nbytes)
         return True
 
     def missing_in_group(self, group_index: int) -> list[int]:
-        """Episodes of the group that have not arrived; none for a group that was trained."""
+        """Return the episodes of the group that have not arrived; none for a group that was trained."""
         if group_index in self._consumed:
             return []
         have = self._groups.get(group_index, {})
         return [i for i in range(self.samples_per_group) if i not in have]
 
     def list_task_seeds(self) -> dict[int, int]:
-        """By group that something has arrived of and that is not taken: its task seed."""
+        """Return the task seed of each group of which any trajectory has arrived and that is not taken."""
         return {group: next(iter(held.values()))[0].task_seed for group, held in sorted(self._groups.items()) if held}
 
     def is_complete(self, group_index: int) -> bool:
-        """Nothing of the group is missing."""
+        """Return whether no episode of the group is missing."""
         return group_index in self._consumed or len(self._groups.get(group_index, ())) == self.samples_per_group
 
     def choose_groups(
@@ -120,9 +126,16 @@ class GroupBuffer:
         min_tokens: int,
         counts_group: Callable[[Sequence[Trajectory]], bool] | None = None,
     ) -> list[int]:
-        """The groups that make a batch, in order: `at_least`, and more until they have `min_tokens` trainable tokens or are
-        `at_most`. Each is the oldest complete one within the window. None while there are not enough of them. `counts_group`:
-        which groups are among the `at_least`; asked once of each."""
+        """Return the groups that make a batch, in order; none while there are not enough of them.
+
+        Each is the oldest complete group within the window.
+
+        Args:
+            at_least: Minimum number of groups.
+            at_most: Maximum number of groups.
+            min_tokens: Number of trainable tokens up to which further groups are added.
+            counts_group: Function that returns whether a group counts towards `at_least`; called once for each group.
+        """
         chosen: list[int] = []
         held = counted = 0
         for group in itertools.islice(self._consumed.trainable_groups(self.is_complete), at_most):
@@ -140,18 +153,18 @@ class GroupBuffer:
         return self._counted_groups[group]
 
     def missing_episodes(self, groups: int) -> dict[int, list[int]]:
-        """Missing episodes by group, of the oldest `groups` that are not taken."""
+        """Return the missing episodes, by group, of the oldest `groups` groups that are not taken."""
         oldest = itertools.islice(self._consumed.untrained_groups(), groups)
         return {g: missing for g in oldest if (missing := self.missing_in_group(g))}
 
     def count_ready_groups(self) -> int:
-        """Complete groups, in or out of order."""
+        """Return the number of complete groups, in or out of order."""
         return sum(map(self.is_complete, self._groups))
 
     def take_groups(self, groups: Sequence[int]) -> tuple[list[list[Trajectory]], int]:
-        """Consume these groups, in this order: their episodes in order, and their bytes on the wire.
+        """Consume these groups, in this order, and return their episodes in order, and their bytes on the wire.
 
-        Raises `ValueError` if one is not complete, was taken before, or is beyond the window; then nothing is taken.
+        Raises `ValueError`, and takes nothing, if a group is not complete, was taken before, or is beyond the window.
         """
         incomplete = [g for g in groups if self.missing_in_group(g)]
         if incomplete:
@@ -164,5 +177,5 @@ class GroupBuffer:
         return episodes, sum(size for held in members for _, size in held.values())
 
     def episodes_of(self, groups: Sequence[int]) -> list[list[Trajectory]]:
-        """Of groups that are complete and here, and stay here: as `take_groups` returns them."""
+        """Return the episodes of complete groups as `take_groups` does, and leave the groups in the buffer."""
         return [[self._groups[group][i][0] for i in range(self.samples_per_group)] for group in groups]

@@ -1,13 +1,14 @@
-"""One generator's health, and what follows from it; the stage of a run that makes no progress; and the steps that made no update
-of the weights, and why. Pure; the clock is injected.
+"""The health of generators, the stages of a run that make no progress, and the steps that made no update.
+
+Pure; the clock is injected.
 
     STARTING ──loaded──► STALE ──installed──► HEALTHY ◄─answer── SUSPECT
         ▲                  ▲                     │  │               │
         │                  └──published too far──┘  └─silent────────┘
         └──────────restart, after a back-off── LOST ◄──process ended, from any state
 
-Only a HEALTHY generator takes leases. A STALE one has an engine and no current weights; a SUSPECT one has been silent for a
-while: it keeps what it has. LOST is a process that has ended, or whose connection broke.
+Only a HEALTHY generator takes leases. A STALE one has an engine but no current weights. A SUSPECT one has been silent
+for a while, and keeps what it has. LOST is a process that has ended, or whose connection broke.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import msgspec
 
 
 class HealthState(enum.StrEnum):
+    """State of a generator; the module docstring has the transitions."""
+
     STARTING = "starting"
     STALE = "stale"
     HEALTHY = "healthy"
@@ -29,15 +32,19 @@ class HealthState(enum.StrEnum):
 
 
 class RestartsExhausted(RuntimeError):
-    """A process was lost more often than it may be restarted."""
+    """Error for a process that was lost more often than it may be restarted."""
 
 
 class GeneratorHealth:
-    """One generator's. Times in seconds of `clock`.
+    """Health of one generator. Times are in seconds of `clock`.
 
-    `silence_seconds`: after so long without a word it is SUSPECT. `backoff_seconds`: wait before the first restart; doubled
-    for each further one up to `max_backoff_seconds`, and the first again once it was healthy for `forgive_seconds` in one
-    stretch. `max_restarts` in all. `on_change()` is called when it has another state.
+    Args:
+        silence_seconds: Silence after which it is SUSPECT.
+        backoff_seconds: Wait before the first restart; doubled for each further one.
+        max_backoff_seconds: Maximum wait before a restart.
+        forgive_seconds: Time healthy in one stretch after which the wait is that of the first restart again.
+        max_restarts: Maximum number of restarts in all.
+        on_change: Function that is called when the state changes.
     """
 
     def __init__(
@@ -84,13 +91,13 @@ class GeneratorHealth:
         return self.state is HealthState.HEALTHY
 
     def mark_loaded(self) -> None:
-        """Its engine is up. It has no weights worth the name. Raises `ValueError` unless it was STARTING."""
+        """Record that its engine is up, without usable weights yet. Raises `ValueError` unless it was STARTING."""
         self._require_state(HealthState.STARTING)
         self.state = HealthState.STALE
         self._last_heartbeat = self._clock()
 
     def mark_installed(self, version: int, newest_version: int) -> None:
-        """It installed `version`; `newest_version` is the newest. With the newest it is HEALTHY, else STALE.
+        """Record that it installed `version`: HEALTHY if that is `newest_version`, else STALE.
 
         Raises `ValueError` if it is STARTING or LOST, or versions go backwards.
         """
@@ -108,7 +115,10 @@ class GeneratorHealth:
             self._change_state(HealthState.STALE)
 
     def note_answer(self) -> None:
-        """It sent something or answered. SUSPECT becomes HEALTHY again. Ignored while LOST: a late answer revives nothing."""
+        """Record that it sent something or answered. SUSPECT becomes HEALTHY again.
+
+        Ignored while LOST: a late answer revives nothing.
+        """
         if self.state is HealthState.LOST:
             return
         self._last_heartbeat = self._clock()
@@ -116,7 +126,7 @@ class GeneratorHealth:
             self.state, self._healthy_since = HealthState.HEALTHY, self._last_heartbeat
 
     def check_silence(self) -> bool:
-        """Look at the clock. True if it has become SUSPECT just now."""
+        """Look at the clock, and return True if it has become SUSPECT just now."""
         if self.state is HealthState.HEALTHY and self._clock() - self._last_heartbeat > self._silence_seconds:
             self._change_state(HealthState.SUSPECT)
             return True
@@ -124,11 +134,11 @@ class GeneratorHealth:
 
     @property
     def silent_seconds(self) -> float:
-        """Seconds since its last heartbeat or answer."""
+        """The seconds since its last heartbeat or answer."""
         return self._clock() - self._last_heartbeat
 
     def mark_lost(self) -> None:
-        """Its process has ended, and its weights are lost with it. Idempotent."""
+        """Record that its process has ended, and that its weights are lost with it. Idempotent."""
         if self.state is HealthState.LOST:
             return
         self._change_state(HealthState.LOST)
@@ -137,13 +147,13 @@ class GeneratorHealth:
 
     @property
     def seconds_to_restart(self) -> float:
-        """Seconds until it should be restarted; 0 if now. Raises `ValueError` unless it is LOST."""
+        """The seconds until it should be restarted; 0 if now. Raises `ValueError` unless it is LOST."""
         self._require_state(HealthState.LOST)
         wait = min(self._backoff_seconds * 2.0 ** min(self._recent_losses - 1, 62), self._max_backoff_seconds)
         return max(0.0, self._lost_at + wait - self._clock())
 
     def begin_restart(self) -> None:
-        """It is started again. Raises `RestartsExhausted`, or `ValueError` unless it is LOST."""
+        """Record that it is started again. Raises `RestartsExhausted`, or `ValueError` unless it is LOST."""
         self._require_state(HealthState.LOST)
         if self.restarts >= self._max_restarts:
             raise RestartsExhausted(f"lost {self.restarts + 1} times, {self._max_restarts} restarts are allowed")
@@ -151,7 +161,7 @@ class GeneratorHealth:
         self.state, self._last_heartbeat = HealthState.STARTING, self._clock()
 
     def undo_loss(self) -> None:
-        """The process that was taken for lost answers again: it was not restarted, and the loss does not count."""
+        """Take back a loss: the process that was taken for lost answers again, and was not restarted."""
         self._require_state(HealthState.STALE)
         self.restarts, self._recent_losses = self.restarts - 1, self._recent_losses - 1
 
@@ -167,7 +177,7 @@ class GeneratorHealth:
 
 
 class Stall(msgspec.Struct, frozen=True):
-    """`stage` has done nothing for `seconds`, though `waiting` units of work wait for it."""
+    """A stage that has done nothing for `seconds`, though `waiting` units of work wait for it."""
 
     stage: str
     seconds: float
@@ -185,11 +195,16 @@ class _StageProgress(msgspec.Struct):
 
 
 class Watchdog:
-    """A run that hangs says nothing by itself. Each stage (playing, sending, training, publishing, installing) reports how much
-    it has done so far and how much waits for it. A stage with work that has done nothing for its limit has stalled. One without
-    work is never blamed: it waits for another.
+    """Watchdog over the stages of a run, because a run that hangs reports nothing.
 
-    `limits`: seconds that each stage may go without progress. One that is neither named nor seen with a limit has `default`."""
+    Each stage (playing, sending, training, publishing, installing) reports how much it has done so far and how much
+    waits for it. A stage with work that has done nothing for its limit has stalled. A stage without work is never
+    blamed: it waits for another.
+
+    Args:
+        default: Limit, in seconds, of a stage that is neither in `limits` nor observed with a limit.
+        limits: Seconds that each stage may go without progress.
+    """
 
     def __init__(self, clock: Callable[[], float], default: float, limits: Mapping[str, float] | None = None):
         self._clock, self._default, self._limits = clock, default, dict(limits or {})
@@ -197,11 +212,18 @@ class Watchdog:
             raise ValueError("limits must be positive")
         self._stages: dict[str, _StageProgress] = {}
         self._done = self._with_work = 0
-        """Of all stages: what they have done, and how many have something waiting."""
+        """Totals over all stages: the work done, and the number of stages with waiting work."""
 
     def observe_stage(self, stage: str, done: int, waiting: int, limit: float | None = None) -> None:
-        """`done` only grows while a stage's process lives; one that is smaller is a new process, which is progress too. `limit`:
-        seconds that it may go without from now on."""
+        """Record the progress of a stage.
+
+        Args:
+            stage: Name of the stage.
+            done: Work done so far. It only grows while the stage's process lives; a smaller value comes from a new
+                process, which is progress too.
+            waiting: Units of work that wait for the stage.
+            limit: Seconds that the stage may go without progress from now on.
+        """
         now, seen = self._clock(), self._stages.get(stage)
         if seen is None:
             seen = self._stages[stage] = _StageProgress(0, 0, now)
@@ -212,7 +234,7 @@ class Watchdog:
         self._add_to_totals(seen, 1)
 
     def forget_stage(self, stage: str) -> None:
-        """The stage has ended."""
+        """Forget a stage that has ended."""
         seen = self._stages.pop(stage, None)
         if seen is not None:
             self._add_to_totals(seen, -1)
@@ -222,14 +244,14 @@ class Watchdog:
         self._with_work += times * bool(seen.waiting)
 
     def total_others(self, besides: str) -> tuple[int, int]:
-        """Of all stages but one: what they have done, and how many have something waiting."""
+        """Return the totals over all stages but one: the work done, and the number of stages with waiting work."""
         left_out = self._stages.get(besides)
         if left_out is None:
             return self._done, self._with_work
         return self._done - left_out.done, self._with_work - bool(left_out.waiting)
 
     def find_stalls(self) -> list[Stall]:
-        """Stages over their limits, in the order in which they were first seen."""
+        """Return the stages over their limits, in the order in which they were first seen."""
         now = self._clock()
         out = []
         for stage, seen in self._stages.items():
@@ -239,14 +261,17 @@ class Watchdog:
         return out
 
     def take_new_stalls(self) -> list[Stall]:
-        """Those of `find_stalls` that were not reported before; reported again after the stage has moved and stalled again."""
+        """Return the stalls that were not reported before.
+
+        A stage is reported again after it has moved and stalled again.
+        """
         fresh = [stall for stall in self.find_stalls() if not self._stages[stall.stage].reported]
         for stall in fresh:
             self._stages[stall.stage].reported = True
         return fresh
 
     def describe_stages(self) -> dict[str, dict[str, float]]:
-        """By stage: `done`, `waiting` and `still_for` seconds. For the event and for the user."""
+        """Return `done`, `waiting` and `still_for` seconds of each stage, for the event and for the user."""
         now = self._clock()
         return {
             stage: {"done": s.done, "waiting": s.waiting, "still_for": now - s.since}
@@ -261,7 +286,7 @@ GRADIENT_NOT_FINITE = "gradient not finite"
 
 
 def explain_no_update(metrics: Mapping[str, Any]) -> str:
-    """Of a step's metrics, or of its row: why it made no update. Empty if it made one, or if the row does not say."""
+    """Return why a step made no update, from its metrics or its row; empty if it made one, or if they do not say."""
     if metrics.get("optimizer/updates", 1):
         return ""
     if metrics.get("optimizer/no_contrast"):
@@ -271,33 +296,36 @@ def explain_no_update(metrics: Mapping[str, Any]) -> str:
 
 
 def _count_ended_episodes(metrics: Mapping[str, Any]) -> tuple[int, int]:
-    """How many episodes a step took, and how many of them had failed for good."""
+    """Return how many episodes a step took, and how many of them had failed for good."""
     ended = {name: value for name, value in metrics.items() if "/ended_" in name and name.startswith("episode/")}
     return int(sum(ended.values())), int(ended.get("episode/ended_error", 0))
 
 
 class UpdateMonitor:
-    """Counts the steps of a run, as far as this process sees them, by what kept them from an update.
+    """Monitor that counts the steps of a run, as far as this process sees them, by the reason why they made no update.
 
-    Steps without contrast are the task's or the policy's, not a fault: one event, `no_contrast`, when they begin, and one,
-    `contrast_returned`, when they end. They neither count as skipped nor end a row of skipped steps. So it is with steps of which
-    every episode failed, which begin with `every_episode_failed`: how many may fail is judged elsewhere (`TaskFailures`).
+    Steps without contrast are due to the task or the policy, and no fault: there is one event, `no_contrast`, when they
+    begin, and one, `contrast_returned`, when they end. They neither count as skipped nor end a series of skipped steps.
+    The same holds for steps of which every episode failed, which begin with `every_episode_failed`: `TaskFailures`
+    checks how many may fail.
 
-    `max_skipped`: skipped steps in a row that are let pass (`supervise.max_skipped_steps`). `report_warning`, `report_info`:
-    called with an event's name and its fields.
+    Args:
+        max_skipped: Number of skipped steps in a row that are tolerated (`supervise.max_skipped_steps`).
+        report_warning: Function that is called with an event's name and its fields.
+        report_info: Function that is called with an event's name and its fields.
     """
 
     def __init__(self, max_skipped: int, report_warning: Callable[..., object], report_info: Callable[..., object]):
         self._max_skipped, self._report_warning, self._report_info = max_skipped, report_warning, report_info
         self._steps_without_contrast = 0
-        """Steps without contrast since the last one that had some."""
+        """Number of steps without contrast since the last one that had some."""
         self._skipped: list[tuple[int, str]] = []
-        """Steps in a row that had contrast and made no update, and why."""
+        """Steps in a row that had contrast and made no update, each with the reason."""
         self._reason_counts: Counter[str] = Counter()
         self._episodes = self._failed_episodes = 0
 
     def record_step(self, step: int, metrics: Mapping[str, Any]) -> str:
-        """Once after each step. Returns why the run must end; empty if it need not."""
+        """Record a step, once after each, and return why the run must end; empty if it need not."""
         why = explain_no_update(metrics)
         self._reason_counts[why] += 1
         episodes, failed = _count_ended_episodes(metrics)
@@ -339,13 +367,19 @@ class UpdateMonitor:
         )
 
     def describe_failure(self) -> str:
-        """Why a run without an update has failed, and was not merely idle: most of its episodes did. Empty if it has not."""
+        """Return why a run without an update has failed, and was not merely idle: most of its episodes failed.
+
+        The result is empty if it has not failed.
+        """
         if 2 * self._failed_episodes <= self._episodes:
             return ""
         return f"no step made an update, and {self._failed_episodes} of {self._episodes} episodes failed"
 
     def describe_no_updates(self) -> str:
-        """What the steps without an update lacked, as `12 x no contrast, 1 x gradient not finite`; empty if there was none."""
+        """Return what the steps without an update lacked, as `12 x no contrast, 1 x gradient not finite`.
+
+        The result is empty if there was no such step.
+        """
         return _format_counts(Counter({why: steps for why, steps in self._reason_counts.items() if why}))
 
 

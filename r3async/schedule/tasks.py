@@ -1,10 +1,11 @@
-"""The task of each group: its order, its difficulty, the mix of environments, and how many may fail. Pure.
+"""The tasks of groups: their order, their difficulty, the mix of environments, and how many may fail. Pure.
 
-The data cursor: a group's index, and from where tasks are quarantined, say everything. All episodes of a group play one task, so
-they fail together: what is judged is the share of tasks, not of episodes. A task of which some episodes fail counts for their
-share.
+The data cursor needs no state but a group's index, and the group from which on each task is quarantined. All episodes
+of a group play one task, so they fail together: the limit is on the share of tasks, not of episodes. A task of which
+some episodes fail counts for their share.
 
-And trajectories that will never be trained, kept aside to be inspected (`r3async inspect runs/NAME/quarantine`).
+Trajectories that will never be trained are kept in a quarantine, to be inspected
+(`r3async inspect runs/NAME/quarantine`).
 """
 
 from __future__ import annotations
@@ -33,14 +34,17 @@ from r3async.world.real import REAL_WORLD
 
 
 class TaskCursor:
-    """Tasks of a run, for ever. The same `seed` and `size` name the same tasks, whatever was played before.
+    """The endless sequence of a run's tasks.
 
-    Without a `size`, every group has a random task seed of `bits` bits. With one (an environment that knows how many tasks
-    it has), group `g` is of epoch `g // size`, and its task seed is an index `0 .. size - 1`: every epoch poses every task
-    once, in an order of its own. Groups of two epochs may be played at once; nothing waits for an epoch's end.
+    The same `seed` and `size` give the same tasks, whatever was played before.
 
-    `quarantined`: by task seed, the first group that does not pose that task any more. Such a group poses another task, drawn
-    from the run's seed and its index. It may grow, but only by groups that were never leased: what a group poses is fixed.
+    Without a `size`, every group has a random task seed of `bits` bits. With one (an environment that knows how many
+    tasks it has), group `g` belongs to epoch `g // size`, and its task seed is an index `0 .. size - 1`: every epoch
+    poses every task once, in its own order. Groups of two epochs may be played at once; none waits for an epoch's end.
+
+    `quarantined` maps a task seed to the first group that no longer poses that task. Such a group poses another task,
+    drawn from the run's seed and the group's index. The mapping may grow, but only by groups that were never leased:
+    the task of a leased group is fixed.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class TaskCursor:
         self._epoch_order = lru_cache(maxsize=8)(self._shuffle_epoch)
 
     def pick_task(self, group_index: int) -> int:
-        """Raises `ValueError` if every task is quarantined."""
+        """Return the task of a group. Raises `ValueError` if every task is quarantined."""
         task = self._task_in_order(group_index)
         if not self._is_quarantined(task, group_index):
             return task
@@ -63,7 +67,7 @@ class TaskCursor:
         return next(t for t in self._iter_substitutes(group_index) if not self._is_quarantined(t, group_index))
 
     def iter_tasks(self, group_index: int) -> Iterator[int]:
-        """The group's task, and then others that could be in its place, without end; none of them is quarantined."""
+        """Yield the group's task, and then others that could replace it, without end; none of them is quarantined."""
         yield self.pick_task(group_index)
         yield from (t for t in self._iter_substitutes(group_index) if not self._is_quarantined(t, group_index))
 
@@ -71,7 +75,7 @@ class TaskCursor:
         return self._quarantined.get(task, group_index + 1) <= group_index
 
     def _iter_substitutes(self, group_index: int) -> Iterator[int]:
-        """Tasks in place of one that is quarantined, without end."""
+        """Yield tasks in place of one that is quarantined, without end."""
         rng = random.Random(f"{self.seed}/instead/{group_index}")
         while True:
             yield rng.getrandbits(self._bits) & ~1 if self.size is None else rng.randrange(self.size)
@@ -83,7 +87,7 @@ class TaskCursor:
         return int(self._epoch_order(epoch)[position])
 
     def count_epochs(self, groups: int) -> float:
-        """How often all tasks were posed by the first `groups` groups; 0 without a size."""
+        """Return how often the first `groups` groups posed all tasks; 0 without a size."""
         return groups / self.size if self.size else 0.0
 
     def _shuffle_epoch(self, epoch: int) -> np.ndarray:
@@ -93,25 +97,30 @@ class TaskCursor:
 
 
 def training_seed(seed: int, group_index: int, bits: int = 63) -> int:
-    """Seed of the task that a group plays, in `0..2^bits - 1`."""
+    """Return the seed of the task that a group plays, in `0..2^bits - 1`."""
     return random.Random(f"{seed}/{group_index}").getrandbits(bits) & ~1
 
 
 def evaluation_seed(seed: int, index: int) -> int:
-    """Seed of the task of an evaluation's episode `index`; `seed` is `evaluation.seed`."""
+    """Return the seed of the task of an evaluation's episode `index`; `seed` is `evaluation.seed`."""
     return random.Random(f"evaluation/{seed}/{index}").getrandbits(63) | 1
 
 
 RECENT_TASKS = 100
-"""Tasks that the share is taken over, at least; fewer at the beginning count as `MIN_COUNTED_TASKS`."""
+"""Minimum number of tasks over which the share is taken; fewer, at the beginning, count as `MIN_COUNTED_TASKS`."""
 MIN_COUNTED_TASKS = 20
 
 FailureSource = Literal["environment", "engine", "learner"]
 
 
 class EpisodeEnd(msgspec.Struct, frozen=True):
-    """An episode is over. `failed_by`: who failed, after all retries, or refused it (`learner`); None if nobody did. `error`:
-    a line for the user, and below it the traceback where there is one."""
+    """The end of an episode.
+
+    Attributes:
+        failed_by: Source of the failure after all retries, or `learner` if the learner refused the episode; None if the
+            episode did not fail.
+        error: One line for the user, and below it the traceback where there is one.
+    """
 
     group_index: int
     episode_index: int
@@ -125,7 +134,7 @@ class EpisodeEnd(msgspec.Struct, frozen=True):
 
 
 class FailedTask(msgspec.Struct, frozen=True):
-    """Every episode of group `group_index` failed, and not by the engine. `error`: of the last one."""
+    """A task of which every episode of group `group_index` failed, and not by the engine. `error` is the last one's."""
 
     task_seed: int
     group_index: int
@@ -134,12 +143,15 @@ class FailedTask(msgspec.Struct, frozen=True):
 
 
 class TaskFailures:
-    """Counts failed episodes by group, whichever generators play its parts, and however often one is played.
+    """Counter of failed episodes by group, whichever generators play its parts, and however often one is played.
 
-    `max_failed_fraction`: share of the last tasks that may fail, for each of environment, engine and learner. An environment
-    that always fails is over it with its third task (at 0.1); one bad task among many never is. `in_flight`: groups that may
-    begin between the first and the last end of one group's episodes. The last `RECENT_TASKS`, or that many, are remembered: a
-    group that is forgotten while it is played would never be known to have failed whole.
+    An environment that always fails exceeds the limit with its third task (at 0.1); one bad task among many never does.
+
+    Args:
+        max_failed_fraction: Share of the last tasks that may fail, for each of environment, engine and learner.
+        in_flight: Number of groups that may begin between the first and the last end of one group's episodes. The last
+            `RECENT_TASKS` groups are remembered, or that many if they are more: a group that is forgotten while it is
+            played would never be known to have failed as a whole.
     """
 
     def __init__(self, max_failed_fraction: float, samples_per_group: int, in_flight: int = 0):
@@ -148,10 +160,13 @@ class TaskFailures:
         self.max_failed_fraction, self._samples_per_group = max_failed_fraction, samples_per_group
         self._max_recent = max(RECENT_TASKS, in_flight + 1)
         self._recent_groups: dict[int, dict[int, FailureSource]] = {}
-        """By group, in the order in which their first episodes ended: who failed, by episode."""
+        """Source of the failure of each episode, by group, in the order in which the groups' first episodes ended."""
 
     def record_end(self, end: EpisodeEnd) -> FailedTask | None:
-        """The last word on an episode counts. Returns its task if no episode of it is left that could be trained."""
+        """Record the end of an episode; the last record counts.
+
+        Returns the episode's task if no episode of it is left that could be trained.
+        """
         failed = self._recent_groups.setdefault(end.group_index, {})
         if len(self._recent_groups) > self._max_recent:
             del self._recent_groups[next(iter(self._recent_groups))]
@@ -164,6 +179,7 @@ class TaskFailures:
         return FailedTask(end.task_seed, end.group_index, end.failed_by, end.error)
 
     def exceeds_limit(self, source: FailureSource) -> bool:
+        """Return whether more episodes have failed by `source` than may fail."""
         return self._count_failed(source) > self._allowed_episodes
 
     def describe_failures(self, source: FailureSource) -> str:
@@ -180,14 +196,15 @@ class TaskFailures:
 
     @property
     def _allowed_episodes(self) -> float:
-        """Episodes."""
+        """The number of episodes that may fail."""
         return self.max_failed_fraction * max(len(self._recent_groups), MIN_COUNTED_TASKS) * self._samples_per_group
 
 
 class TrajectoryQuarantine:
-    """A directory of spool files, one a trajectory, of `max_bytes` bytes together: the oldest make way. One thread at a time.
+    """A directory of spool files, one for each trajectory.
 
-    Each is named, with its reason, by `report_event("trajectory_quarantined", **facts)`, also where it could not be kept.
+    They take at most `max_bytes` bytes together: the oldest are removed. Each trajectory is reported, with its reason,
+    by `report_event("trajectory_quarantined", **facts)`, even if it could not be stored. One thread at a time.
     """
 
     def __init__(
@@ -196,8 +213,10 @@ class TrajectoryQuarantine:
         self.directory, self._max_bytes, self._report_event, self._files = directory, max_bytes, report_event, files
 
     def add_trajectory(self, trajectory: Trajectory, reason: str, frames: Sequence[Frame] | None = None) -> None:
-        """`frames`: the trajectory as it came, if they are at hand. Blocks for as long as the disk does, and never raises for
-        it: what is not kept is only named."""
+        """Store a trajectory and report it. `frames` are the trajectory as it arrived, if they are at hand.
+
+        Blocks for as long as the disk does, and never raises for it: a trajectory that is not stored is only reported.
+        """
         path, problem = None, ""
         try:
             path = self._write_trajectory(
@@ -237,36 +256,37 @@ class TrajectoryQuarantine:
         return path
 
 
-# Which task a group poses, by what the groups of each task scored before: difficulty filter and curriculum. Pure.
+# Difficulty filter and curriculum: they choose the task of a group by past scores of the tasks. Pure.
 #
-# A task that is always solved, or never, teaches nothing: its advantages are 0. So one that is settled is posed rarely, and
-# with a curriculum tasks that are solved about as often as `target` come first.
+# A task that is always solved, or never, teaches nothing: its advantages are 0. Such a settled task is posed rarely,
+# and with a curriculum, tasks that are solved about as often as `target` come first.
 #
-# What a group poses depends on what was trained when it was first leased, and not on its index alone. So it is decided once, and
-# kept until the group is trained: whoever is leased a part of it, plays it again, or resumes the run plays the same task.
+# The task of a group depends on what was trained when the group was first leased, and not on its index alone. So it is
+# decided once, and kept until the group is trained: an owner that is leased a part of the group or plays it again, and
+# a run that resumes, have the same task.
 
 
 MAX_CANDIDATES = 64
-"""Tasks that are looked at for one group: where nearly all are settled, one of them is posed all the same."""
+"""Maximum number of tasks looked at for one group. If nearly all are settled, one of them is posed all the same."""
 
 NO_SIZE_MESSAGE = (
     "`schedule.difficulty` needs tasks that come again, and this environment does not know how many it has (`size`): unset "
     "`settled_share` and `target`, or train rows (data=FILE)"
 )
-"""Where past rewards are to choose tasks, and none is ever posed again."""
+"""Message for a run that chooses tasks by past rewards, but never poses a task again."""
 
 TaskScore = tuple[int, float]
 """A task seed, and the mean reward of one of its groups."""
 
 
 def score_groups(groups: Iterable[Sequence[Trajectory]]) -> list[TaskScore]:
-    """Of each group that was played: failed episodes have no turns, and count for nothing."""
+    """Return the score of each group that was played. Failed episodes, which have no turns, do not count."""
     played = ([t for t in group if t.turns] for group in groups)
     return [(members[0].task_seed, fmean(t.reward for t in members)) for members in played if members]
 
 
 class _TaskHistoryState(TypedDict):
-    """What `TaskHistory.state_dict` gives."""
+    """The state that `TaskHistory.state_dict` returns."""
 
     scores: list[tuple[int, list[float]]]
     posed: list[tuple[int, int]]
@@ -274,21 +294,23 @@ class _TaskHistoryState(TypedDict):
 
 
 class TaskHistory:
-    """The one holder of what each task scored. `seed`: of the run. Without an active setting it holds nothing, and every task has
-    its turn."""
+    """The only record of the scores of each task. `seed` is the run's.
+
+    Without an active setting it records nothing, and every task has its turn.
+    """
 
     def __init__(self, settings: DifficultyConfig, seed: int):
         self._settings, self._seed = settings, seed
         self._scores: dict[int, list[float]] = {}
-        """By task: mean rewards of its last groups, oldest first."""
+        """Mean rewards of each task's last groups, oldest first."""
         self._task_by_group: dict[int, int] = {}
-        """By group that was leased and is not trained: its task."""
+        """Task of each group that was leased and is not trained."""
         self._settled_counts: Counter[str] = Counter()
-        """How many tasks are `easy`, and `hard`."""
+        """Number of tasks that are `easy`, and `hard`."""
         self._replaced_count = 0
 
     def choose_task(self, group: int, candidates: Iterator[int]) -> int:
-        """The task of a group. `candidates`: that whose turn it is, and then others, without end."""
+        """Return the task of a group. `candidates` yields the task whose turn it is, and then others, without end."""
         turn = next(candidates)
         if not self._settings.is_active:
             return turn
@@ -311,7 +333,10 @@ class TaskHistory:
         return min(found, key=self._distance_to_target) if found else looked_at[0]
 
     def _distance_to_target(self, task: int) -> float:
-        """From the target; 0 for a task without past groups. Of two that are equally near, the first is posed."""
+        """Return the distance of a task from the target; 0 for a task without past groups.
+
+        Of two tasks that are equally near, the first is posed.
+        """
         past, target = self._scores.get(task), self._settings.target
         return abs(fmean(past) - target) if past and target is not None else 0.0
 
@@ -322,7 +347,7 @@ class TaskHistory:
         return "easy" if min(past) >= settings.easy else "hard" if max(past) <= settings.hard else ""
 
     def record_scores(self, groups: Iterable[int], scores: Iterable[TaskScore]) -> None:
-        """A step consumed these groups; their tasks scored this, in this order."""
+        """Record that a step consumed these groups, and the scores of their tasks, in this order."""
         for group in groups:
             self._task_by_group.pop(group, None)
         if self._settings.is_active:
@@ -335,7 +360,7 @@ class TaskHistory:
         self._settled_counts[self._classify_task(task)] += 1
 
     def collect_metrics(self) -> dict[str, float]:
-        """Metrics; none while no setting is active."""
+        """Return the metrics; none while no setting is active."""
         if not self._settings.is_active:
             return {}
         return {
@@ -344,10 +369,10 @@ class TaskHistory:
             "data/replaced_tasks": float(self._replaced_count),
         }
 
-    # -- for a checkpoint ----------------------------------------------------------------------------------------
+    # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data; `load_state_dict` reads it."""
+        """Return the state as plain data for `load_state_dict`."""
         if not self._settings.is_active:
             return {}
         return {
@@ -357,10 +382,13 @@ class TaskHistory:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], buffered_tasks: Mapping[int, int]) -> None:
-        """Resume as the one that made the snapshot; `{}` is of a run without. `buffered_tasks`: tasks, by group, of which the
-        learner kept
-        episodes: after the checkpoint these groups may have been leased with other tasks than would be chosen now. Raises
-        `msgspec.ValidationError` if it is none."""
+        """Restore the state of a snapshot. Raises `msgspec.ValidationError` if it is none.
+
+        Args:
+            state: Snapshot from `state_dict`; `{}` is that of a run without an active setting.
+            buffered_tasks: Tasks of the groups of which the learner kept episodes. After the checkpoint, these groups
+                may have been leased with other tasks than would be chosen now.
+        """
         if state:
             saved = msgspec.convert(state, _TaskHistoryState)
             self._scores, self._settled_counts, self._replaced_count = {}, Counter(), saved["replaced"]
@@ -371,19 +399,19 @@ class TaskHistory:
             self._task_by_group |= buffered_tasks
 
 
-# Which of several environments poses the task of a group. Pure: a group's index says everything, so a run that resumes goes on
-# with the same tasks.
+# The mix of several environments: it chooses the one that poses the task of a group. Pure: the choice depends only on
+# the group's index, so a run that resumes continues with the same tasks.
 #
-# The order is the smoothest that there is: in any stretch of groups each environment has its share of them, up to one or two. So
-# every step trains all of them, as far as it has groups enough.
+# The order is the smoothest possible: in any stretch of groups, each environment has its share of them, up to one or
+# two groups. So every step trains all environments, as far as it has enough groups.
 
 
 MAX_PERIOD = 1000
-"""Groups after which the order repeats, at most: weights are rounded to that."""
+"""Maximum number of groups after which the order repeats: weights are rounded to that."""
 
 
 class EnvironmentOrder:
-    """Of groups, by weights. Immutable."""
+    """The order of environments over groups, by weights. Immutable."""
 
     def __init__(self, weights: Sequence[float]):
         quotas = _round_quotas(weights)
@@ -391,26 +419,26 @@ class EnvironmentOrder:
         chosen = np.zeros(self.period, np.int64)
         counts = [0] * len(quotas)
         for at in range(self.period):
-            # Whoever is furthest behind its share.
+            # The environment that is furthest behind its share.
             entry = max(range(len(quotas)), key=lambda e: (quotas[e] * (at + 1) - self.period * counts[e], -e))
             chosen[at] = entry
             counts[entry] += 1
         self._chosen = chosen
-        # [entry, at]: groups of the period before `at` that are the entry's; the last column is the quota.
+        # [entry, at]: groups of the period before `at` that belong to the entry; the last column is the quota.
         self._before = np.stack([np.append(0, np.cumsum(chosen == e)) for e in range(len(quotas))])
 
     def environment_of(self, group: int) -> int:
-        """Which environment poses the task of a group."""
+        """Return the number of the environment that poses the task of a group."""
         return int(self._chosen[group % self.period])
 
     def count_before(self, entry: int, group: int) -> int:
-        """How many groups before `group` are that environment's."""
+        """Return how many groups before `group` belong to environment number `entry`."""
         periods, at = divmod(group, self.period)
         return int(periods * self._before[entry, -1] + self._before[entry, at])
 
 
 def _round_quotas(weights: Sequence[float]) -> list[int]:
-    """How many groups of a period each has: at least one; the largest remainders are rounded up."""
+    """Return how many groups of a period each environment has: at least one; the largest remainders are rounded up."""
     total = sum(weights)
     exact = [MAX_PERIOD * weight / total for weight in weights]
     quotas = [max(1, math.floor(share)) for share in exact]
@@ -422,8 +450,10 @@ def _round_quotas(weights: Sequence[float]) -> list[int]:
 
 
 class _EnvironmentQuarantine(Mapping[int, int]):
-    """Of the quarantined tasks of all environments those of one: by its own seed the first of its own groups that does not pose
-    the task any more. A view."""
+    """A view of the quarantined tasks of one environment, among those of all.
+
+    It maps the environment's own seed of a task to the first of its own groups that no longer poses the task.
+    """
 
     def __init__(self, environment: int, order: EnvironmentOrder, entries: int, quarantined: Mapping[int, int]):
         self._entry, self._order, self._entries, self._all = environment, order, entries, quarantined
@@ -440,8 +470,10 @@ class _EnvironmentQuarantine(Mapping[int, int]):
 
 
 class MixedTaskCursor:
-    """As `TaskCursor`, over several environments with these `weights` and `sizes`: each has tasks, epochs and quarantined tasks
-    of its own, in the order of its own groups."""
+    """A `TaskCursor` over several environments with these `weights` and `sizes`.
+
+    Each environment has its own tasks, epochs and quarantined tasks, in the order of its own groups.
+    """
 
     def __init__(
         self,
@@ -462,18 +494,18 @@ class MixedTaskCursor:
         ]
 
     def pick_task(self, group_index: int) -> int:
-        """Raises `ValueError` if every task of the group's environment is quarantined."""
+        """Return the task of a group. Raises `ValueError` if every task of the group's environment is quarantined."""
         entry = self._order.environment_of(group_index)
         return join_seed(entry, self._cursors[entry].pick_task(self._order.count_before(entry, group_index)))
 
     def iter_tasks(self, group_index: int) -> Iterator[int]:
-        """As `TaskCursor.iter_tasks`, of the group's environment."""
+        """Return the tasks of `TaskCursor.iter_tasks` for the group's environment."""
         entry = self._order.environment_of(group_index)
         own = self._cursors[entry].iter_tasks(self._order.count_before(entry, group_index))
         return (join_seed(entry, task) for task in own)
 
     def count_epochs(self, groups: int) -> list[float]:
-        """By environment, how often all its tasks were posed by the first `groups` groups; 0 without a size."""
+        """Return, by environment, how often the first `groups` groups posed all its tasks; 0 without a size."""
         return [
             cursor.count_epochs(self._order.count_before(entry, groups)) for entry, cursor in enumerate(self._cursors)
         ]

@@ -1,7 +1,7 @@
-"""What a trajectory must satisfy to be trained on: one definition, for its sender, on arrival and in the step; and its age.
+"""Conditions for a trajectory to be trained, the same for its sender, on arrival and in the step; and its age. Pure.
 
-The age of a token is the version that the learner is about to change, less the version that sampled the token. So all
-waiting counts: in an engine's queue, on the way, in the buffer. Pure.
+The age of a token is the version that the learner is about to change, minus the version that sampled the token. So all
+waiting counts: in an engine's queue, in transit, in the buffer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from r3async.data.versions import Lineage
 from r3async.envs import MAX_EPISODE_REWARD
 
 MAX_LOGPROB = 1e-3
-"""Of a trained token. No distribution gives one above 0; rounding in float32 does, by less than a hundredth of this."""
+"""Maximum log-prob of a trained token. No distribution gives one above 0; rounding in float32 does, by less than a
+hundredth of this."""
 
 ROLLOUT_COLUMNS = ("token_ids", "loss_mask", "rollout_logprobs", "policy_version", "turn", "rewards")
 ROUTE_COLUMNS = ("routed_experts", "routing_recorded")
@@ -31,26 +32,31 @@ SUPPORT_COLUMN = "support"
 TURN_LIMIT = 2**31
 """Larger than any index of a turn that a token can have."""
 MAX_JOINED_ROUTES = 2**18
-"""So many of several samples are copied, to be checked at once."""
+"""Maximum number of ids in the routes of several samples that are copied, to be checked at once."""
 
 
 class InvalidTrajectory(ValueError):
-    """Well-formed on the wire, but not trainable."""
+    """Error for a trajectory that is well-formed on the wire, but not trainable."""
 
 
 def check_trajectory(trajectory: Trajectory) -> None:
-    """`check_trajectories` of one."""
+    """Check one trajectory as `check_trajectories` does."""
     check_trajectories([trajectory])
 
 
 def check_trajectories(trajectories: Sequence[Trajectory]) -> None:
-    """What can be checked without knowing the model. Raises `InvalidTrajectory` naming what is wrong first.
+    """Check everything that can be checked without knowing the model.
 
-    Indices are not negative; turns have each their own index, a stretch of tokens within a sample, and are those that the tokens
-    name; every trained token is of a turn, within its stretch; rewards, and their sums, stay finite in float32; samples have the
-    columns of a rollout, alike within a trajectory, and a temperature that float32 holds; every token is in its own support, if
-    it has one; no trained token has a log-prob above 0, beyond rounding. Log-probs that are not finite pass: the loss drops these
-    tokens and counts them.
+    - Indices are not negative.
+    - Each turn has a different index and a stretch of tokens within a sample, and turns are those that the tokens name.
+    - Every trained token belongs to a turn, and lies within its stretch.
+    - Rewards, and their sums, stay finite in float32.
+    - Samples have the columns of a rollout, alike within a trajectory, and a temperature that float32 holds.
+    - Every token is in its own support, if it has one.
+    - No trained token has a log-prob above 0, beyond rounding. Log-probs that are not finite pass: the loss drops these
+      tokens and counts them.
+
+    Raises `InvalidTrajectory` that names what is wrong first.
     """
     for trajectory in trajectories:
         _check_fields(trajectory)
@@ -61,8 +67,10 @@ def check_trajectories(trajectories: Sequence[Trajectory]) -> None:
 def find_invalid(
     trajectories: Sequence[Trajectory], check: Callable[[Sequence[Trajectory]], None]
 ) -> dict[int, InvalidTrajectory]:
-    """By their place: those that `check` does not take. Together they are checked at the cost of a few, so each is looked at
-    alone only if some of them are not taken."""
+    """Return the errors of the trajectories that `check` refuses, by their index.
+
+    All together are checked at the cost of a few, so each is checked alone only if `check` refuses some of them.
+    """
     try:
         check(trajectories)
         return {}
@@ -73,32 +81,34 @@ def find_invalid(
 
 
 class _JoinedTokens:
-    """The tokens of all samples of some trajectories, which have a sample each, and no sample without tokens, end to end: N
-    tokens of S samples."""
+    """The tokens of all samples of some trajectories, end to end: N tokens of S samples.
+
+    Every trajectory has a sample, and no sample is without tokens.
+    """
 
     def __init__(self, trajectories: Sequence[Trajectory]):
         self.samples = [sample for t in trajectories for sample in t.samples]
         self.lengths = [len(sample.table) for sample in self.samples]
         self.starts = [0, *itertools.accumulate(self.lengths)]
-        """Of each sample its first token; then N."""
+        """Index of each sample's first token; then N."""
         counts = [0, *itertools.accumulate(len(t.samples) for t in trajectories)]
         self.first_samples = counts[:-1]
         self.first_tokens = [self.starts[i] for i in self.first_samples]
-        """Of each trajectory its first token."""
+        """Index of each trajectory's first token."""
 
     def join_column(self, name: str) -> np.ndarray:
-        """`[N]`."""
+        """Return a column of all tokens, `[N]`."""
         if len(self.samples) == 1:
             return self.samples[0].table[name]
         return np.concatenate([sample.table[name] for sample in self.samples])
 
     def first_sample_of(self, wrong: np.ndarray) -> Sample:
-        """That of the first token of which bool `[N]` is True."""
+        """Return the sample of the first token where `wrong`, bool `[N]`, is True."""
         return self.samples[bisect.bisect_right(self.starts, int(wrong.argmax())) - 1]
 
 
 def _check_fields(trajectory: Trajectory) -> None:
-    """All but the tokens. Raises `InvalidTrajectory`."""
+    """Check everything but the tokens. Raises `InvalidTrajectory`."""
     name, samples = trajectory.trajectory_id, trajectory.samples
     for field in ("group_index", "episode_index"):
         if getattr(trajectory, field) < 0:
@@ -143,7 +153,7 @@ def _check_sample(sample: Sample, columns: tuple[str, ...]) -> None:
 
 @functools.cache
 def _find_unknown_column(columns: tuple[str, ...]) -> str:
-    """The first that no rollout has; "" if there is none."""
+    """Return the first column that no rollout has; "" if there is none."""
     return min(set(columns) - {*ROLLOUT_COLUMNS, *ROUTE_COLUMNS, SUPPORT_COLUMN}, default="")
 
 
@@ -158,7 +168,7 @@ def _check_reward(name: str, total: float) -> None:
 
 
 def _check_tokens(trajectories: Sequence[Trajectory], tokens: _JoinedTokens) -> None:
-    """The tokens, and what they say of the turns. Raises `InvalidTrajectory`."""
+    """Check the tokens, and the turns that they name. Raises `InvalidTrajectory`."""
     mask, turn = tokens.join_column("loss_mask"), tokens.join_column("turn")
     with np.errstate(invalid="ignore"):
         rewards = np.abs(tokens.join_column("rewards"), dtype=np.float64)
@@ -173,7 +183,7 @@ def _check_tokens(trajectories: Sequence[Trajectory], tokens: _JoinedTokens) -> 
     for sample in tokens.samples:
         if SUPPORT_COLUMN in sample.table:
             _check_own_support(sample, sampled=sample.table["turn"] >= 0)
-    # Most often the stretches of turns are apart, so that each token has to be of the one that lies there.
+    # Usually the stretches of turns do not overlap, so that each token has to belong to the turn that lies there.
     lies = np.full(len(turn), -1, np.int32)
     for first, trajectory in zip(tokens.first_samples, trajectories, strict=True):
         for t in trajectory.turns:
@@ -186,7 +196,7 @@ def _check_tokens(trajectories: Sequence[Trajectory], tokens: _JoinedTokens) -> 
 
 
 def _check_logprobs(tokens: _JoinedTokens, mask: np.ndarray) -> None:
-    """Raises `InvalidTrajectory` for a trained token's log-prob that no distribution gives."""
+    """Raise `InvalidTrajectory` if a trained token has a log-prob that no distribution gives."""
     logprobs = tokens.join_column("rollout_logprobs")
     above = mask & (logprobs > MAX_LOGPROB) & np.isfinite(logprobs)
     if np.count_nonzero(above):
@@ -197,7 +207,7 @@ def _check_logprobs(tokens: _JoinedTokens, mask: np.ndarray) -> None:
 
 
 def _check_own_support(sample: Sample, sampled: np.ndarray) -> None:
-    """Raises `InvalidTrajectory`."""
+    """Raise `InvalidTrajectory` if a token that was not sampled has a support, or a token is not in its own support."""
     supports, ids = sample.table[SUPPORT_COLUMN], sample.table["token_ids"]
     if (supports.recorded_mask & ~sampled).any():
         raise InvalidTrajectory(f"sample {sample.sample_id} has the support of a token that was not sampled")
@@ -210,8 +220,12 @@ def _check_own_support(sample: Sample, sampled: np.ndarray) -> None:
 def _check_turns(
     trajectories: Sequence[Trajectory], tokens: _JoinedTokens, suspects: np.ndarray, token_turns: np.ndarray
 ) -> None:
-    """Tokens are of turns that are there, and within their stretches. `suspects`: which tokens may not be; `token_turns`
-    int32 `[N]`: the turns that they name. Raises `InvalidTrajectory`."""
+    """Check that tokens belong to turns that exist, and lie within their stretches. Raises `InvalidTrajectory`.
+
+    Args:
+        suspects: Indices of the tokens for which this may be false.
+        token_turns: Turn that each token names, int32 `[N]`.
+    """
     for place in suspects.tolist():
         at, index = bisect.bisect_right(tokens.starts, place) - 1, int(token_turns[place])
         owner = bisect.bisect_right(tokens.first_samples, at) - 1
@@ -228,7 +242,7 @@ def _check_turns(
 
 
 def validate_trajectory(trajectory: Trajectory, **known: Any) -> None:
-    """`validate_trajectories` of one."""
+    """Check one trajectory as `validate_trajectories` does."""
     validate_trajectories([trajectory], **known)
 
 
@@ -245,11 +259,20 @@ def validate_trajectories(
     is_recovered: bool = False,
     needs_supports: bool | None = None,
 ) -> None:
-    """All of it: `check_trajectories`, and what this model and this run allow. Raises `InvalidTrajectory` naming what is wrong.
+    """Check everything: what `check_trajectories` checks, and what this model and this run allow.
 
-    What is None is not known here, and not checked. `staleness_bound`: versions that a trained token can be old at most.
-    `is_recovered`: it was stored before `lineage` began. `needs_supports`: whether each trained token has to have a support
-    (`episode.keep_sampling_mask`), or none may.
+    An argument that is None is not known here, and not checked. Raises `InvalidTrajectory` that names what is wrong.
+
+    Args:
+        vocab_size: Number of token ids of the model.
+        learner_version: Version that the learner is at.
+        max_tokens: Maximum number of tokens of a sample (`learner.max_tokens_per_micro_batch`).
+        routing: Shape of the model's routes.
+        samples_per_group: Number of episodes of a group.
+        staleness_bound: Maximum age of a trained token, in versions.
+        lineage: Lineage of the run's start.
+        is_recovered: True if the trajectories were stored before `lineage` began.
+        needs_supports: True if trained tokens must have a support (`episode.keep_sampling_mask`), False if none may.
     """
     if not trajectories:
         return
@@ -291,7 +314,7 @@ def validate_trajectories(
 
 
 def _check_supports_allowed(samples: Sequence[Sample], vocab_size: int | None, needs_supports: bool | None) -> None:
-    """Raises `InvalidTrajectory`."""
+    """Raise `InvalidTrajectory` if supports are missing, are not allowed, or have ids outside the vocabulary."""
     for sample in samples:
         if SUPPORT_COLUMN not in sample.table:
             if needs_supports and sample.table["loss_mask"].any():
@@ -311,7 +334,7 @@ def _check_supports_allowed(samples: Sequence[Sample], vocab_size: int | None, n
 def _check_versions(
     tokens: _JoinedTokens, mask: np.ndarray, versions: np.ndarray, learner_version: int, staleness_bound: int | None
 ) -> None:
-    """Trained tokens are of versions from 0 to the learner's, and not too old. Raises `InvalidTrajectory`."""
+    """Raise `InvalidTrajectory` unless trained tokens are of versions from 0 to the learner's, and not too old."""
     trained = versions[mask]
     if not len(trained):
         return
@@ -328,7 +351,7 @@ def _check_versions(
 
 
 def _check_routes(tokens: _JoinedTokens, routing: RoutingShape | None) -> None:
-    """Raises `InvalidTrajectory`."""
+    """Raise `InvalidTrajectory` if routes are missing, or cannot be routes of the model."""
     if routing is None:
         return
     shape, samples = (routing.layers, routing.top_k), tokens.samples
@@ -339,7 +362,7 @@ def _check_routes(tokens: _JoinedTokens, routing: RoutingShape | None) -> None:
             raise InvalidTrajectory(
                 f"sample {sample.sample_id} has routes of shape {list(found)}, expected [T, {routing.layers}, {routing.top_k}]"
             )
-    # Small ones at once, unless one that has only zeros would not be seen among others.
+    # Small ones are checked at once, unless one that has only zeros would go unnoticed among others.
     if (
         len(samples) > 1
         and routing.top_k > 1
@@ -352,7 +375,7 @@ def _check_routes(tokens: _JoinedTokens, routing: RoutingShape | None) -> None:
             )
             return
         except RoutingError:
-            pass  # whose they are is found below
+            pass  # the loop below finds their sample
     for sample in samples:
         try:
             validate_routes(_recorded_routes(sample.table), **msgspec.structs.asdict(routing))
@@ -361,19 +384,22 @@ def _check_routes(tokens: _JoinedTokens, routing: RoutingShape | None) -> None:
 
 
 def _recorded_routes(table: TokenTable) -> np.ndarray:
-    """`[n, layers, top_k]`: the routes of the tokens that have some."""
+    """Return the routes of the tokens that have any, `[n, layers, top_k]`."""
     rows, recorded = table["routed_experts"], table["routing_recorded"]
     first = len(recorded) if recorded.all() else int(recorded.argmin())
-    # Most often only the last token has no record, and nothing has to be copied.
+    # Usually only the last token has no record, and nothing has to be copied.
     return rows[recorded] if recorded[first:].any() else rows[:first]
 
 
 class StalenessError(RuntimeError):
-    """A token is older than the schedule allows: a defect, never a matter of luck. Nothing was trained on it."""
+    """Error for a token that is older than the schedule allows: a defect, never a matter of luck.
+
+    Nothing was trained on it.
+    """
 
 
 def compute_staleness(trajectory: Trajectory, version: int) -> np.ndarray:
-    """int32 `[n]`: ages of the trajectory's trained tokens when the learner is at `version`."""
+    """Return the ages of the trajectory's trained tokens, int32 `[n]`, when the learner is at `version`."""
     return np.concatenate([version - s.table["policy_version"][s.table["loss_mask"]] for s in trajectory.samples])
 
 
@@ -394,10 +420,10 @@ def check_staleness(groups: Sequence[Sequence[Trajectory]], version: int, bound:
 def compute_staleness_metrics(
     groups: Sequence[Sequence[Trajectory]], version: int, bound: int, now: float, max_token_age: int | None = None
 ) -> dict[str, float]:
-    """The figures `staleness/*` of one step; `now` in unix seconds, as `Trajectory.finished_at`.
+    """Return the metrics `staleness/*` of one step; `now` is in unix seconds, like `Trajectory.finished_at`.
 
-    `age_0` to `age_<bound>` are the numbers of trained tokens of that age. `queue_seconds` is the time from the end of an
-    episode to the step that trains it.
+    `age_0` to `age_<bound>` are the numbers of trained tokens of that age. `queue_seconds` is the time from the end of
+    an episode to the step that trains it.
     """
     trajectories = [t for group in groups for t in group]
     ages = np.concatenate([compute_staleness(t, version) for t in trajectories])

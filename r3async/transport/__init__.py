@@ -1,4 +1,4 @@
-"""Trajectories from generators to the learner: at least once, trained once."""
+"""Transport of trajectories from generators to the learner: delivered at least once, trained once."""
 
 from r3async.data.wire import WireError, decode_trajectory, encode_trajectory
 from r3async.transport.receiver import RejectionError, TrajectoryLedger, TrajectoryReceiver, TrajectoryStore

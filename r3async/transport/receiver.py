@@ -1,4 +1,4 @@
-"""The receiver of the learner: takes trajectories from many senders, validates, stores and acknowledges them."""
+"""The learner's receiver: takes trajectories from many senders, validates, stores and acknowledges them."""
 
 from __future__ import annotations
 
@@ -45,16 +45,17 @@ __all__ = ["RejectionError", "TrajectoryReceiver"]
 logger = logging.getLogger(__name__)
 
 SILENT_TIMEOUTS = 4
-"""A sender that is silent for this many `ack_timeout`s is lost, and more may be in flight from others."""
+"""Number of `ack_timeout`s of silence after which a sender is considered lost, and the others may have more in
+flight."""
 MAX_REASON_CHARS = 500
 MAX_IN_HAND_IDS = 64
 MAX_SENDERS = 1024
 MAX_ACK_IDS = 64
-"""Ids in one message: it must stay below `MAX_CONTROL_BYTES` however long they are."""
+"""Ids in one message, at most: it must stay below `MAX_CONTROL_BYTES` however long they are."""
 ACK_DELAY_SECONDS = 0.01
-"""What is accepted within so long is acknowledged together: each message wakes up a thread here and a loop over there. Only the
-sender's bytes in flight wait for it, so this share of them (`ACK_CREDIT_SHARE`, of the credit of each) is acknowledged at
-once."""
+"""Seconds within which accepted trajectories are acknowledged together: each message wakes up a thread here and an
+event loop there. Only the sender's bytes in flight wait for it, so this share of them (`ACK_CREDIT_SHARE`, of the
+credit of each) is acknowledged at once."""
 ACK_CREDIT_SHARE = 16
 
 
@@ -65,35 +66,43 @@ class SenderSession:
 
 
 class TrajectoryReceiver:
-    """Accepts each trajectory once and hands it to `on_trajectory(trajectory, nbytes)`.
+    """The learner's end of the transport: accepts each trajectory once and hands it to
+    `on_trajectory(trajectory, nbytes)`.
 
-    In this order: `validate(trajectories)`, of some at once, off the event loop if the payload is large; `admit(trajectory)`, on
-    the event loop, which is False for a duplicate; `store.put_trajectory`, if there is a store; `on_trajectory`, on the event
-    loop, which owns the trajectory (read-only arrays) from then on; and then it is acknowledged, and its sender forgets it.
-    What has to survive a crash is in the store by then. If `validate` names a reason or `admit` raises `RejectionError`, the
-    trajectory is rejected with that reason, and nothing of it is stored; any exception is logged and rejects it too, for a
-    message that trips over a defect must neither stop the receiver nor be resent for ever.
+    A trajectory takes these steps, in this order:
 
-    Memory: trajectories that arrived and are not released take at most `settings.credit_bytes`, and beyond that only what
-    the next `window` groups take, which are let in whatever else is held; `MemoryBudget` has the rule and why it cannot deadlock.
-    Any other that arrives while there is no free memory is dropped at once: its sender keeps it, and is answered when to send it
-    again. What a sender claims is limited: `is_expected(group, trajectory_id)` says whether a group has such a trajectory, and no
-    trajectory takes more than `max_trajectory_bytes` bytes. So memory is bounded whatever senders say, by
-    `max(credit_bytes, largest) + window * (trajectories that claims lets a group have) * largest`. In flight to here are at
-    most half of `credit_bytes`, or one trajectory of each sender.
+    * `validate(trajectories)`, for several at once, off the event loop if the payload is large.
+    * `admit(trajectory)`, on the event loop; it returns False for a duplicate.
+    * `store.put_trajectory`, if there is a store.
+    * `on_trajectory`, on the event loop; it owns the trajectory (read-only arrays) from then on.
+    * The acknowledgement, after which the sender forgets the trajectory. What has to survive a crash is in the store by
+      then.
 
-    Call `release_trajectory` for each trajectory that is no longer held in memory, or `forget_group` for a whole group, in
-    the order of groups as far as possible. With a store, a trajectory that would go beyond `store.memory_bytes` is handed
-    over mapped from disk; and if the store has no free bytes, only the window is let in.
+    If `validate` names a reason or `admit` raises `RejectionError`, the trajectory is rejected with that reason, and
+    nothing of it is stored. Any other exception is logged and rejects it too, for a message that triggers a defect must
+    neither stop the receiver nor be resent for ever.
 
-    Duplicates: `ledger` has the ids that were accepted. A receiver that restarts with a restored ledger and the store
-    neither loses a trajectory nor takes one twice: what the store kept is handed over again by `start`, groups that are
-    over are removed from it. One with an empty ledger takes again what was not acknowledged.
+    Memory: trajectories that arrived and are not released take at most `settings.credit_bytes`, and beyond that only
+    what the next `window` groups take, which are accepted whatever else is held; `MemoryBudget` has the rule and
+    explains why it cannot deadlock. Any other trajectory that arrives while there is no free memory is dropped at once:
+    its sender keeps it, and is told when to send it again. Claims of senders are limited:
+    `is_expected(group, trajectory_id)` says whether a group has such a trajectory, and no trajectory takes more than
+    `max_trajectory_bytes` bytes. So memory is bounded whatever senders claim, by
+    `max(credit_bytes, largest) + window * (trajectories that claims lets a group have) * largest`. At most half of
+    `credit_bytes` is in flight to the receiver, or one trajectory of each sender.
+
+    Call `release_trajectory` for each trajectory that is no longer held in memory, or `forget_group` for a whole group,
+    in the order of groups as far as possible. With a store, a trajectory that would exceed `store.memory_bytes` is
+    handed over mapped from disk; and if the store has no free bytes, only the window is accepted.
+
+    Duplicates: `ledger` has the ids of accepted trajectories. A receiver that restarts with a restored ledger and the
+    store neither loses a trajectory nor takes one twice: `start` hands over again what the store kept, and groups that
+    are over are removed from the store. A receiver with an empty ledger takes again what was not acknowledged.
 
     Only peers whose key is in `keys` are let in; see `transport.keys`.
 
-    No message can stop it: what does not validate is counted, and refused with a reason if there is someone to tell.
-    All methods belong to the event loop's thread.
+    No message can stop the receiver: an invalid message is counted, and refused with a reason if there is a sender to
+    answer. All methods belong to the event loop's thread.
     """
 
     def __init__(
@@ -130,9 +139,9 @@ class TrajectoryReceiver:
         self.rejected = 0
         """Messages refused with a reason."""
         self.damaged = 0
-        """Trajectories that changed on their way; their senders were asked to send them again."""
+        """Trajectories damaged in transit; their senders were asked to send them again."""
         self.refused_peers: Counter[str] = Counter()
-        """Peers that were not let in, each time they tried, by reason."""
+        """Number of times that peers were not let in, by reason."""
         self._keys = keys
         self._is_expected = is_expected
         limits = (settings.max_message_bytes, max_trajectory_bytes)
@@ -143,11 +152,11 @@ class TrajectoryReceiver:
         self._clock = world.clock.monotonic
         self._memory = MemoryBudget(settings.credit_bytes, window)
         self._group_limit = NO_GROUP_LIMIT
-        """What senders were answered: only trajectories of groups before it are taken."""
+        """Group limit that senders were told: only trajectories of groups before it are accepted."""
         self._sessions: dict[bytes, SenderSession] = {}
         self._pending_acks: dict[bytes, list[str]] = {}
         self._unacknowledged_bytes = 0
-        """Bytes of what `_pending_acks` names."""
+        """Bytes of the trajectories in `_pending_acks`."""
         self._heartbeat_seconds = settings.ack_timeout / 4
         self._heartbeat_due_at = 0.0
         self._announce_scheduled = False
@@ -160,17 +169,17 @@ class TrajectoryReceiver:
 
     @property
     def unreleased_bytes(self) -> int:
-        """Bytes of trajectories that were handed over and not released."""
+        """The bytes of trajectories that were handed over and not released."""
         return self._memory.reserved_bytes
 
     @property
     def sender_count(self) -> int:
-        """Senders that are connected."""
+        """The number of senders that are connected."""
         return len(self._sessions)
 
     async def start(self) -> str:
-        """Take back what the store kept, bind, and serve. Returns the endpoint; its host is `settings.host`, as it is,
-        also if that is a wildcard.
+        """Take back what the store kept, bind, and serve. Returns the endpoint; its host is `settings.host`, unchanged,
+        even if that is a wildcard.
 
         Raises `TransportError` if the address cannot be bound.
         """
@@ -194,13 +203,13 @@ class TrajectoryReceiver:
         return self._socket.endpoint
 
     def release_trajectory(self, trajectory_id: str) -> None:
-        """A trajectory is consumed: its bytes are free. Harmless for one that holds none."""
+        """Free the bytes of a trajectory that is consumed. Harmless for one that holds none."""
         self._memory.release_trajectory(trajectory_id)
         self._announce_soon()
 
     def forget_group(self, group_index: int) -> None:
-        """A group is consumed: release what it still holds, and its ids need not be remembered. Anything that still comes
-        for it is acknowledged and dropped as a duplicate. Idempotent."""
+        """Release what a consumed group still holds, and forget its ids. Trajectories that still arrive for it are
+        acknowledged and dropped as duplicates. Idempotent."""
         for trajectory_id in self.ledger.forget_group(group_index):
             self._memory.release_trajectory(trajectory_id)
         self._memory.advance_window(self.ledger.oldest_group)
@@ -216,7 +225,7 @@ class TrajectoryReceiver:
         await self._sockets.close()
 
     async def _run_heartbeat(self) -> None:
-        """Who is silent is dropped; and no message lies unread."""
+        """Drop silent senders, and read messages that are waiting, at every heartbeat."""
         while True:
             await asyncio.sleep(self._heartbeat_seconds)
             try:
@@ -229,7 +238,7 @@ class TrajectoryReceiver:
     def _on_message(self, frames: list[Any]) -> None:
         try:
             self._handle_message(frames[0].bytes, frames[1:])
-        except Exception:  # A defect here or in a callback. The sender is not answered, and tries again.
+        except Exception:  # A defect here or in a callback. The sender gets no answer, and tries again.
             logger.exception("the trajectory receiver continues after an error")
 
     def _handle_message(self, identity: bytes, frames: Sequence[Frame]) -> None:
@@ -268,10 +277,11 @@ class TrajectoryReceiver:
         self._send_welcome(identity)
 
     def _is_current_session(self, identity: bytes, session: str) -> bool:
-        """The message is of the sender's current session. One of an earlier session is left over, and resent anyway."""
+        """Return True if a message belongs to the sender's current session. Messages of an earlier session are
+        leftovers, which are sent again anyway."""
         peer = self._sessions.get(identity)
         if peer is None:
-            # Before this receiver started, or before it gave this sender up.
+            # The session is from before this receiver started, or before it dropped this sender.
             self._send_message(identity, Refusal(session, "unknown session: say HELLO", final=False))
             return False
         if peer.session != session:
@@ -303,7 +313,7 @@ class TrajectoryReceiver:
             self._send_message(identity, Reject(trajectory_id, "there is no free memory for it", again="later"))
 
     def _rejection_reason(self, item: DeliveryItem, pieces: Sequence[Frame]) -> str:
-        """Why nothing of the kind is ever taken; empty if it may be."""
+        """Return why an item like this is never accepted; empty if it may be."""
         trajectory_id, group_index, nbytes = item.trajectory_id, item.group_index, item.nbytes
         if nbytes > self._max_trajectory_bytes:
             return f"{nbytes} bytes, more than {self._max_trajectory_bytes}"
@@ -315,7 +325,7 @@ class TrajectoryReceiver:
 
     @property
     def _free_disk_bytes(self) -> float:
-        """Free bytes of the store. What is in hand is not in it yet."""
+        """The free bytes of the store, less those in hand, which are not in it yet."""
         return math.inf if self._store is None else self._store.free_bytes - self._intake.unanswered_bytes
 
     def _answer_sender(self, arrival: IncomingTrajectory, outcome: IntakeOutcome) -> None:
@@ -337,12 +347,12 @@ class TrajectoryReceiver:
                 ACK_CREDIT_SHARE * max(1, len(self._sessions))
             ):
                 self._send_acks()
-        for other in others:  # what it sent may be something else, and is judged by itself
+        for other in others:  # its payload may differ, and is judged separately
             self._send_message(other, Reject(name, "another sender's was in hand", again="later"))
         self._announce_soon()
 
     def _send_acks(self) -> None:
-        """One ACK to each sender for all that was accepted and is not acknowledged yet."""
+        """Send one ACK to each sender for everything that was accepted and is not acknowledged yet."""
         acks, self._pending_acks, self._unacknowledged_bytes = self._pending_acks, {}, 0
         for identity, ids in acks.items():
             for i in range(0, len(ids), MAX_ACK_IDS):
@@ -365,7 +375,7 @@ class TrajectoryReceiver:
         self._send_message(identity, Reject(trajectory_id, reason[:MAX_REASON_CHARS], again="damaged"))
 
     def _announce_soon(self) -> None:
-        """Senders, of all that becomes possible in this round of the event loop."""
+        """Schedule one announcement to senders of everything that becomes possible in this round of the event loop."""
         if self._group_limit != NO_GROUP_LIMIT and not self._announce_scheduled:
             self._announce_scheduled = True
             asyncio.get_running_loop().call_soon(self._announce_limit)
@@ -391,7 +401,7 @@ class TrajectoryReceiver:
     def _drop_silent_senders(self) -> None:
         now = self._clock()
         if now - self._heartbeat_due_at > self._heartbeat_seconds:
-            # This end did not listen, its event loop was busy: no silence to hold against anyone.
+            # This end was not listening because its event loop was busy, so nobody counts as silent.
             for peer in self._sessions.values():
                 peer.last_message_at = now
         self._heartbeat_due_at = now + self._heartbeat_seconds
@@ -400,35 +410,41 @@ class TrajectoryReceiver:
                 del self._sessions[identity]
 
     def _send_message(self, identity: bytes, message: ControlMessage) -> None:
-        """Every answer may be lost: WELCOME is repeated, and what is not answered is sent again."""
+        """Send an answer, which may be lost: WELCOME is repeated, and what is not answered is sent again."""
         if self._socket.send([identity, encode_control(message)]) == errno.EHOSTUNREACH:
             self._sessions.pop(identity, None)
 
 
-# What happens to a trajectory between its arrival and its answer: decoded, validated, stored, handed over. And what was accepted
-# already, so that a redelivery is harmless, and how much of it is held.
+# The intake of trajectories, from arrival to answer: decode, validate, store, hand over. Also the ledger of accepted
+# trajectories, which makes redelivery harmless, and the memory budget.
 
 
 MIN_TOKEN_BYTES = 16
-"""Of columns, at the least: what a token weighs when it is decided where to work on it."""
+"""Least bytes of columns per token, for the decision whether to process a trajectory off the event loop."""
 INTAKE_BATCH = 16
-"""Trajectories that are opened and validated in one go, at most."""
+"""Trajectories that are decoded and validated together, at most."""
 
 
 class RejectionError(ValueError):
-    """Raised by `admit`: this trajectory will never be taken. The message is the reason that its sender is given."""
+    """Rejection by `admit` of a trajectory that will never be accepted. The message is the reason that its sender
+    gets."""
 
 
 class DecodedTrajectory(NamedTuple):
-    """What arrived, and its bytes in memory."""
+    """A decoded trajectory and its bytes in memory."""
 
     trajectory: Trajectory
     nbytes: int
 
 
 class IntakeOutcome(NamedTuple):
-    """`over`: its episode is, so it is a duplicate. `refused`: what it says is not accepted. `damaged`: it is not what a sender
-    makes, so it changed on its way."""
+    """The result of taking in a trajectory.
+
+    Attributes:
+        kind: `taken`; `over` for a duplicate, whose episode is over; `refused` if its content is not accepted;
+            `damaged` if no sender makes such a message, so it was damaged in transit.
+        reason: Why it was refused or damaged.
+    """
 
     kind: Literal["taken", "over", "refused", "damaged"]
     reason: str = ""
@@ -444,7 +460,7 @@ class DurableTrajectory(Protocol):
 
 
 class TrajectoryStore(Protocol):
-    """What makes trajectories durable (`r3async.transport.spool.Spool`)."""
+    """A store that makes trajectories durable (`r3async.transport.spool.Spool`)."""
 
     memory_bytes: int
 
@@ -461,8 +477,12 @@ class TrajectoryStore(Protocol):
 
 @dataclass(slots=True)
 class IncomingTrajectory:
-    """A trajectory that arrived and was not answered yet. `sender_identities`: the first one's is judged. `frames`: in
-    pieces, until they are `join_frames`ed."""
+    """A trajectory that arrived and was not answered yet.
+
+    Attributes:
+        sender_identities: The senders of the trajectory; the first one's message is judged.
+        frames: The frames in pieces, until `join_frames` joins them.
+    """
 
     sender_identities: list[bytes]
     item: DeliveryItem
@@ -474,7 +494,7 @@ class IncomingTrajectory:
 
     @property
     def nbytes(self) -> int:
-        """What it takes in memory, as its sender says."""
+        """The bytes of memory that it takes, as its sender says."""
         return self.item.nbytes
 
     @property
@@ -482,12 +502,13 @@ class IncomingTrajectory:
         return sum(map(len, self.frames))
 
     def join_frames(self) -> None:
-        """Off the event loop: this may copy. Raises `WireError`."""
+        """Join the frames, off the event loop, because this may copy. Raises `WireError`."""
         self.frames = join_item_frames(self.item, self.frames)
 
 
 class TrajectoryIntake:
-    """Takes in one trajectory after the other, small ones a few at a time, so that answers come in the order of deliveries.
+    """A queue that takes in one trajectory after the other, small ones a few at a time, so that answers come in the
+    order of deliveries.
 
     `on_outcome(arrival, outcome)` is called on the event loop when all is done.
     """
@@ -508,23 +529,23 @@ class TrajectoryIntake:
         self._on_outcome = on_outcome
         self._clock, self._threads = world.clock.monotonic, world.threads
         self.unanswered_bytes = 0
-        """Of those that arrived and are not answered yet."""
+        """Bytes of the trajectories that arrived and are not answered yet."""
         self._unanswered: dict[str, IncomingTrajectory] = {}
         self._inbox: asyncio.Queue[IncomingTrajectory] = asyncio.Queue()
 
     def add_duplicate_sender(self, identity: bytes, trajectory_id: str) -> bool:
-        """Whether this one is in hand: then its sender will be answered with the first."""
+        """Return True if this trajectory is in hand already; its sender is then answered together with the first."""
         arrival = self._unanswered.get(trajectory_id)
         if arrival is not None and identity not in arrival.sender_identities:
             arrival.sender_identities.append(identity)
         return arrival is not None
 
     def __len__(self) -> int:
-        """How many arrived, and are not answered yet."""
+        """Return the number of trajectories that arrived and are not answered yet."""
         return len(self._unanswered)
 
     def unanswered_of(self, identity: bytes) -> list[str]:
-        """What is in hand of one sender."""
+        """Return the ids of one sender's trajectories that are in hand."""
         return [p.trajectory_id for p in self._unanswered.values() if identity in p.sender_identities]
 
     def add(self, arrival: IncomingTrajectory) -> None:
@@ -533,7 +554,7 @@ class TrajectoryIntake:
         self._inbox.put_nowait(arrival)
 
     async def run(self) -> None:
-        """Until it is cancelled. What is in hand then was not answered."""
+        """Process trajectories until cancelled. Those in hand then are not answered."""
         turn = self._clock()
         while True:
             if self._inbox.empty() or self._clock() - turn > TURN_SECONDS:
@@ -554,7 +575,7 @@ class TrajectoryIntake:
                     logger.exception("the trajectory receiver continues after an error")
 
     def _next_batch(self, arrival: IncomingTrajectory) -> list[IncomingTrajectory]:
-        """It, and those behind it that are opened with it: small ones, which cost less together."""
+        """Return a trajectory and those behind it that are decoded with it: small ones, which cost less together."""
         arrivals, nbytes = [arrival], arrival.nbytes
         while nbytes < OFFLOAD_BYTES and len(arrivals) < INTAKE_BATCH and not self._inbox.empty():
             arrivals.append(self._inbox.get_nowait())
@@ -562,9 +583,12 @@ class TrajectoryIntake:
         return arrivals
 
     async def restore_from_store(self, store: TrajectoryStore) -> tuple[int, int]:
-        """What was accepted and not trained is handed over again; what the ledger knows besides was never kept, and what
-        is over, or not accepted any more, is removed from the store. Returns how many there were, and how many of them are
-        not taken any more."""
+        """Hand over again what the store kept of accepted trajectories that are not trained. Anything else in the
+        ledger was never kept and is forgotten.
+
+        Trajectories that are over, or no longer accepted, are removed from the store. Returns how many there were that
+        are not over, and how many of them are no longer accepted.
+        """
         self._ledger.forget_unconsumed()
         over, count = set(), 0
         refused: dict[tuple[int, str], str] = {}
@@ -594,7 +618,8 @@ class TrajectoryIntake:
     async def _store_and_hand_over(
         self, arrival: IncomingTrajectory, decoded: DecodedTrajectory | Exception
     ) -> IntakeOutcome:
-        """Everything that may refuse it comes before it is stored. `decoded`: what it is, or why it is not."""
+        """Store a trajectory and hand it over. Every check that may refuse it precedes the storing. `decoded` is the
+        decoded trajectory, or the error that prevented it."""
         stored = False
         try:
             if isinstance(decoded, Exception):
@@ -609,7 +634,7 @@ class TrajectoryIntake:
                 stored = True
                 if kept is not None:
                     trajectory, nbytes = kept.trajectory, kept.nbytes
-            if self._ledger.is_group_consumed(arrival.item.group_index):  # Meanwhile.
+            if self._ledger.is_group_consumed(arrival.item.group_index):  # The group ended during the write.
                 self._capacity.release_trajectory(arrival.trajectory_id)
                 return IntakeOutcome("over")
             self._hand_over(trajectory, nbytes)
@@ -620,13 +645,14 @@ class TrajectoryIntake:
                 return IntakeOutcome("damaged" if again else "refused", str(error) or type(error).__name__)
             logger.exception("trajectory %r was not taken", arrival.trajectory_id)
             reason = f"the learner failed to take it: {type(error).__name__}: {error}"
-            if stored and self._store is not None:  # a defect; it must not be met again at every start
+            if stored and self._store is not None:  # a defect, which must not recur at every start
                 await self._store.remove_trajectories({(arrival.item.group_index, arrival.trajectory_id): reason})
             return IntakeOutcome("refused", reason)
         return IntakeOutcome("taken")
 
     def _decode_and_validate(self, arrivals: Sequence[IncomingTrajectory]) -> list[DecodedTrajectory | Exception]:
-        """Decode and validate: the work that is proportional to the payload. What is wrong with one is no other's matter."""
+        """Decode and validate trajectories: the work that is proportional to the payload. An error of one does not
+        affect the others."""
         opened: list[DecodedTrajectory | Exception] = []
         for arrival in arrivals:
             try:
@@ -639,7 +665,7 @@ class TrajectoryIntake:
         return opened
 
     def _decode_one(self, arrival: IncomingTrajectory) -> DecodedTrajectory:
-        """Raises `WireError`."""
+        """Decode one trajectory. Raises `WireError`."""
         arrival.join_frames()
         trajectory = decode_trajectory(arrival.frames)
         if (trajectory.trajectory_id, trajectory.group_index) != (arrival.trajectory_id, arrival.item.group_index):
@@ -650,8 +676,8 @@ class TrajectoryIntake:
         return DecodedTrajectory(trajectory, nbytes)
 
     def _find_rejections(self, trajectories: Sequence[Trajectory]) -> dict[int, Exception]:
-        """By their place: what is wrong with those that are not taken, or what `validate` failed with when it was given them
-        alone."""
+        """Return, by position, why trajectories are not accepted: the reason, or the error that `validate` raised for
+        that one alone."""
         if self._validate is None or not trajectories:
             return {}
         try:
@@ -665,7 +691,7 @@ class TrajectoryIntake:
         return self._admit is None or self._admit(trajectory)
 
     def _hand_over(self, trajectory: Trajectory, nbytes: int) -> None:
-        """Raises what `on_trajectory` raises, and then nothing is held."""
+        """Hand a trajectory to `on_trajectory`. Raises whatever that raises, and then nothing is held."""
         group_index, trajectory_id = trajectory.group_index, trajectory.trajectory_id
         self._capacity.set_reserved(trajectory_id, nbytes)
         # Before the call, so that it may forget the group that this trajectory completes.
@@ -679,10 +705,11 @@ class TrajectoryIntake:
 
 
 class TrajectoryLedger:
-    """Ids of accepted trajectories, by group that is not over.
+    """The ids of accepted trajectories, by group that is not over.
 
-    `consumed`: the groups that are over. Whoever consumes groups shares his with the ledger; else it has one of its own, in which
-    groups may end in any order.
+    Args:
+        consumed: The groups that are over, shared by the owner that consumes them; by default the ledger keeps its own,
+            in which groups may end in any order.
     """
 
     def __init__(self, consumed: ConsumedGroups | None = None) -> None:
@@ -690,7 +717,7 @@ class TrajectoryLedger:
         self._accepted_ids: dict[int, set[str]] = {}
 
     def __contains__(self, key: tuple[int, str]) -> bool:
-        """`(group_index, trajectory_id)` was accepted, or its group is over."""
+        """Return True if `(group_index, trajectory_id)` was accepted, or its group is over."""
         group_index, trajectory_id = key
         return self.is_group_consumed(group_index) or trajectory_id in self._accepted_ids.get(group_index, ())
 
@@ -707,40 +734,43 @@ class TrajectoryLedger:
             self._accepted_ids.setdefault(group_index, set()).add(trajectory_id)
 
     def discard(self, group_index: int, trajectory_id: str) -> None:
-        """Take back an `add`. Harmless if there was none."""
+        """Undo an `add`. Harmless if there was none."""
         ids = self._accepted_ids.get(group_index, set())
         ids.discard(trajectory_id)
         if not ids:
             self._accepted_ids.pop(group_index, None)
 
     def forget_group(self, group_index: int) -> set[str]:
-        """The group is over: whatever still comes for it is a duplicate. Returns the ids it had. Idempotent."""
+        """Mark a group as over, so that whatever still arrives for it is a duplicate. Returns the ids it had.
+        Idempotent."""
         if not self.is_group_consumed(group_index):
             self._consumed.add(group_index)
         return self._accepted_ids.pop(group_index, set())
 
     def forget_unconsumed(self) -> None:
-        """Only what is over stays known: of the rest, nothing has been kept, or what was kept is added again."""
+        """Forget all ids of groups that are not over: nothing of them has been kept, or what was kept is added
+        again."""
         self._accepted_ids.clear()
 
 
 NO_GROUP_LIMIT = 2**62
-"""`MemoryBudget.group_limit` while everything is taken: no group is behind it."""
+"""Value of `MemoryBudget.group_limit` while everything is accepted: no group is beyond it."""
 
 
 class MemoryBudget:
-    """Bytes of trajectories that arrived and are not released.
+    """The budget for bytes of trajectories that arrived and are not released.
 
-    `oldest_group` is the first group that is not consumed, and the `window` groups from there on are what the next step may wait
-    for. Rule: a trajectory of the window is always taken. Any other is taken if it fits into `total_bytes`, or if nothing is
-    held. From the first one that does not fit until it would, senders are asked for the window only (`group_limit`).
+    `oldest_group` is the first group that is not consumed, and the `window` groups from there on are what the next step
+    may wait for. The rule: a trajectory of the window is always accepted. Any other is accepted if it fits into
+    `total_bytes`, or if nothing is held. From the first one that does not fit until it would, senders are asked for the
+    window only (`group_limit`).
 
-    * It cannot deadlock: whatever else is held, all trajectories of the window are taken, so the step gets its groups,
-      consumes them, and the window moves. A trajectory waits at most until its group is in the window.
-    * It is bounded: beyond `total_bytes` there are only trajectories that were taken in the window, and they leave it only by
-    being
-      consumed: `reserved_bytes <= max(total, largest trajectory) + bytes of the groups oldest .. oldest + window - 1`.
-      Whatever senders claim, these are at most `window` times the trajectories that a group may have times the largest (see
+    * It cannot deadlock: whatever else is held, all trajectories of the window are accepted, so the step gets its
+      groups, consumes them, and the window moves. A trajectory waits at most until its group is in the window.
+    * It is bounded: beyond `total_bytes` there are only trajectories that were accepted in the window, and they leave
+      it only by being consumed:
+      `reserved_bytes <= max(total, largest trajectory) + bytes of the groups oldest .. oldest + window - 1`. Whatever
+      senders claim, these are at most `window` times the trajectories that a group may have times the largest (see
       `TrajectoryReceiver`).
     """
 
@@ -751,15 +781,15 @@ class MemoryBudget:
         self.reserved_bytes = 0
         self._reserved: dict[str, int] = {}
         self._first_refused_bytes: int | None = None
-        """Bytes of the first trajectory that did not fit; None while everything is taken."""
+        """Bytes of the first trajectory that did not fit; None while everything is accepted."""
 
     def advance_window(self, oldest_group: int) -> None:
-        """Groups before `oldest_group` are consumed."""
+        """Move the window to `oldest_group`: all groups before it are consumed."""
         self.oldest_group = max(self.oldest_group, oldest_group)
 
     def try_reserve(self, trajectory_id: str, group_index: int, nbytes: int, free_disk_bytes: float = math.inf) -> bool:
-        """Hold one that arrives, if the rule allows it. `free_disk_bytes`: bytes that are free there, where it has to go,
-        too, unless it is of the window."""
+        """Reserve memory for an arriving trajectory, if the rule allows it. Outside of the window it must also fit into
+        `free_disk_bytes`, the free bytes of the store."""
         urgent = self.oldest_group <= group_index < self.oldest_group + self.window
         if not urgent and not (self._fits_in_memory(nbytes) and nbytes <= free_disk_bytes):
             if self._first_refused_bytes is None:
@@ -769,7 +799,8 @@ class MemoryBudget:
         return True
 
     def group_limit(self, free_disk_bytes: float = math.inf) -> int:
-        """Groups before this one are taken now, however large they are; `NO_GROUP_LIMIT` if it may be all of them."""
+        """Return the group before which all groups are accepted now, however large they are; `NO_GROUP_LIMIT` if every
+        group may be."""
         if (
             self._first_refused_bytes is not None
             and self._fits_in_memory(self._first_refused_bytes)
@@ -779,7 +810,7 @@ class MemoryBudget:
         return NO_GROUP_LIMIT if self._first_refused_bytes is None else self.oldest_group + self.window
 
     def lacks_only_disk(self, free_disk_bytes: float) -> bool:
-        """What did not fit would, if `free_disk_bytes` had more free bytes."""
+        """Return True if what did not fit would fit with more `free_disk_bytes`."""
         return (
             self._first_refused_bytes is not None
             and self._fits_in_memory(self._first_refused_bytes)
@@ -787,7 +818,7 @@ class MemoryBudget:
         )
 
     def set_reserved(self, trajectory_id: str, nbytes: int) -> None:
-        """A trajectory holds `nbytes`, and no longer what it held before."""
+        """Record that a trajectory holds `nbytes`, instead of what it held before."""
         self.release_trajectory(trajectory_id)
         self._reserved[trajectory_id] = nbytes
         self.reserved_bytes += nbytes

@@ -1,4 +1,4 @@
-"""The sender of a generator: encodes trajectories and keeps each until the learner has acknowledged it."""
+"""A generator's sender: encodes trajectories and keeps each until the learner has acknowledged it."""
 
 from __future__ import annotations
 
@@ -37,19 +37,24 @@ from r3async.world.real import REAL_WORLD
 from r3async.world.sockets import ClientKeys, TransportError
 from r3async.world.stages import in_stage, stage
 
-# What a sender has not had acknowledged yet. Pure.
+# The trajectories of a sender that are not acknowledged yet. Pure.
 
 
 MAX_IN_FLIGHT = 256
-"""Trajectories in flight: fewer than ZeroMQ holds for a connection (1000), and enough for a busy machine."""
+"""Trajectories in flight, at most: fewer than ZeroMQ holds for a connection (1000), and enough for a busy machine."""
 MAX_DAMAGED_DELIVERIES = 8
-"""After so many damaged deliveries of one trajectory it is not the way that damages it."""
+"""Damaged deliveries of one trajectory after which the damage is not blamed on the network any more."""
 
 
 @dataclass(eq=False, slots=True)
 class OutgoingTrajectory:
-    """One trajectory, kept until it is acknowledged. `nbytes`: what it takes in memory. `frames` are views of its arrays, of
-    `wire_bytes`. The waiter is resolved when it is first handed over."""
+    """A trajectory that is kept until it is acknowledged.
+
+    Attributes:
+        nbytes: Bytes of memory that it takes.
+        frames: Views of its arrays, of `wire_bytes` in all.
+        sent_waiter: Resolved when the trajectory is first handed over.
+    """
 
     trajectory: Trajectory
     nbytes: int
@@ -58,7 +63,7 @@ class OutgoingTrajectory:
     sent_at: float = math.nan
     send_order: int = -1
     damage_count: int = 0
-    """Times it changed on its way."""
+    """Number of times that it was damaged in transit."""
     item: DeliveryItem = field(init=False)
     wire_bytes: int = field(init=False)
 
@@ -73,7 +78,7 @@ class OutgoingTrajectory:
 
 
 class Outbox:
-    """Trajectories that wait to be sent, and those that are in flight: sent in this session and not answered."""
+    """The trajectories that wait to be sent, and those in flight: sent in this session and not answered."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, OutgoingTrajectory] = {}
@@ -100,8 +105,11 @@ class Outbox:
             del self.waiting[trajectory_id]
 
     def next_batch(self, group_limit: int, max_in_flight_bytes: int) -> list[OutgoingTrajectory]:
-        """What may be sent now, in one message, in the order in which it was added: of groups before `group_limit`, while no
-        more than `max_in_flight_bytes` bytes and `MAX_IN_FLIGHT` trajectories are in flight, or one alone."""
+        """Return the trajectories that may be sent now, in one message, in the order in which they were added.
+
+        They are of groups before `group_limit`. At most `max_in_flight_bytes` bytes and `MAX_IN_FLIGHT` trajectories
+        are in flight, or one trajectory alone.
+        """
         ready: list[OutgoingTrajectory] = []
         count, nbytes, wire_bytes = len(self.in_flight), self.bytes_in_flight, 0
         for pending in self.waiting.values():
@@ -124,7 +132,8 @@ class Outbox:
         self.bytes_in_flight += pending.nbytes
 
     def settle_trajectory(self, trajectory_id: str, now: float) -> OutgoingTrajectory | None:
-        """The receiver has answered for good. None if there is no such trajectory (an answer that came twice)."""
+        """Remove and return a trajectory to which the receiver has given its final answer. None if there is no such
+        trajectory (an answer that came twice)."""
         pending = self._remove_in_flight(trajectory_id) or self.waiting.pop(trajectory_id, None)
         if pending is not None:
             self._last_acked = max(self._last_acked, pending.send_order)
@@ -132,8 +141,8 @@ class Outbox:
         return pending
 
     def requeue_trajectory(self, trajectory_id: str, now: float, *, damaged: bool) -> bool:
-        """It was not taken, for it came `damaged` or there was no free memory, and waits again. False if it came damaged
-        `MAX_DAMAGED_DELIVERIES`, or is not known."""
+        """Requeue a trajectory that was not accepted, because it came `damaged` or there was no free memory. Returns
+        False if it came damaged `MAX_DAMAGED_DELIVERIES` times, or is not known."""
         pending = self.in_flight.get(trajectory_id) or self.waiting.get(trajectory_id)
         if pending is None or (damaged and pending.damage_count == MAX_DAMAGED_DELIVERIES - 1):
             return False
@@ -141,20 +150,23 @@ class Outbox:
             pending.damage_count += 1
             self._last_acked = max(self._last_acked, pending.send_order)
         self._progress_at = now
-        if self._remove_in_flight(trajectory_id):  # or a new session has it wait already
+        if self._remove_in_flight(trajectory_id):  # otherwise a new session has requeued it already
             self.waiting = {trajectory_id: pending, **self.waiting}
         return True
 
     def mark_in_hand(self, trajectory_ids: Iterable[str], now: float) -> None:
-        """The receiver has these in hand: they are not lost, only not answered yet."""
+        """Record that the receiver has these trajectories in hand: they are not lost, only not answered yet."""
         for trajectory_id in trajectory_ids:
             if trajectory_id in self.in_flight:
                 self.in_flight[trajectory_id].sent_at = now
                 self._progress_at = now
 
     def is_overdue(self, now: float, timeout: float) -> bool:
-        """An answer is missing. The receiver answers in order, so one for a later message shows that the oldest, or its
-        answer, was lost; before that, the clock starts again with every answer, for a slow link is not a loss."""
+        """Return True if an answer is missing.
+
+        The receiver answers in order, so an answer to a later message shows that the oldest message, or its answer, was
+        lost. Before that, the clock restarts with every answer, for a slow link is not a loss.
+        """
         oldest = next(iter(self.in_flight.values()), None)
         if oldest is None:
             return False
@@ -162,7 +174,7 @@ class Outbox:
         return now - since > timeout
 
     def requeue_all(self) -> int:
-        """A new session: all that was sent waits again, in order, before the rest. Returns how many that is."""
+        """Requeue all that was sent, in order and before the rest, for a new session. Returns how many that is."""
         count = len(self.in_flight)
         self.waiting = {**self.in_flight, **self.waiting}
         self.in_flight, self.bytes_in_flight = {}, 0
@@ -178,24 +190,28 @@ logger = logging.getLogger(__name__)
 
 MAX_BACKOFF = 8
 HEARTBEATS_PER_TIMEOUT = 4
-"""In one `ack_timeout`."""
+"""Heartbeats per `ack_timeout`."""
 DRAIN_SECONDS = 0.05
-"""What is there is read for so long before it is judged that an answer is missing."""
+"""Seconds for which available messages are read before an answer is judged to be missing."""
 
 
 class TrajectorySender:
-    """Delivers trajectories to one receiver, at least once each, while both are alive.
+    """A generator's end of the transport: delivers trajectories to one receiver, at least once each, while both are
+    alive.
 
-    Every trajectory is kept in memory until it is acknowledged (accepted by the learner) or rejected. If nothing is received for
-    `settings.ack_timeout`, or an acknowledgement is missing for as long, or the receiver was restarted, the sender opens
-    a fresh connection and sends again all that is not acknowledged; the receiver drops what it has. If the sender's
-    process ends, what it had not had acknowledged is lost with it: whoever leased that work leases it again.
-
-    `sender_id` names this end to the receiver: two live senders must not share one. `validate(trajectories)`, off the event loop
-    if they are large, names those that the learner would not take. `on_reject(trajectory, reason)` is called, on the event loop,
-    with a trajectory that the learner will never take.
+    Every trajectory is kept in memory until it is acknowledged (accepted by the learner) or rejected. If nothing is
+    received for `settings.ack_timeout`, or an acknowledgement is missing for as long, or the receiver was restarted,
+    the sender opens a fresh connection and sends again all that is not acknowledged; the receiver drops what it has. If
+    the sender's process ends, what is not acknowledged is lost with it: the holder of the lease leases that work again.
 
     All methods belong to the event loop's thread.
+
+    Args:
+        sender_id: Name of this end for the receiver; two live senders must not share one.
+        validate: Function that names the trajectories that the learner would not accept; it runs off the event loop if
+            they are large.
+        on_reject: `on_reject(trajectory, reason)` is called, on the event loop, for a trajectory that the learner will
+            never accept.
     """
 
     def __init__(
@@ -221,17 +237,17 @@ class TrajectorySender:
         self.acked = 0
         self.rejected = 0
         self.resent = 0
-        """Trajectories that had been sent and wait again for a fresh connection."""
+        """Trajectories that had been sent and were requeued for a fresh connection."""
         self.reconnects = 0
         """Fresh connections after the first."""
         self.damaged = 0
-        """Deliveries that changed on their way."""
+        """Deliveries damaged in transit."""
         self._validate, self._on_reject = validate, on_reject
         self._unique_id, self._clock = world.unique_id, world.clock.monotonic
         self._encoder = TrajectoryEncoder(settings, validate, self._on_encoded, world)
         self._outbox = Outbox()
         self._all_settled = asyncio.Event()
-        """Nothing is unacknowledged, or nothing ever will be settled again."""
+        """Event that is set while nothing is unacknowledged, or once nothing will ever be settled again."""
         self._all_settled.set()
         self._error: TransportError | None = None
         self._session = ""
@@ -246,16 +262,16 @@ class TrajectorySender:
 
     @property
     def unacknowledged(self) -> int:
-        """Trajectories that wait to be sent or for an acknowledgement."""
+        """The number of trajectories that wait to be sent or for an acknowledgement."""
         return len(self._encoder.unencoded) + len(self._outbox)
 
     def __contains__(self, trajectory_id: str) -> bool:
-        """It was handed to `send`, and is not acknowledged or rejected yet."""
+        """Return True if a trajectory was handed to `send` and is not acknowledged or rejected yet."""
         return trajectory_id in self._encoder.unencoded or trajectory_id in self._outbox
 
     async def start(self) -> None:
-        """Begin to connect, and return: the receiver may come up later. Raises `TransportError` for an endpoint that is
-        none; a refusal is raised by `send` and `flush`."""
+        """Begin to connect, and return: the receiver may come up later. Raises `TransportError` for an invalid
+        endpoint; `send` and `flush` raise a refusal."""
         assert self._task is None, "a sender is started once"
         try:
             self._open_connection()
@@ -267,12 +283,14 @@ class TrajectorySender:
         )
 
     async def send(self, trajectory: Trajectory, *, more_follow: bool = False) -> None:
-        """Return when the trajectory is on its way, which may take as long as the learner takes to have memory for it. With
-        `more_follow`, others of its group will follow: it waits for them, `LINGER_SECONDS` at most.
+        """Send a trajectory, and return when it is on its way, which may take until the learner has memory for it.
 
-        From then on it is this object's to deliver, and its arrays must not be changed. Cancelled before that, it is not
-        sent. Raises `SenderRefusedError` if the receiver refuses this sender, `TransportError` if it is closed, or if the
-        trajectory is too large or is being sent already, and `WireError` if it is not valid.
+        From then on the sender delivers it, and its arrays must not be changed. If cancelled before that, it is not
+        sent. Raises `SenderRefusedError` if the receiver refuses this sender, `TransportError` if it is closed, or if
+        the trajectory is too large or is being sent already, and `WireError` if it is not valid.
+
+        Args:
+            more_follow: Others of its group will follow, for which it waits up to `LINGER_SECONDS`.
         """
         self._raise_error()
         name, waiter = trajectory.trajectory_id, asyncio.get_running_loop().create_future()
@@ -290,7 +308,8 @@ class TrajectorySender:
             raise
 
     async def flush(self, timeout: float) -> int:
-        """Wait up to `timeout` seconds until all is acknowledged. Returns how many are not; raises as `send` does."""
+        """Wait up to `timeout` seconds until everything is acknowledged. Returns how many trajectories are not; raises
+        as `send` does."""
         self._encoder.encode_soon()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._all_settled.wait(), timeout)
@@ -298,8 +317,8 @@ class TrajectorySender:
         return self.unacknowledged
 
     async def close(self) -> None:
-        """Disconnect at once. What is not acknowledged is given up (`flush` first), and callers that wait in `send` get
-        a `TransportError`. Idempotent."""
+        """Disconnect at once. What is not acknowledged is given up (call `flush` first), and callers that wait in
+        `send` get a `TransportError`. Idempotent."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -311,7 +330,7 @@ class TrajectorySender:
         try:
             while self._error is None:
                 await asyncio.sleep(self.settings.ack_timeout / HEARTBEATS_PER_TIMEOUT)
-                # All that is there, before judging what is missing: this end may have been busy itself.
+                # Read all available messages before judging what is missing: this end may have been busy itself.
                 self._socket.receive_pending(DRAIN_SECONDS)
                 self._check_connection()
         except Exception as error:
@@ -324,12 +343,12 @@ class TrajectorySender:
             self._stop_on_defect(error)
 
     def _stop_on_defect(self, error: Exception) -> None:
-        """A defect, here or in a callback: those who wait in `send` would wait for ever."""
+        """Stop after a defect, here or in a callback: callers that wait in `send` would otherwise wait for ever."""
         logger.error("the trajectory sender stopped", exc_info=error)
         self._fail_all(TransportError(f"the sender stopped: {type(error).__name__}: {error}"))
 
     def _open_connection(self) -> None:
-        """A fresh socket and session. Nothing is resent until it is welcomed, so trying again costs little."""
+        """Open a fresh socket and session. Nothing is resent until it is welcomed, so trying again costs little."""
         if self._session:
             self._socket.close()
             self.reconnects += 1
@@ -342,7 +361,7 @@ class TrajectorySender:
         self._send_hello()
 
     def _try_reconnect(self) -> None:
-        """Now, or at a later heartbeat: this process may lack descriptors."""
+        """Reconnect now, or at a later heartbeat if it fails: this process may lack descriptors."""
         try:
             self._open_connection()
         except OSError as error:
@@ -352,7 +371,7 @@ class TrajectorySender:
         self._send_message(Hello(self._session, self.sender_id, self.run_id, SCHEMA.fingerprint))
 
     def _check_connection(self) -> None:
-        """Reconnect if the receiver is silent, or an answer is overdue; or else show that this end lives."""
+        """Reconnect if the receiver is silent or an answer is overdue; otherwise show that this end is alive."""
         if self._error is not None:
             return
         if self._socket.denial_reason:
@@ -372,7 +391,7 @@ class TrajectorySender:
         try:
             message = decode_control(frames[0])
         except WireError:
-            return  # Not from a receiver of ours. Silence, and the answers that are missing, take their course.
+            return  # Not from a receiver of ours. Silence and missing answers are handled as usual.
         if isinstance(message, Ack):
             self._last_message_at = self._clock()
             for trajectory_id in message.ids:
@@ -390,7 +409,7 @@ class TrajectorySender:
                 self._try_reconnect()
 
     def _on_welcome(self, message: Welcome) -> None:
-        if self._is_welcomed and message.epoch != self.receiver_incarnation:  # what the one before had in hand is lost
+        if self._is_welcomed and message.epoch != self.receiver_incarnation:  # what the old one had in hand is lost
             self._try_reconnect()
             return
         self.receiver_incarnation, self._is_welcomed = message.epoch, True
@@ -408,13 +427,13 @@ class TrajectorySender:
             self._report_rejected(pending.trajectory, message.reason)
             self._send_ready()
 
-    # -- what is to be sent ----------------------------------------------------------------------------------------
+    # -- sending ---------------------------------------------------------------------------------------------------
 
     def _on_encoded(self, results: Sequence[tuple[Trajectory, SendWaiter, EncodeResult]]) -> None:
         try:
             with stage("messages"):
                 for trajectory, waiter, encoded in results:
-                    if not waiter.done():  # or it was cancelled, or the sender has failed
+                    if not waiter.done():  # otherwise it was cancelled, or the sender has failed
                         self._enqueue_encoded(trajectory, waiter, encoded)
                 self._send_ready()
         except Exception as error:
@@ -436,7 +455,7 @@ class TrajectorySender:
             self._outbox.add(encoded)
 
     def _send_ready(self) -> None:
-        """All that may be sent now."""
+        """Send everything that may be sent now."""
         while self._is_welcomed and (ready := self._outbox.next_batch(self._group_limit, self._max_in_flight_bytes)):
             if self._socket.send(encode_delivery(self._session, [p.item for p in ready], [p.frames for p in ready])):
                 break  # The connection's queue is full: the next answer, or WELCOME, tries again.
@@ -450,7 +469,7 @@ class TrajectorySender:
         self._socket.send([encode_control(message)])
 
     def _settle_trajectory(self, trajectory_id: str) -> OutgoingTrajectory | None:
-        """What was answered for good; None if that was known already."""
+        """Settle a trajectory after its final answer, and return it; None if it is settled already."""
         pending = self._outbox.settle_trajectory(trajectory_id, self._clock())
         if pending is None:
             return None
@@ -471,7 +490,7 @@ class TrajectorySender:
             self._all_settled.set()
 
     def _report_rejected(self, trajectory: Trajectory, reason: str) -> None:
-        """It will never be taken."""
+        """Report a trajectory that will never be accepted."""
         self.rejected += 1
         if self._on_reject is not None:
             self._on_reject(trajectory, reason)
@@ -481,7 +500,7 @@ class TrajectorySender:
             raise copy_error(self._error)
 
     def _fail_all(self, error: TransportError) -> None:
-        """For good: all who wait get the reason, now and later. The first reason stands."""
+        """Fail for good: all waiting callers get the error, now and later. The first error stands."""
         if self._error is None:
             self._error = error
         self._all_settled.set()
@@ -494,26 +513,31 @@ class TrajectorySender:
 
 
 def copy_error(error: TransportError) -> TransportError:
-    """The same: one that is raised twice gathers the tracebacks of both."""
+    """Return a copy of an error: one that is raised twice collects the tracebacks of both."""
     return type(error)(*error.args)
 
 
-# What a sender makes of trajectories before they are sent: validated and encoded, small ones of a group together.
+# Encoding of trajectories before they are sent: validated and encoded, small ones of a group together.
 
 
 LINGER_SECONDS = 0.05
-"""A trajectory waits so long, at most, for others that are sent with it. Nobody is waiting for it: its group lacks others."""
+"""Seconds that a trajectory waits, at most, for others that are sent with it. Nobody waits for it: its group lacks
+others."""
 ENCODE_BATCH = 8
-"""Trajectories that are validated and encoded in one go, at most."""
+"""Trajectories that are validated and encoded together, at most."""
 
 EncodeResult = OutgoingTrajectory | str | Exception
-"""What is to be sent; or why the learner would not take it; or the error of whoever sends it."""
+"""Result of encoding: the trajectory to send, the reason why the learner would not accept it, or the error for the
+caller of `send`."""
 SendWaiter = asyncio.Future[None]
-"""Of whoever sends a trajectory: resolved when it is on its way."""
+"""Future of a caller of `send`, resolved when the trajectory is on its way."""
 
 
 class TrajectoryEncoder:
-    """`on_encoded([(trajectory, waiter, encoded), ...])` is called on the event loop with what was encoded together."""
+    """An encoder that validates and encodes trajectories before they are sent.
+
+    `on_encoded([(trajectory, waiter, encoded), ...])` is called on the event loop with what was encoded together.
+    """
 
     def __init__(
         self,
@@ -525,15 +549,16 @@ class TrajectoryEncoder:
         self._settings, self._validate, self._on_encoded = settings, validate, on_encoded
         self._threads, self._clock = world.threads, world.clock.monotonic
         self.unencoded: dict[str, tuple[Trajectory, SendWaiter]] = {}
-        """Small ones that wait, by id."""
+        """Small trajectories that wait to be encoded, by id."""
         self._linger_timer: asyncio.TimerHandle | None = None
         self._is_scheduled = False
-        """The loop's next round encodes them."""
+        """True if the event loop's next round encodes them."""
         self._large_lock = asyncio.Lock()
-        """One thread is enough: it keeps up with the connection."""
+        """Lock that limits encoding of large trajectories to one thread, which keeps up with the connection."""
 
     async def add(self, trajectory: Trajectory, waiter: SendWaiter, *, more_follow: bool) -> None:
-        """A small one only waits, with `more_follow` for others; a large one is encoded in a thread when this returns."""
+        """Add a trajectory. A small one is only queued, and waits for others with `more_follow`; a large one is encoded
+        in a thread when this returns."""
         if sum(sample.table.nbytes for sample in trajectory.samples) > OFFLOAD_BYTES:
             async with self._large_lock:
                 with stage("encode"):
@@ -547,7 +572,7 @@ class TrajectoryEncoder:
             self._linger_timer = asyncio.get_running_loop().call_later(LINGER_SECONDS, self.encode_soon)
 
     def encode_soon(self) -> None:
-        """What waits is encoded in the next round of the event loop."""
+        """Encode the waiting trajectories in the next round of the event loop."""
         if self._linger_timer is not None:
             self._linger_timer.cancel()
             self._linger_timer = None
@@ -556,7 +581,8 @@ class TrajectoryEncoder:
             asyncio.get_running_loop().call_soon(self._encode_waiting)
 
     def _encode_waiting(self) -> None:
-        """As many as `TURN_SECONDS` allow: many episodes may end together. The rest has its turn in the next round."""
+        """Encode as many trajectories as `TURN_SECONDS` allows, because many episodes may end together. The rest
+        follows in the next round."""
         until = self._clock() + TURN_SECONDS
         made: list[tuple[Trajectory, SendWaiter, EncodeResult]] = []
         with stage("encode"):

@@ -1,8 +1,9 @@
-"""Accepted trajectories on disk, in the wire format, from before they are acknowledged until a checkpoint has trained them.
+"""The spool of accepted trajectories on disk, in the wire format, from before they are acknowledged until a checkpoint
+has trained them.
 
-A directory of files `GROUP-N.spool` (`container.py` has the format). A file belongs to one group, so that what is trained
-goes with one `unlink`, and to one incarnation of the spool (`N`), which alone appends to it: what a killed one left
-half-written stays at the end of its file and harms nothing.
+It is a directory of files `GROUP-N.spool` (`container.py` has the format). A file belongs to one group, so that one
+`unlink` removes what is trained, and to one incarnation of the spool (`N`), which alone appends to it: a record that a
+killed incarnation left half-written stays at the end of its file and does no harm.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _FILE_NAME = re.compile(r"(\d{9,})-(\d{4,})\.spool")
 
 @dataclass(frozen=True, slots=True)
 class SpoolDamage:
-    """A place in a spool file that holds no trajectory: one that was being written when the process ended, or a defect."""
+    """A place in a spool file that holds no trajectory: one that was being written when the process ended, or a
+    defect."""
 
     path: Path
     offset: int
@@ -34,13 +36,17 @@ class SpoolDamage:
 
 
 class Spool:
-    """Owns `directory`. `put_trajectory` is durable when it returns: against the loss of any process always (the kernel has the
-    bytes), against power loss with `settings.fsync`.
+    """The owner of the spool `directory`. When `put_trajectory` returns, the trajectory is durable: always against the
+    loss of any process (the kernel has the bytes), and against power loss with `settings.fsync`.
 
-    All work on files is done in one thread. `report_event(event, **facts)` is called, on the event loop, when the disk cannot
-    take more, and when it can again; nothing is lost in between, `put_trajectory` waits.
-    `quarantine(trajectory, reason, frames)` is given, in the spool's thread, what `remove_trajectories` takes out. Methods
-    belong to the event loop's thread.
+    All work on files is done in one thread. Nothing is lost while the disk cannot take more: `put_trajectory` waits.
+    Methods belong to the event loop's thread.
+
+    Args:
+        report_event: `report_event(event, **facts)` is called, on the event loop, when the disk cannot take more, and
+            when it can again.
+        quarantine: `quarantine(trajectory, reason, frames)` gets, in the spool's thread, what `remove_trajectories`
+            takes out.
     """
 
     def __init__(
@@ -59,7 +65,7 @@ class Spool:
         self.nbytes = 0
         """Bytes on disk."""
         self.damages: list[SpoolDamage] = []
-        """What `recover_trajectories` found that is not a trajectory."""
+        """Places without a trajectory that `recover_trajectories` found."""
         self._settings = settings
         self._schema = schema
         self._report_event = report_event
@@ -70,35 +76,35 @@ class Spool:
         )
         self._files_by_group: dict[int, dict[Path, int]] = {}
         self._open_files: dict[int, tuple[Path, int]] = {}
-        """By group: the file that this incarnation appends to, and the length of its whole records."""
+        """File that this incarnation appends to, and the length of its whole records, by group."""
         self._is_full = False
         self._lane = world.threads.new_worker("spool")
 
     @property
     def groups(self) -> list[int]:
-        """Those that it has something of."""
+        """The groups of which the spool has trajectories."""
         return list(self._files_by_group)
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that may still be granted. Negative if groups that could not wait went beyond `disk_bytes`."""
+        """The bytes that may still be granted. Negative if groups that could not wait exceeded `disk_bytes`."""
         return self._settings.disk_bytes - self.nbytes
 
     @property
     def stalled_seconds(self) -> float:
-        """How long writing waited for space, or for a device that failed."""
+        """The seconds that writing waited for space, or for a device that failed."""
         return self._disk_wait.waited_seconds
 
     @property
     def wait_state(self) -> dict[str, Any] | None:
-        """Why nothing is acknowledged, or not all of it, and for how many `seconds`: the disk takes nothing, or `disk_bytes` are
-        used up until a checkpoint is committed (`full`). None while it is not so."""
+        """The reason why nothing, or not everything, is acknowledged, and for how many `seconds`: the disk takes
+        nothing, or `disk_bytes` are used up until a checkpoint is committed (`full`). None otherwise."""
         if (waits := self._disk_wait.current_wait) is not None:
             return {**waits, "full": False}
         return {"why": "buffer.disk_bytes are used", "seconds": 0.0, "full": True} if self._is_full else None
 
     def set_waiting(self, waiting: bool) -> None:
-        """Whether senders wait because of `free_bytes`: reported when it begins and when it ends."""
+        """Set whether senders wait because of `free_bytes`. The beginning and the end of such a wait are reported."""
         if waiting == self._is_full:
             return
         self._is_full = waiting
@@ -110,11 +116,11 @@ class Spool:
             self._report_event("spool_has_room", **facts)
 
     async def recover_trajectories(self) -> list[StoredTrajectory]:
-        """Everything that an earlier incarnation left, validated, in the order of groups; `damages` has the rest.
+        """Return everything that earlier incarnations left, validated, in the order of groups; `damages` has the rest.
 
-        A trajectory that was written twice (its first acknowledgement came too late) comes once. With `settings.fsync`, what is
-        found is durable: the process that wrote it may have ended before it was. A file that the disk does not give is no
-        damage: it is tried again until it does.
+        A trajectory that was written twice (its first acknowledgement came too late) is returned once. With
+        `settings.fsync`, what is found is durable: the process that wrote it may have ended before it was. A file that
+        the disk fails to return is not damaged: reading is retried until it succeeds.
         """
         hint = "nothing starts until it can be read: mend the disk, or move the file aside to continue without what it holds"
         found, self._files_by_group, self.damages = await self._disk_wait.run_with_retries(
@@ -129,9 +135,10 @@ class Spool:
     async def put_trajectory(
         self, trajectory: Trajectory, frames: Sequence[Frame], *, spill: bool
     ) -> StoredTrajectory | None:
-        """Write a trajectory. Returns when it is durable; with `spill`, as it is mapped back, so that its frames can go.
+        """Write a trajectory, and return when it is durable. With `spill`, return it mapped from the file, so that its
+        frames can be freed.
 
-        A disk that is full, or fails, is tried again until it takes it.
+        A write to a disk that is full, or fails, is retried until it succeeds.
         """
         hint = "make space there: senders wait until then, and nothing is lost"
         group = trajectory.group_index
@@ -145,10 +152,10 @@ class Spool:
         return await self._lane.run(self._map_record, path, offset, length) if spill else None
 
     async def delete_trained(self, groups: Iterable[int]) -> int:
-        """A checkpoint that has trained these groups is committed: delete them. Returns the bytes that are free again.
+        """Delete groups that a committed checkpoint has trained. Returns the bytes that are free again.
 
-        What is mapped of them stays readable. Groups that are not there are skipped. A disk that does not allow it is reported,
-        and they stay among the `groups`.
+        Mapped trajectories of them stay readable. Groups that are not there are skipped. If the disk does not allow it,
+        this is reported, and they stay among the `groups`.
         """
         over = [group for group in groups if group in self._files_by_group]
         try:
@@ -161,9 +168,14 @@ class Spool:
         return freed
 
     async def remove_trajectories(self, rejected: Mapping[tuple[int, str], str]) -> int:
-        """Take out trajectories, by group and id, that will never be trained, each for its reason; what else their files hold
-        stays. Returns the bytes that are free again. A disk that does not allow it is reported, and they stay until the
-        next start."""
+        """Remove trajectories that will never be trained; whatever else their files hold stays. Returns the bytes that
+        are free again.
+
+        If the disk does not allow it, this is reported, and they stay until the next start.
+
+        Args:
+            rejected: The reason for each trajectory, by group and id.
+        """
         freed = 0
         for group in sorted({group for group, _ in rejected}):
             reasons = {name: reason for (of, name), reason in rejected.items() if of == group}
@@ -185,13 +197,13 @@ class Spool:
         """Finish what is being written. The files stay. Idempotent."""
         await self._lane.close()
 
-    # What follows runs in the spool's thread.
+    # The methods below run in the spool's thread.
 
     def _append_record(self, group: int, known: list[Path], frames: Sequence[Frame]) -> tuple[Path, int, int]:
         if group not in self._open_files:
             make_directory(self.directory, files=self._disk)
             self._open_files[group] = self._next_path(group, known), 0
-        path, size = self._open_files[group]  # what a failed write left there is cut off first
+        path, size = self._open_files[group]  # remains of a failed write are cut off first
         offset, length = SPOOL_FORMAT.append_record(
             path, frames, fsync=self._settings.fsync, valid_bytes=size, files=self._disk
         )
@@ -219,8 +231,11 @@ class Spool:
         return self.directory / f"{group:09d}-{max(numbers, default=-1) + 1:04d}.spool"
 
     def _rewrite_group(self, group: int, known: list[Path], reasons: Mapping[str, str]) -> dict[Path, int]:
-        """The group's files as one, without those that `reasons` names. A process that ends here leaves both; what is there twice
-        comes once. Returns the new file and its size, if it holds anything."""
+        """Rewrite the group's files as one, without the trajectories in `reasons`. Returns the new file and its size,
+        if it holds anything.
+
+        If the process ends here, both old and new files remain; a trajectory that is there twice is returned once.
+        """
         old, path = self._list_all_files(group, known), self._next_path(group, known)
         dropped: list[tuple[Trajectory, str, FramedRecord]] = []
         size = 0
@@ -233,7 +248,7 @@ class Spool:
             ):
                 try:
                     trajectory = load_record(record, self._schema).trajectory
-                except WireError:  # damaged, and reported
+                except WireError:  # damage that is reported already
                     continue
                 if trajectory.trajectory_id in reasons:
                     dropped.append((trajectory, reasons[trajectory.trajectory_id], record))
@@ -258,7 +273,8 @@ class Spool:
         return {path: size} if size else {}
 
     def _list_all_files(self, group: int, known: list[Path]) -> list[Path]:
-        """The `known` files, and the one that is being written: a first write that failed is known to nobody else."""
+        """Return the `known` files and the one that is being written: a file whose first write failed is known only
+        here."""
         return sorted({*known, self._open_files[group][0]} if group in self._open_files else known)
 
     def _scan_directory(self) -> tuple[list[StoredTrajectory], dict[int, dict[Path, int]], list[SpoolDamage]]:
@@ -284,7 +300,7 @@ class Spool:
                 except WireError as error:
                     damage.append(SpoolDamage(path, record.offset, str(error)))
                 else:
-                    # The last: one before it may be of steps that a resume took back, and was refused then.
+                    # Keep the last one: an earlier one may be of steps that a resume took back, and was refused then.
                     found[group, stored.trajectory.trajectory_id] = stored
         if self._settings.fsync and self._disk.stat(self.directory) is not None:
             for path in [path for paths in files.values() for path in paths]:
@@ -300,14 +316,14 @@ SPOOL_FORMAT = RecordFormat(b"r3spool1")
 
 @dataclass(frozen=True, slots=True)
 class StoredTrajectory:
-    """A trajectory whose columns are mapped from disk. `nbytes`: what it takes in memory all the same."""
+    """A trajectory whose columns are mapped from disk; `nbytes` is the memory that it takes all the same."""
 
     trajectory: Trajectory
     nbytes: int
 
 
 def load_record(record: FramedRecord, schema: TokenSchema) -> StoredTrajectory:
-    """The trajectory of a record, on the mapped file. Raises `WireError`."""
+    """Return the trajectory of a record, on the mapped file. Raises `WireError`."""
     trajectory = decode_trajectory(record.frames, schema)
     mapped = sum(frame.nbytes for frame in record.frames[1:])
     return StoredTrajectory(trajectory, decoded_bytes(record.frames, trajectory) - mapped)

@@ -1,1 +1,1 @@
-"""What shows a run to a person: the report, the live view, and the readers of a run's files."""
+"""Views of a run for people: the report, the live view, and the readers of a run's files."""

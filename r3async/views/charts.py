@@ -1,4 +1,4 @@
-"""Which curves are drawn together, on a terminal and in a report; and for a report's script, their data and axes."""
+"""Charts of a run: curves drawn together on a terminal and in a report, with data and axes for a report's script."""
 
 from __future__ import annotations
 
@@ -13,22 +13,29 @@ import numpy as np
 from r3async.record.metrics import LINE_COLORS, METRICS, finite_or_none, sort_metrics
 
 X_AXES = ("step", "time", "tokens")
-"""What a curve can be drawn over: the step, seconds since the run began, or tokens that were trained so far."""
+"""X axes of curves: the step, seconds since the run began, and tokens trained so far."""
 EVALUATION_REWARD, EVALUATION_ERROR, PASS_AT_PREFIX = (
     "evaluation/reward_mean",
     "evaluation/reward_error",
     "evaluation/pass@",
 )
-"""Of a line of `evaluation.jsonl`; the last with a number of answers behind it."""
+"""Fields of a line of `evaluation.jsonl`; the number of answers k follows the prefix `evaluation/pass@`."""
 
 MetricsRows = Sequence[dict[str, Any]]
 NumberColumn = list[float | None]
 
 
 class ChartLine(msgspec.Struct, frozen=True):
-    """`points`: drawn as points, and without effect on the axis. `x`: the beginning of the names of its columns on `X_AXES`;
-    those of the page's own run begin with nothing. `error`: the column of its error bars. `marks`: each value is marked.
-    `low`, `high`: the columns of a band around it."""
+    """One line of a chart.
+
+    Attributes:
+        points: Draw points instead of a line, and ignore them when the axis is scaled.
+        x: Prefix of the names of its columns on `X_AXES`; empty for the page's own run.
+        error: Column of its error bars.
+        marks: Mark each value.
+        low: Column of the lower edge of a band around the line.
+        high: Column of the upper edge of the band.
+    """
 
     metric: str
     label: str
@@ -49,15 +56,15 @@ class Chart(msgspec.Struct, frozen=True):
     number_format: str = ".3~g"
     has_log_scale: bool = False
     is_share: bool = False
-    """A fraction: the axis ends at 100 %."""
+    """True for a fraction: the axis ends at 100 %."""
     shows_bound: bool = False
-    """Draw the bound on age that the schedule promises."""
+    """True to draw the bound on age that the schedule guarantees."""
     target_setting: str = ""
-    """The setting that the curve is held to."""
+    """The setting that has the curve's target value."""
 
     @property
     def lines(self) -> list[ChartLine]:
-        """The catalogue's curves of this title."""
+        """The curves of the metric catalogue that belong to this chart, by its title."""
         return [ChartLine(m.name, *m.curve[1:]) for m in METRICS.values() if m.curve and m.curve.chart == self.title]
 
 
@@ -108,8 +115,12 @@ EVALUATION_CHART = Chart("Evaluation", "mean reward of tasks that training never
 
 
 class ChartSet:
-    """What a page's script draws. `charts`: their words, axes and lines; `series`: the columns of these, by name. `kind`: the
-    beginning of their ids."""
+    """The charts that a page's script draws. `kind` is the prefix of their ids.
+
+    Attributes:
+        charts: Texts, axes and lines of each chart.
+        series: Columns of the lines, by name.
+    """
 
     def __init__(self, kind: str):
         self._kind = kind
@@ -119,8 +130,10 @@ class ChartSet:
     def add_chart(
         self, chart: Chart, drawn: Sequence[tuple[ChartLine, NumberColumn]], bound: int | None = None, **overrides: Any
     ) -> None:
-        """A chart of the lines that have a value; none if no line has one. `overrides`: in place of the chart's own, or
-        beside."""
+        """Add a chart of the lines that have a value, if any line has one.
+
+        `overrides` replace fields of the chart or add new ones.
+        """
         kept = [(line, column) for line, column in drawn if any(value is not None for value in column)]
         if kept:
             self.series |= {line.metric: column for line, column in kept}
@@ -131,17 +144,19 @@ class ChartSet:
 
 
 def build_charts(rows: MetricsRows, bound: int | None) -> ChartSet:
-    """The charts that have data."""
+    """Build the charts of `CHARTS` that have data."""
     drawing = ChartSet("chart")
     for chart in CHARTS:
         drawn = [(line, extract_column(chart, line.metric, rows)) for line in chart.lines]
-        drawing.add_chart(chart, drawn[::-1], bound)  # the first, which is looked at most, over the others
+        drawing.add_chart(chart, drawn[::-1], bound)  # the first line, which people look at most, on top
     return drawing
 
 
 def build_other_charts(rows: MetricsRows) -> tuple[ChartSet, list[tuple[str, float]]]:
-    """A chart for each metric that `CHARTS` has not, with the `group` it is in; and the labels and values of the metrics that
-    never change."""
+    """Build a chart for each metric that is not in `CHARTS`, with its `group`.
+
+    Also returns the labels and values of the metrics that never change.
+    """
     drawing = ChartSet("more")
     constants: list[tuple[str, float]] = []
     for known in sort_metrics({name for row in rows for name in row}):
@@ -160,7 +175,7 @@ def build_other_charts(rows: MetricsRows) -> tuple[ChartSet, list[tuple[str, flo
 def build_overlay_charts(
     runs: Sequence[MetricsRows], names: Sequence[str], axes: Sequence[dict[str, list[Any]]]
 ) -> ChartSet:
-    """One chart for each curve that any of the runs has, with a line a run. `axes`: see `make_x_columns`."""
+    """Build one chart for each curve that any run has, with one line per run. `axes` are from `make_x_columns`."""
     drawing = ChartSet("chart")
     for chart in CHARTS:
         for line in chart.lines:
@@ -182,7 +197,10 @@ def pick_color(index: int) -> str:
 
 
 def make_x_columns(rows: MetricsRows, started: float | None = None) -> dict[str, list[Any]]:
-    """`x/AXIS` for each of `X_AXES` that the rows have. `started`: unix seconds from which time counts, or the first row's."""
+    """Return a column `x/AXIS` for each of `X_AXES` that the rows have.
+
+    Time counts from `started`, in unix seconds, or from the first row.
+    """
     times, tokens = ([finite_or_none(row.get(name)) for row in rows] for name in ("time", "batch/trained_tokens"))
     columns: dict[str, list[Any]] = {"x/step": [row.get("step", at + 1) for at, row in enumerate(rows)]}
     if known := [at for at in times if at is not None]:
@@ -194,14 +212,14 @@ def make_x_columns(rows: MetricsRows, started: float | None = None) -> dict[str,
 
 
 def extract_column(chart: Chart, name: str, rows: MetricsRows) -> NumberColumn:
-    """A metric of all rows, short enough for a page; None where there is nothing to draw."""
+    """Return the values of a metric in all rows, rounded to be short on a page; None where there is nothing to draw."""
     known = [finite_or_none(row.get(name)) for row in rows]
     column = [float(f"{value:.6g}") if isinstance(value, float) else value for value in known]
     return [v if v is not None and v > 0 else None for v in column] if chart.has_log_scale else column
 
 
 def make_chart_frame(chart: Chart, values: Sequence[float], bound: int | None) -> dict[str, Any]:
-    """The chart without its lines: words, axes and what `values` want of them."""
+    """Return the chart without its lines: its texts, and its axes scaled to `values`."""
     low, high = min(values), max(values)
     limits = None
     if chart.shows_bound:
@@ -234,8 +252,11 @@ def make_chart_frame(chart: Chart, values: Sequence[float], bound: int | None) -
 
 
 def parse_evaluations(lines: MetricsRows, set_name: str = "") -> list[dict[str, Any]]:
-    """`{"step", EVALUATED, ERROR}`, and each pass@k, in the order of steps; ERROR is None where unknown. Of one step
-    that was evaluated again, after a resume, the last counts. `set_name`: which of `evaluation.sets`; by default the first."""
+    """Return the evaluations as `{"step", EVALUATION_REWARD, EVALUATION_ERROR}` and each pass@k, in the order of steps.
+
+    The error is None where unknown. If a step was evaluated again after a resume, the last evaluation counts.
+    `set_name` is one of `evaluation.sets`; by default the first.
+    """
     found, passes = {}, _insert_set_name(PASS_AT_PREFIX, set_name)
     for line in lines:
         step, reward = (
@@ -254,7 +275,7 @@ def parse_evaluations(lines: MetricsRows, set_name: str = "") -> list[dict[str, 
 
 
 def find_number_suffixes(prefix: str, names: Iterable[str]) -> list[str]:
-    """What follows `prefix` in those of `names` that are it and a number."""
+    """Return the numbers, as text, of those `names` that consist of `prefix` and a number."""
     ends = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
     return [end for end in ends if end.isdecimal()]
 
@@ -264,7 +285,7 @@ def _insert_set_name(metric: str, set_name: str) -> str:
 
 
 def find_evaluated_sets(lines: MetricsRows) -> list[str]:
-    """Names of the sets that were evaluated, in their order."""
+    """Return the names of the sets that were evaluated, in their order."""
     names: dict[str, None] = {}
     for line in lines:
         for metric in line:
@@ -275,7 +296,10 @@ def find_evaluated_sets(lines: MetricsRows) -> list[str]:
 
 
 def make_evaluation_line(label: str, color: str, prefix: str = "") -> ChartLine:
-    """Evaluations are few: each is marked, and has steps of its own. `prefix`: of its columns, which differs by run."""
+    """Return the chart line of a run's evaluations.
+
+    Evaluations are few, so each is marked, and they have their own steps. `prefix`, of its columns, differs by run.
+    """
     return ChartLine(
         prefix + EVALUATION_REWARD, label, color, x=f"{prefix}evaluation/", error=prefix + EVALUATION_ERROR, marks=True
     )
@@ -284,8 +308,10 @@ def make_evaluation_line(label: str, color: str, prefix: str = "") -> ChartLine:
 def build_evaluation_charts(
     runs: Sequence[tuple[ChartLine, MetricsRows]], axes: Sequence[dict[str, list[Any]]], training: MetricsRows = ()
 ) -> ChartSet:
-    """A chart of the evaluations of each run that has some, and of the reward of the steps of `training` beside them. `axes`: of
-    each run, see `make_x_columns`."""
+    """Build a chart of the evaluations of all runs that have some, and of the reward of the steps of `training`.
+
+    `axes` has the columns of each run from `make_x_columns`.
+    """
     drawing = ChartSet("evaluation")
     drawn: list[tuple[ChartLine, NumberColumn]] = []
     for (line, evaluations), columns in zip(runs, axes, strict=True):
@@ -303,8 +329,10 @@ def build_evaluation_charts(
 
 
 def add_pass_chart(drawing: ChartSet, line: ChartLine, evaluations: MetricsRows, title: str) -> None:
-    """A chart of pass@k of one set, which `build_evaluation_charts` has drawn as `line`: a line for each k, the most at the
-    top."""
+    """Add a chart of pass@k of one set, with a line for each k, the largest on top.
+
+    `line` is the one that `build_evaluation_charts` drew for the set.
+    """
     counts = sorted({int(k) for each in evaluations for k in find_number_suffixes(PASS_AT_PREFIX, each)})
     drawn = [
         (
@@ -318,7 +346,10 @@ def add_pass_chart(drawing: ChartSet, line: ChartLine, evaluations: MetricsRows,
 
 
 def _make_evaluation_columns(prefix: str, steps: Sequence[float], run: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Where evaluations after `steps` are on each axis of their run, between its rows; at 0 before the first."""
+    """Return the positions of evaluations after `steps` on each axis of their run.
+
+    They are interpolated between its rows; before the first row an axis starts at 0.
+    """
     columns: dict[str, list[Any]] = {f"{prefix}x/step": list(steps)}
     for axis in X_AXES[1:]:
         made = zip(run.get("x/step", ()), run.get(f"x/{axis}", ()), strict=False)

@@ -1,4 +1,4 @@
-"""Episodes as views show them: conversations, and samples token by token, with the text, role and routes of each token."""
+"""Episodes as views show them: conversations, and samples token by token, with text, role and routes of each token."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from r3async.views.summary import format_number
 MAX_EPISODES, MAX_TURNS, MAX_TEXT = 6, 8, 1200
 MAX_SAMPLES, MAX_TOKENS = 4, 1500
 VERSION_COLORS = 6
-"""Colours for versions, in turn."""
+"""Number of colors for versions, used in turn."""
 
 TOKEN_COLORINGS = (
     ("loss", "loss mask", "coloured: sampled by the policy and trained"),
@@ -47,7 +47,7 @@ TOKEN_COLORINGS = (
 
 
 def select_evenly(count: int, limit: int) -> list[int]:
-    """At most `limit` of `count` indices, from the first to the last."""
+    """Return at most `limit` of `count` indices, evenly spaced from the first to the last."""
     shown = min(limit, count)
     return [round(i * (count - 1) / max(1, shown - 1)) for i in range(shown)]
 
@@ -56,13 +56,13 @@ def select_evenly(count: int, limit: int) -> list[int]:
 
 
 def read_conversations(path: Path, limit: int = MAX_EPISODES) -> tuple[list[dict[str, Any]], int]:
-    """A few episodes in words, from the first to the last step; and how many there are."""
+    """Read at most `limit` conversations, from the first to the last step. Also returns how many there are."""
     found = [e for e in read_json_objects(path) if "turns" in e]
     return [describe_conversation(found[index]) for index in select_evenly(len(found), limit)], len(found)
 
 
 def describe_conversation(episode: dict[str, Any]) -> dict[str, Any]:
-    """A line of `episodes.jsonl` as a page shows it."""
+    """Convert a line of `episodes.jsonl` to the form that a page shows."""
     turns = episode["turns"]
     reward = finite_or_none(episode.get("reward"))
     return {
@@ -90,7 +90,10 @@ def _shorten_text(text: Any) -> str:
 
 
 class RunTokenizer:
-    """The text of single tokens, and the end-of-sequence token, of a run's model; ids alone if there is no tokenizer."""
+    """The decoder of a run's tokens to text, with the end-of-sequence token of the model.
+
+    Without a tokenizer it shows token ids.
+    """
 
     def __init__(self, run_dir: Path):
         self._decode: Callable[[list[int]], str] = lambda tokens: " ".join(f"#{token}" for token in tokens)
@@ -117,13 +120,16 @@ class RunTokenizer:
         return self._decode([token])
 
     def decode_tokens(self, tokens: list[int]) -> str:
-        """The text of all of them."""
+        """Return the text of a sequence of tokens."""
         return self._decode(tokens)
 
 
 def label_token_roles(tokens: np.ndarray, loss_mask: np.ndarray, end_id: int | None) -> list[str]:
-    """Of each token: prompt, sampled, observation, or injected. An end of sequence that follows a sampled token which is
-    none itself was injected."""
+    """Return the role of each token: `prompt`, `sampled`, `observation` or `injected`.
+
+    An unsampled end-of-sequence token was injected if the token before it was sampled and is not itself an end of
+    sequence.
+    """
     sampled_at = np.flatnonzero(loss_mask)
     first = int(sampled_at[0]) if len(sampled_at) else len(tokens)
     found = []
@@ -140,11 +146,15 @@ def label_token_roles(tokens: np.ndarray, loss_mask: np.ndarray, end_id: int | N
 
 
 class TracedSample:
-    """A trained sample whose routes were kept, with the engine's rows beside the learner's.
+    """A trained sample whose routes were kept, with the engine's routes beside the learner's. Raises `RouteFileError`.
 
-    `has_engine_record`: the engine's record of it was found; if not, what was replayed is unknown, and no row counts as
-    recorded. `engine_experts` `[T, L, K]`: the engine's experts, where `recorded` bool `[T]`. `agrees` bool `[T, L]`: the
-    learner would choose them; means nothing where nothing is recorded. Raises `RouteFileError`.
+    Attributes:
+        has_engine_record: True if the engine's record of the sample was found. If not, the replayed routes are unknown,
+            and no row counts as recorded.
+        engine_experts: The engine's experts, `[T, L, K]`, valid where `recorded`.
+        recorded: Tokens with recorded engine routes, bool `[T]`.
+        agrees: True where the learner would choose the engine's experts, bool `[T, L]`; meaningless where not
+            `recorded`.
     """
 
     def __init__(self, index: RouteIndex, entry: RouteEntry):
@@ -162,20 +172,25 @@ class TracedSample:
 
 
 class StepVersions(msgspec.Struct, frozen=True):
-    """From which tokens' ages count. `by_step`: by step, the version of the weights that it changed."""
+    """The weight versions from which the ages of tokens count.
+
+    Attributes:
+        by_step: Version of the weights that each step changed.
+        bound: Maximum age of a trained token, None if unknown.
+    """
 
     by_step: dict[Any, int] = {}
     bound: int | None = None
 
     @classmethod
     def from_rows(cls, rows: Iterable[dict[str, Any]], bound: int | None) -> StepVersions:
-        """A step's row has the version that the step made."""
+        """Take the versions from rows of steps; a row has the version that its step produced."""
         made = ((row.get("step"), row.get("version")) for row in rows)
         return cls({step: version - 1 for step, version in made if isinstance(version, int)}, bound)
 
 
 def read_traced_samples(run_dir: Path, versions: StepVersions) -> tuple[list[SampleView], int]:
-    """A few samples whose routes were kept, from the first to the last; and how many there are."""
+    """Read a few samples whose routes were kept, from the first to the last. Also returns how many there are."""
     index = RouteIndex(run_dir)
     shown = [index.trained_entries[at] for at in select_evenly(len(index.trained_entries), MAX_SAMPLES)]
     return load_samples(index, shown, RunTokenizer(run_dir), versions), len(index.trained_entries)
@@ -184,7 +199,7 @@ def read_traced_samples(run_dir: Path, versions: StepVersions) -> tuple[list[Sam
 def load_samples(
     index: RouteIndex, entries: Iterable[RouteEntry], tokenizer: RunTokenizer, versions: StepVersions
 ) -> list[SampleView]:
-    """Those that can be read."""
+    """Load the samples of those entries that can be read."""
     samples = []
     for entry in entries:
         with contextlib.suppress(RouteFileError):
@@ -193,7 +208,7 @@ def load_samples(
 
 
 def select_colorings(samples: Sequence[SampleView]) -> list[tuple[str, str, str]]:
-    """The colours that any of them has values for."""
+    """Return the token colorings that any of the samples has values for."""
     have = {
         "ratio": any(sample.log_ratio is not None for sample in samples),
         "advantage": any(sample.trained_routes.advantages is not None for sample in samples),
@@ -203,9 +218,13 @@ def select_colorings(samples: Sequence[SampleView]) -> list[tuple[str, str, str]
 
 
 class SampleView(TracedSample):
-    """The same for a page. `agreement` float `[T]`: the share of MoE layers that agree, NaN where nothing is recorded;
-    `log_ratio` float32 `[T]`: the log-ratio of learner and rollout, None if the learner's log-probs were not kept.
-    `trained_version`: of the weights that it trained, None if unknown."""
+    """A traced sample as a page shows it.
+
+    Attributes:
+        agreement: Share of MoE layers that agree, float `[T]`; NaN where nothing is recorded.
+        log_ratio: Log-ratio of learner to rollout policy, float32 `[T]`; None if the learner's log-probs were not kept.
+        trained_version: Version of the weights that the sample trained, None if unknown.
+    """
 
     def __init__(self, index: RouteIndex, entry: RouteEntry, tokenizer: RunTokenizer, versions: StepVersions):
         super().__init__(index, entry)
@@ -219,7 +238,7 @@ class SampleView(TracedSample):
         self.step, self.sample_id = trained.step, trained.sample_id
         self.trained_version, self._bound = versions.by_step.get(trained.step), versions.bound
         self.hidden_tokens = max(0, len(trained.token_ids) - MAX_TOKENS)
-        """Tokens that are not shown."""
+        """Number of tokens that are not shown."""
 
     @property
     def summary(self) -> str:
@@ -230,14 +249,14 @@ class SampleView(TracedSample):
 
     @property
     def role_blocks(self) -> Iterator[tuple[str, str, list[dict[str, str]]]]:
-        """Role, its name, and the tokens of each stretch."""
+        """The stretches of tokens of one role: the role, its label, and the tokens of each."""
         turn = 0
         for role, places in groupby(range(len(self._texts)), key=lambda at: self._roles[at]):
             turn += role == "sampled"
             yield role, f"turn {turn}" if role == "sampled" else role, [self._describe_token(at) for at in places]
 
     def _describe_token(self, position: int) -> dict[str, str]:
-        """Colours are worked out here, as numbers from 0 to 1; what they look like is the style sheet's."""
+        """Describe a token for the page. Color strengths are numbers from 0 to 1; the style sheet has the colors."""
         trained, sampled = self.trained_routes, bool(self.trained_routes.loss_mask[position])
         kinds, style = ["t"] * sampled, []
         title = [f"{position}: token {int(trained.token_ids[position])}"]
@@ -254,12 +273,12 @@ class SampleView(TracedSample):
             title.append(f"{100 * agreement:.0f} % of layers agree")
             if agreement < 1:
                 style.append(f"--a:{_format_unit_interval(1 - agreement)}")
-        # A newline shows where it is, and breaks the line.
+        # A newline is shown as a sign, and breaks the line.
         text = self._texts[position].replace("\n", "↵\n") or "·"
         return {"kinds": " ".join(kinds), "style": ";".join(style), "title": ", ".join(title), "text": text}
 
     def _describe_sampled(self, position: int) -> Iterator[tuple[str, str, str]]:
-        """Of a token that the policy sampled: class, style and words for each thing that is known."""
+        """Yield class, style and text for each known property of a token that the policy sampled."""
         trained, version = self.trained_routes, int(self.trained_routes.policy_version[position])
         logprob = float(trained.rollout_logprobs[position])
         yield (

@@ -1,7 +1,8 @@
-"""A run that is being written, read a little at a time: each byte of its files once, however long the run is.
+"""Incremental reading of a run that is still being written. Each byte of its files is read once.
 
-`FollowedFile` is one file of lines, `FollowedRun` the directory of a run as views show it: columns of metrics, the last
-events, and what these say of the run's state. Nothing here waits; call `read_new` as often as the view should change.
+`FollowedFile` follows one file of lines. `FollowedRun` follows the directory of a run as views show it: columns of
+metrics, the last events, and the state of the run that these imply. Nothing here waits; call `read_new` as often as the
+view should change.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ MAX_ROWS = 16
 
 
 class FollowedFile:
-    """The new whole lines of a file that others append to.
+    """A reader of the new complete lines of a file that other processes append to.
 
-    A torn last line waits until its end arrives, or until its writer cut it off. A file that was replaced (rotated) is read to
-    its end, then the new one from its beginning; one that was cut short is read from its beginning. A file that is not there
-    has no lines yet.
+    A torn last line waits until its end arrives, or until its writer cuts it off. If the file is replaced (rotated), it
+    is read to its end, then the new file from its beginning. A file that was truncated is read from its beginning. A
+    missing file has no lines yet.
     """
 
     def __init__(self, path: Path):
         self.path = path
         self.skipped_lines = 0
-        """Lines so far that are no objects of this file."""
+        """Number of lines so far that are not objects of this file."""
         self._fd = -1
         self._torn_line = b""
 
     def read_lines(self, limit: int = READ_CHUNK_BYTES) -> list[bytes]:
-        """Lines that were completed since the last call, from at most `limit` new bytes; call again while there are some."""
+        """Return lines completed since the last call, from at most `limit` new bytes. Call until it returns none."""
         if self._fd < 0 and not self._open():
             return []
         at = os.lseek(self._fd, 0, os.SEEK_CUR)
@@ -67,7 +68,7 @@ class FollowedFile:
         return lines
 
     def read_objects(self, limit: int = READ_CHUNK_BYTES) -> Iterator[dict[str, Any]]:
-        """The JSON objects of those lines; what is none is passed over, and counted. Reads on until nothing is new."""
+        """Yield the JSON objects of new lines until there is nothing new. Other lines are skipped and counted."""
         while True:
             before = os.lseek(self._fd, 0, os.SEEK_CUR) if self._fd >= 0 else 0
             for line in self.read_lines(limit):
@@ -78,13 +79,13 @@ class FollowedFile:
             if self._fd < 0:
                 return
             if os.lseek(self._fd, 0, os.SEEK_CUR) == before:
-                # Read again with its end: it may be cut off meanwhile, and another line take its place.
+                # Read the torn line again with its end: meanwhile it may be cut off, and another line take its place.
                 os.lseek(self._fd, before - len(self._torn_line), os.SEEK_SET)
                 self._torn_line = b""
                 return
 
     def read_new(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return the new objects, and an event that says how many lines were passed over, if any were."""
+        """Return the new objects, and an event with the number of skipped lines, if there are any."""
         before = self.skipped_lines
         found = list(self.read_objects())
         return found, make_skipped_events(self.path.name, self.skipped_lines - before)
@@ -100,7 +101,7 @@ class FollowedFile:
         try:
             there = os.stat(self.path)
         except FileNotFoundError:
-            return False  # moved away; its successor may come
+            return False  # moved away; a new file may follow
         return not os.path.samestat(there, os.fstat(self._fd))
 
     def close(self) -> None:
@@ -110,14 +111,14 @@ class FollowedFile:
 
 
 class MetricColumns:
-    """Rows of numbers by column, 8 bytes a number: a run of 100,000 steps with 60 metrics takes 48 MB."""
+    """Rows of numbers stored by column, 8 bytes per number: 100,000 steps with 60 metrics take 48 MB."""
 
     def __init__(self) -> None:
         self._columns: dict[str, array[float]] = {}
         self.row_count = 0
 
     def append(self, row: dict[str, Any]) -> None:
-        """Numbers of the row; anything else in it is left out."""
+        """Append the numbers of a row; other values are left out."""
         for name, value in row.items():
             if (number := finite_or_none(value)) is not None:
                 if name not in self._columns:
@@ -135,12 +136,15 @@ class MetricColumns:
         return iter(self._columns)
 
     def last_value(self, name: str) -> float | None:
-        """Of the last row; None if it has no such number."""
+        """Return the value of the last row; None if it has no such number."""
         column = self._columns.get(name)
         return None if column is None or math.isnan(column[-1]) else column[-1]
 
     def get_values(self, name: str, rows: int | None = None) -> np.ndarray:
-        """float64 `[rows]`, of the last `rows` or of all; NaN where a row lacks it, and everywhere if none has it."""
+        """Return the values of the last `rows` rows, or of all, as float64 `[rows]`.
+
+        NaN where a row lacks the number, and everywhere if no row has it.
+        """
         column = self._columns.get(name)
         taken = self.row_count if rows is None else min(rows, self.row_count)
         if column is None:
@@ -149,7 +153,7 @@ class MetricColumns:
 
 
 class FollowedRun:
-    """A run's directory as it grows. `clock`: unix seconds."""
+    """The directory of a run, followed as it grows. `clock` returns unix seconds."""
 
     def __init__(self, run_dir: Path, clock: Callable[[], float] = time.time):
         self.run_dir, self._clock = run_dir, clock
@@ -162,9 +166,9 @@ class FollowedRun:
         self.warnings = self.errors = 0
         self.history = RunHistory()
         self.generator_states: dict[str, str] = {}
-        """By name: `playing`, `silent` or `lost`, as far as events tell."""
+        """State of each generator by name: `playing`, `silent` or `lost`, as far as events tell."""
         self.requested_generators = 0
-        """Generators, if `r3async scale` asked for another number than the configuration's."""
+        """Number of generators, if `r3async scale` requested another number than the configuration's; else 0."""
         self.status, self.reason = UNFINISHED, ""
         self.first_time: float | None = None
         self.last_time: float | None = None
@@ -173,10 +177,10 @@ class FollowedRun:
         self._files = {name: FollowedFile(run_dir / f"{name}.jsonl") for name in ("metrics", "events", "evaluation")}
 
     def read_new(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Take in what was written since the last call. Returns the new rows and the new events."""
+        """Read everything written since the last call. Returns the new rows and the new events."""
         if not self.config:
             self.config = read_run_config(self.run_dir)
-        # Events first: what ends a run is written after its last row, so that row is then there to be read.
+        # Events first: the event that ends a run is written after its last row, so the row can then be read.
         events, skipped = self._files["events"].read_new()
         rows, more = self._files["metrics"].read_new()
         evaluations, most = self._files["evaluation"].read_new()
@@ -192,7 +196,7 @@ class FollowedRun:
         for evaluation in evaluations:
             self.evaluations.append(evaluation)
         if rows or events:
-            # What was there at first may be old; what comes later is news, whatever the clock of its machine says.
+            # Entries found at first may be old; later ones are new, whatever the clock of their machine says.
             self._changed_at = 0.0 if self._changed_at is None else self._clock()
         return rows, events
 
@@ -225,7 +229,7 @@ class FollowedRun:
         elif (found := get_status_change(event)) is not None:
             self.status, self.reason = found
 
-    # -- what it says ----------------------------------------------------------------------------------------------
+    # -- state of the run ------------------------------------------------------------------------------------------
 
     @property
     def has_ended(self) -> bool:
@@ -241,7 +245,7 @@ class FollowedRun:
         return steps if isinstance(steps, int) else None
 
     def get_setting(self, path: str) -> Any:
-        """A value of the configuration, by its dotted name; None if there is none."""
+        """Return a value of the configuration by its dotted name; None if there is none."""
         found: Any = self.config
         for part in path.split("."):
             found = found.get(part) if isinstance(found, dict) else None
@@ -249,7 +253,7 @@ class FollowedRun:
 
     @property
     def slot_count(self) -> int | None:
-        """How many groups may be in flight; see `schedule/admission.py`."""
+        """The number of groups that may be in flight (`schedule/admission.py`); None if no schedule is recorded."""
         schedule = parse_schedule(self.config)
         if schedule is None:
             return None
@@ -257,13 +261,13 @@ class FollowedRun:
 
     @property
     def staleness_bound(self) -> int | None:
-        """Versions that a trained token can be old at most; see `schedule/admission.py`."""
+        """The maximum age of a trained token, in versions (`schedule/admission.py`); None without a schedule."""
         schedule = parse_schedule(self.config)
         return None if schedule is None else compute_staleness_bound(schedule)
 
     @property
     def silent_seconds(self) -> float:
-        """How long nothing was written; 0 for a run that has ended or written nothing."""
+        """The seconds since something was written; 0 for a run that has ended or written nothing."""
         if self.has_ended or self.last_time is None:
             return 0.0
         return max(0.0, self._clock() - max(self.last_time, self._changed_at or 0.0))
@@ -276,7 +280,7 @@ class FollowedRun:
 
     @property
     def remaining_seconds(self) -> float | None:
-        """At the pace of the last steps; None where the pace or the end is unknown."""
+        """The seconds until the end at the pace of the last steps; None if the pace or the end is unknown."""
         planned, times = self.planned_steps, self.metrics.get_values("time", 50)
         times = times[np.isfinite(times)]
         if planned is None or self.has_ended or len(times) < 2:
@@ -286,7 +290,7 @@ class FollowedRun:
 
     @property
     def phase(self) -> str:
-        """In a word or two."""
+        """The current phase of the run in a word or two, or its status if it has ended."""
         if self.has_ended:
             return self.status
         if self.metrics.row_count:

@@ -1,4 +1,4 @@
-"""Serves a run as a page: its files are read from where the last look stopped, and only when somebody looks."""
+"""The live view of a run as a page. Files are read from where the last read stopped, and only when somebody looks."""
 
 from __future__ import annotations
 
@@ -25,11 +25,16 @@ from r3async.views.summary import format_number
 from r3async.views.templates import TEMPLATES
 
 MAX_SPANS, MAX_EVENTS = 20_000, 20_000
-"""The newest; the first of a run are in its files."""
+"""Maximum numbers of spans and events kept in memory; older ones are in the run's files."""
 
 
 class LiveRun:
-    """`revision`: grows with every look that found something new. `is_gone`: its directory is not there any more."""
+    """A run that the live view serves.
+
+    Attributes:
+        revision: Number that grows with every read that finds something new.
+        is_gone: True if the directory of the run does not exist any more.
+    """
 
     def __init__(self, run_dir: Path):
         self.run_dir, self.name = run_dir, run_dir.resolve().name
@@ -46,7 +51,7 @@ class LiveRun:
         self._episodes = EpisodeIndex(run_dir)
 
     def read_new(self) -> int:
-        """Take in what was written since the last look. Returns `revision`."""
+        """Read everything written since the last call. Returns `revision`."""
         gone = not self.run_dir.is_dir()
         if not self._config:
             self._config = read_run_config(self.run_dir)
@@ -75,18 +80,18 @@ class LiveRun:
             file.close()
 
     def make_record(self) -> RunRecord:
-        """All of it as a page wants it."""
+        """Return all data of the run in the form that a page needs."""
         spans = sorted(self._spans, key=lambda span: span.start)
         return RunRecord(
             self.run_dir, self._rows, list(self._events), self._config, spans, self._routing, self._evaluations
         )
 
     def render_episode_list(self, query: EpisodeQuery) -> str:
-        """See `EpisodeIndex.render_list`."""
+        """Render a page of the episodes that match `query`, as HTML (`EpisodeIndex.render_list`)."""
         return self._episodes.render_list(query, self._step_versions())
 
     def render_episode(self, key: str, *, group: bool) -> str | None:
-        """See `EpisodeIndex.render_episode`."""
+        """Render an episode or its group as HTML; None if it is unknown (`EpisodeIndex.render_episode`)."""
         return self._episodes.render_episode(key, self._step_versions(), group=group)
 
     def _step_versions(self) -> StepVersions:
@@ -94,7 +99,7 @@ class LiveRun:
 
 
 def _append_step_lines(rows: list[dict[str, Any]], lines: Iterable[dict[str, Any]]) -> None:
-    """Add lines of steps. A resume goes back: a step that comes again takes the place of all from it on."""
+    """Append lines of steps. A step that a resume repeats replaces the old lines of that step and all later ones."""
     for line in lines:
         step = finite_or_none(line.get("step"))
         while step is not None and rows and (last := finite_or_none(rows[-1].get("step"))) is not None and last >= step:
@@ -102,16 +107,16 @@ def _append_step_lines(rows: list[dict[str, Any]], lines: Iterable[dict[str, Any
         rows.append(line)
 
 
-# The episodes of a run, to be searched while it goes on: conversations, and trajectories whose tokens and routes were kept.
+# Search over the episodes of a running run: conversations, and trajectories whose tokens and routes were kept.
 
 
 MAX_INDEXED_EPISODES = 20_000
-"""Episodes that are kept in mind; of more, the newest."""
+"""Maximum number of episodes in the index; the newest are kept."""
 MAX_SEARCHED_CHARACTERS = 2000
-"""Characters of an episode that are searched."""
+"""Number of characters of an episode that are searched."""
 EPISODES_PER_PAGE = 50
 MAX_MEMBERS_SHOWN = 16
-"""Members of a group that are shown beside each other."""
+"""Maximum number of members of a group that are shown beside each other."""
 SORT_KEYS = {
     "newest": lambda one: (-(one.step or 0), one.trajectory),
     "best": lambda one: (-(one.reward if one.reward is not None else -np.inf), -(one.step or 0)),
@@ -120,9 +125,14 @@ SORT_KEYS = {
 
 
 class EpisodeEntry(msgspec.Struct):
-    """What a list shows of one, and where the rest is. `tokens`, `oldest_version` (version of the oldest sampled token): None
-    where only its words were kept. `conversation`: its line of `episodes.jsonl`. `route_entries`: its samples in the files of
-    routes."""
+    """An episode in the index: the data that a list shows, and the places of the rest.
+
+    Attributes:
+        tokens: Number of tokens; None if only the text was kept.
+        oldest_version: Version of the oldest sampled token; None if only the text was kept.
+        conversation: The episode's line of `episodes.jsonl`.
+        route_entries: The episode's samples in the route files.
+    """
 
     step: int | None
     trajectory: str
@@ -138,12 +148,16 @@ class EpisodeEntry(msgspec.Struct):
 
     @property
     def key(self) -> str:
-        """In addresses."""
+        """The key of the episode in URLs."""
         return f"{self.step}.{self.trajectory}"
 
 
 class EpisodeQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which episodes are looked for; None or empty: any. `text`: in what was said, or the beginning of an id."""
+    """A search for episodes. A field that is None or empty matches any episode.
+
+    Attributes:
+        text: Part of the conversation, or the beginning of an id.
+    """
 
     text: str = ""
     environment: str = ""
@@ -156,7 +170,7 @@ class EpisodeQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_params(cls, params: Mapping[str, str]) -> EpisodeQuery:
-        """Raises `ValueError` for what is no number, or an order that there is not."""
+        """Parse a query. Raises `ValueError` for a value that is not a number, or an unknown order."""
         try:
             query = msgspec.convert({name: word for name, word in params.items() if word}, cls, strict=False)
         except msgspec.ValidationError as error:
@@ -166,7 +180,7 @@ class EpisodeQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return query
 
     def matches_episode(self, episode: EpisodeEntry) -> bool:
-        """What is unknown is neither above nor below."""
+        """Return True if the episode matches. An unknown reward or step matches only a query without limits for it."""
         words = self.text.casefold().strip()
         return (
             (not self.environment or self.environment == episode.environment)
@@ -183,7 +197,10 @@ def _is_within(value: float | None, low: float | None, high: float | None) -> bo
 
 
 def make_environment_lookup(config: dict[str, Any]) -> Callable[[int | None], str]:
-    """Which environment of a run poses the task of a group. `config`: of the run, as `read_run_config` returns it."""
+    """Return a function from a group to the label of the environment that poses its task.
+
+    `config` is the run's configuration as `read_run_config` returns it.
+    """
     env = config.get("env", {})
     name, parts = str(env.get("name", "")), env.get("args", {})
     if name != MIX_ENV or not parts:
@@ -194,20 +211,23 @@ def make_environment_lookup(config: dict[str, Any]) -> Callable[[int | None], st
 
 
 class EpisodeIndex:
-    """All episodes of which a run kept words or tokens. `read_new` takes in what is new."""
+    """An index of all episodes whose text or tokens a run kept. `read_new` adds new ones."""
 
     def __init__(self, run_dir: Path):
         self._run_dir = run_dir
         self._conversations_file = FollowedFile(run_dir / "episodes.jsonl")
         self.skipped_events: list[dict[str, Any]] = []
-        """Events that say which lines were passed over; whoever tells of them takes them out."""
+        """Events that report skipped lines; the caller that reports them removes them."""
         self._index = RouteIndex(run_dir)
         self._tokenizer: RunTokenizer | None = None
         self._entries: dict[str, EpisodeEntry] = {}
         self._add_traces(self._index.trained_entries)
 
     def read_new(self, find_environment: Callable[[int | None], str]) -> bool:
-        """Take in what was written since the last look; whether that was anything. `find_environment`: of the task of a group."""
+        """Index everything written since the last call, and return True if there was anything.
+
+        `find_environment` returns the environment of the task of a group.
+        """
         lines, skipped = self._conversations_file.read_new()
         self.skipped_events += skipped
         talks = [line for line in lines if "turns" in line]
@@ -239,7 +259,7 @@ class EpisodeIndex:
             kept = list(parts)
             episode = self._get_or_create(step, name)
             if {entry.path for entry in episode.route_entries} != {entry.path for entry in kept}:
-                episode.route_entries = []  # of a start of the run that a resume took back
+                episode.route_entries = []  # they are from an earlier start, and a resume repeated the step
             episode.route_entries = [*episode.route_entries, *kept]
             columns = [found for entry in episode.route_entries if (found := _read_columns(entry))]
             if columns:
@@ -264,15 +284,15 @@ class EpisodeIndex:
 
     @property
     def tokenizer(self) -> RunTokenizer:
-        """Made when it is needed: a run that just begins has none yet."""
+        """The run's tokenizer, loaded when needed, because a run that just started has none yet."""
         if self._tokenizer is None or not self._tokenizer.is_loaded:
             self._tokenizer = RunTokenizer(self._run_dir)
         return self._tokenizer
 
-    # -- what is shown ---------------------------------------------------------------------------------------------
+    # -- rendering -------------------------------------------------------------------------------------------------
 
     def render_list(self, query: EpisodeQuery, versions: StepVersions) -> str:
-        """A page of those that were looked for, as HTML."""
+        """Render a page of the episodes that match `query`, as HTML."""
         found = sorted(filter(query.matches_episode, self._entries.values()), key=SORT_KEYS[query.order])
         first = query.page * EPISODES_PER_PAGE
         return TEMPLATES.get_template("report_found.html").render(
@@ -288,7 +308,10 @@ class EpisodeIndex:
         )
 
     def render_episode(self, key: str, versions: StepVersions, *, group: bool = False) -> str | None:
-        """An episode, or all of its group that were kept beside each other, as HTML; None if there is none of this name."""
+        """Render an episode as HTML, or with `group` all kept episodes of its group beside each other.
+
+        Returns None if there is no episode `key`.
+        """
         one = self._entries.get(key)
         if one is None:
             return None
@@ -332,7 +355,7 @@ def _compute_staleness(episode: EpisodeEntry, versions: StepVersions) -> int | N
 
 
 def _format_reward(reward: float | None) -> tuple[str, str]:
-    """A reward in words, and how good it looks."""
+    """Format a reward as text, with its kind: `good`, `warn`, `bad`, or empty if unknown."""
     kind = "" if reward is None else "good" if reward >= 0.8 else "warn" if reward >= 0.4 else "bad"
     return format_number(reward), kind
 
@@ -341,8 +364,10 @@ EPISODE_COLUMNS = ("token_ids", "loss_mask", "policy_version", "turn", "rewards"
 
 
 def _read_columns(entry: RouteEntry) -> dict[str, np.ndarray]:
-    """The short columns of a record, without its routes, which are most of it; {} if it is damaged. Its checksum is of all of it:
-    it is verified when the episode is opened."""
+    """Read the short columns of a record, without its routes, which are most of its bytes; {} if it is damaged.
+
+    The checksum covers the whole record, so it is verified only when the episode is opened.
+    """
     record = next(ROUTES_CONTAINER.iter_records(map_file(entry.path), entry.offset), None)
     if not isinstance(record, FramedRecord):
         return {}

@@ -1,8 +1,7 @@
-"""`report.html`: a finished or running run, or several, on one page that needs nothing but itself, not even a network.
+"""The report of one or several finished or running runs: a self-contained page, `report.html`, that needs no network.
 
-What is drawn is worked out in `charts.py`, and at the end of this file; the look is in the templates `report*.html`,
-`report.css` and `report.js`. All text that comes from a run is escaped: model output and configuration are shown, never
-interpreted.
+`charts.py` and the end of this file compute what is drawn; the templates `report*.html`, `report.css` and `report.js`
+define the look. All text that comes from a run is escaped: model output and configuration are shown, never interpreted.
 """
 
 from __future__ import annotations
@@ -70,31 +69,33 @@ from r3async.views.summary import (
 from r3async.views.templates import TEMPLATES
 from r3async.world.files import replace_file
 
-# What a report draws besides curves: heat maps of routing, a histogram of ages, and the timeline with who waited for whom.
+# Drawings of a report besides curves: heat maps of routing, a histogram of ages, and the timeline with its waits.
 
 
 MAX_MAP_COLUMNS = 400
 STALENESS_METRIC = re.compile(r"staleness/age_(\d+)")
-"""A metric that counts the trained tokens of that age."""
+"""Pattern of the metrics that count the trained tokens of one age."""
 
 
 class AgreementLine(msgspec.Struct):
-    """Of a line of `routing.jsonl`: by MoE layer, the share of recorded tokens for which the learner would choose the engine's
-    experts."""
+    """The agreement in a line of `routing.jsonl`.
+
+    `agreement` is, by MoE layer, the share of recorded tokens for which the learner would choose the engine's experts.
+    """
 
     step: float
     agreement: Annotated[list[float], msgspec.Meta(min_length=1)]
 
 
 class ExpertLoadLine(msgspec.Struct):
-    """Of such a line: tokens by MoE layer and expert."""
+    """The load in a line of `routing.jsonl`: tokens by MoE layer and expert."""
 
     load: Annotated[list[Annotated[list[float], msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=1)]
     step: Any = "?"
 
 
 def build_route_maps(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The maps that there is data for, as the page's script wants them; none for a dense model or an older run."""
+    """Build the heat maps that have data, for the page's script; none for a dense model or an older run."""
     return [found for found in (_build_agreement_map(lines), _build_load_map(lines)) if found is not None]
 
 
@@ -142,7 +143,11 @@ def _build_load_map(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def build_staleness_histogram(rows: Sequence[dict[str, Any]], bound: int | None) -> dict[str, Any] | None:
-    """Bars of age, in versions: shares of all trained tokens; where rows do not say, of steps by their oldest token."""
+    """Build the histogram of ages in versions, as shares of all trained tokens.
+
+    If the rows do not have the ages of tokens, the shares are of steps, by the age of their oldest token. None without
+    either.
+    """
     counts: Counter[int] = Counter()
     for name in sorted(set().union(*rows)):
         if age := STALENESS_METRIC.fullmatch(name):
@@ -168,10 +173,10 @@ def build_staleness_histogram(rows: Sequence[dict[str, Any]], bound: int | None)
 # -- timeline ----------------------------------------------------------------------------------------------------------
 
 HIDDEN_ACTIVITIES = ("busy", "call", "environment")
-"""Of the engine, and of single episodes: too many, and too short, to be seen here."""
+"""Activities of the engine and of single episodes, which are too many and too short to be drawn."""
 MAX_SPANS = 4000
 INITIAL_STEPS = 12
-"""Steps that the page shows at first; the reader can zoom out to all that were kept."""
+"""Number of steps that the page shows at first; the reader can zoom out to all kept steps."""
 
 ACTIVITY_STYLES = {
     "play": ("plays", "green"),
@@ -186,7 +191,7 @@ ACTIVITY_STYLES = {
     "write": ("writes weights", "amber"),
     "deliver": ("delivers weights", "teal"),
 }
-"""By `what`: in words, and the colour. Others are grey, under their own name."""
+"""Label and color of each activity (`Span.what`). Other activities are gray and have their own name as label."""
 
 
 def _get_lane_order(actor: str) -> tuple[int, str]:
@@ -195,7 +200,7 @@ def _get_lane_order(actor: str) -> tuple[int, str]:
 
 
 def build_timeline(spans: Sequence[Span]) -> dict[str, Any] | None:
-    """Lanes and bars, in seconds since the first span; the last `MAX_SPANS`. None without spans."""
+    """Build lanes and bars of the last `MAX_SPANS` spans, in seconds since the first span. None without spans."""
     if not spans:
         return None
     origin = min(span.start for span in spans)
@@ -237,7 +242,7 @@ def _format_span_step(span: Span) -> str:
 
 
 def summarize_waits(spans: Sequence[Span]) -> str:
-    """Sentences: who waited for whom, in shares of the whole time."""
+    """Describe in sentences who waited for whom, as shares of the whole time."""
     shares = compute_busy_shares(spans)
     sentences = []
     train, wait = shares.get(("learner", "train"), 0.0), shares.get(("learner", "wait"), 0.0)
@@ -259,7 +264,7 @@ def summarize_waits(spans: Sequence[Span]) -> str:
 
 
 MAX_CURVE_ROWS = 2000
-"""That curves draw; of more, every so-many-th."""
+"""Maximum number of rows that curves draw; longer runs are thinned to evenly spaced rows."""
 MAX_EVENTS, MAX_TEXT, MAX_PROCESSES = 200, 1200, 20
 REPORTED_PACKAGES = (
     "r3async",
@@ -276,8 +281,14 @@ REPORTED_PACKAGES = (
 
 
 class LivePage(msgspec.Struct, frozen=True):
-    """What a served page needs beside what a file has. `token`: of its addresses. `links`: names and queries of all pages.
-    `query`: this page's own. `missing_runs`: runs whose directories are not there any more."""
+    """The data that a served page needs in addition to a written one.
+
+    Attributes:
+        token: Token in the page's URLs.
+        query: Query of this page.
+        links: Names and queries of all pages.
+        missing_runs: Runs whose directories do not exist any more.
+    """
 
     token: str
     cursor: str
@@ -287,7 +298,7 @@ class LivePage(msgspec.Struct, frozen=True):
 
 
 class RunRecord(msgspec.Struct):
-    """What a run wrote so far. `routing`, `evaluations`: lines of these files."""
+    """The records that a run has written so far. `routing` and `evaluations` are lines of the files of that name."""
 
     run_dir: Path
     rows: Sequence[dict[str, Any]]
@@ -299,7 +310,7 @@ class RunRecord(msgspec.Struct):
 
     @classmethod
     def from_directory(cls, run_dir: Path) -> RunRecord:
-        """Read its files; missing, empty, torn and damaged ones are fine. What was passed over is an event of its own."""
+        """Read the files of a run, which may be missing, empty, torn or damaged. Skipped lines become events."""
         names = ("metrics.jsonl", "events.jsonl", "routing.jsonl", EVALUATION_FILE, TIMELINE_FILE, EPISODES_FILE)
         (rows, events, routing, evaluations, spans, _), skipped = read_run_files(run_dir, *names)
         config = read_run_config(run_dir)
@@ -307,7 +318,7 @@ class RunRecord(msgspec.Struct):
 
     @property
     def staleness_bound(self) -> int | None:
-        """Versions that a trained token can be old at most; None if no schedule is recorded."""
+        """The maximum age of a trained token, in versions; None if no schedule is recorded."""
         schedule = parse_schedule(self.config)
         return None if schedule is None else compute_staleness_bound(schedule)
 
@@ -315,13 +326,13 @@ class RunRecord(msgspec.Struct):
         return summarize_records(self.run_dir, self.rows, self.events, self.config, parse_evaluations(self.evaluations))
 
     def select_curves(self, started: float | None) -> tuple[Sequence[dict[str, Any]], dict[str, list[Any]]]:
-        """The rows that curves draw, and where they are on each axis."""
+        """Return the rows that curves draw, and their positions on each axis."""
         axes = make_x_columns(self.rows, started)
         return _thin_column(self.rows), {name: _thin_column(column) for name, column in axes.items()}
 
 
 def _thin_column(column: Sequence[Any]) -> Any:
-    """All of it; of very many values every so-many-th, and the last."""
+    """Return the column, thinned to evenly spaced values and the last one if it is longer than `MAX_CURVE_ROWS`."""
     every = -(-len(column) // MAX_CURVE_ROWS) or 1
     return column if every == 1 else [*column[:-1:every], column[-1]]
 
@@ -329,7 +340,7 @@ def _thin_column(column: Sequence[Any]) -> Any:
 def write_report(run_dir: Path, *others: Path, path: Path | None = None) -> Path:
     """Write `path` (default: `run_dir/report.html`) from what the run recorded so far, and return it.
 
-    With `others`, the page compares all of them. The file appears whole or not at all.
+    With `others`, the page compares all runs. The file is replaced atomically.
     """
     runs = [RunRecord.from_directory(Path(directory)) for directory in (run_dir, *others)]
     text = render_comparison_page(runs) if others else render_run_page(runs[0])
@@ -339,7 +350,7 @@ def write_report(run_dir: Path, *others: Path, path: Path | None = None) -> Path
 
 
 def render_run_page(run: RunRecord, live: LivePage | None = None) -> str:
-    """The whole page of a run, as HTML."""
+    """Render the page of a run, as HTML."""
     summary = run.make_summary()
     bound = summary.staleness_bound
     rows, axes = run.select_curves(summary.started_at)
@@ -370,7 +381,7 @@ def render_run_page(run: RunRecord, live: LivePage | None = None) -> str:
     }
     data = {
         "series": curves.series | evaluation.series | more.series | axes,
-        "charts": [*curves.charts[:1], *evaluation.charts, *curves.charts[1:]],  # beside the reward, which is the first
+        "charts": [*curves.charts[:1], *evaluation.charts, *curves.charts[1:]],  # the reward is the first chart
         "more": more.charts,
         "maps": build_route_maps(run.routing),
         "ages": build_staleness_histogram(run.rows, bound),
@@ -380,7 +391,7 @@ def render_run_page(run: RunRecord, live: LivePage | None = None) -> str:
 
 
 def _read_examples(run: RunRecord, bound: int | None) -> dict[str, Any]:
-    """A few episodes and samples; a live page has all of them to choose from."""
+    """Read a few example episodes and samples for a written report; a live page offers all of them instead."""
     samples, kept = read_traced_samples(run.run_dir, StepVersions.from_rows(run.rows, bound))
     conversations, played = read_conversations(run.run_dir / "episodes.jsonl")
     return {
@@ -393,7 +404,7 @@ def _read_examples(run: RunRecord, bound: int | None) -> dict[str, Any]:
 
 
 def _collect_evaluations(lines: Sequence[dict[str, Any]]) -> list[tuple[ChartLine, list[dict[str, Any]]]]:
-    """A line for each set that was evaluated."""
+    """Return a chart line and the evaluations of each set that was evaluated."""
     sets = find_evaluated_sets(lines)
     if not sets:
         return [(make_evaluation_line("evaluation", "orange"), parse_evaluations(lines))]
@@ -404,7 +415,7 @@ def _collect_evaluations(lines: Sequence[dict[str, Any]]) -> list[tuple[ChartLin
 
 
 def render_comparison_page(runs: Sequence[RunRecord], live: LivePage | None = None) -> str:
-    """The same of several runs beside each other."""
+    """Render the page that compares several runs, as HTML."""
     summaries = [run.make_summary() for run in runs]
     names = make_names_distinct([summary.name for summary in summaries], [run.run_dir for run in runs])
     drawn = [run.select_curves(summary.started_at) for run, summary in zip(runs, summaries, strict=True)]
@@ -455,16 +466,16 @@ def _render_page(
 # -- tables of a comparison --------------------------------------------------------------------------------------------
 
 TableLines = list[tuple[str, list[str]]]
-"""Of a table: a label, and a cell for each run."""
+"""Lines of a table, each a label and a cell for each run."""
 
 
 def make_names_distinct(names: Sequence[str], run_dirs: Sequence[Path]) -> list[str]:
-    """Names that tell the runs apart: where two are equal, their directories."""
+    """Return names that tell the runs apart; runs with equal names get their directories instead."""
     return [str(path) if list(names).count(name) > 1 else name for name, path in zip(names, run_dirs, strict=True)]
 
 
 def _make_stats_table(summaries: Sequence[RunSummary]) -> TableLines:
-    """The catalogue's figures of a run, between what happened to it."""
+    """Build the table of the runs' status, the catalogue's metrics for comparisons, and counts of incidents."""
     metrics = [(known, figure) for known in METRICS.values() for figure in known.comparison_stats.split()]
     return [
         ("status", [s.status for s in summaries]),
@@ -488,14 +499,14 @@ def _make_stats_table(summaries: Sequence[RunSummary]) -> TableLines:
 
 
 def _make_time_table(spans: Sequence[Sequence[Span]]) -> TableLines:
-    """Shares of the time of every kind of span that any run has."""
+    """Build the table of time shares, for every kind of span that any run has."""
     shares = [compute_busy_shares(of_one) for of_one in spans]
     kinds = sorted({key for of_one in shares for key in of_one})
     return [(f"{who}: {what}", [format_percent(of_one.get((who, what))) for of_one in shares]) for who, what in kinds]
 
 
 def _make_settings_table(configs: Sequence[dict[str, Any]]) -> TableLines:
-    """The settings in which the runs differ."""
+    """Build the table of the settings in which the runs differ."""
     flats = [flatten_section(config) for config in configs]
     return [
         (key, [_format_value(one[key]) if key in one else "-" for one in flats])
@@ -508,7 +519,7 @@ def _make_settings_table(configs: Sequence[dict[str, Any]]) -> TableLines:
 
 
 def _make_event_lines(events: Sequence[dict[str, Any]], summary: RunSummary) -> list[dict[str, str]]:
-    """The warnings and errors in words, all of them; each kind of failure once, with its count."""
+    """Format all warnings and errors; each kind of failure appears once, with its count."""
     history = RunHistory()
     news = [event for event in events if history.add_event(event)]
     return [
@@ -526,7 +537,7 @@ def _make_event_lines(events: Sequence[dict[str, Any]], summary: RunSummary) -> 
 
 
 def _make_config_sections(config: dict[str, Any]) -> list[tuple[str, list[tuple[str, str, bool]]]]:
-    """Section by section: key, value, and whether that is not the default of this release."""
+    """Return key and value of each setting by section, and True if the value is not the default of this release."""
 
     def lines(section: dict[str, Any], usual: dict[str, Any]) -> list[tuple[str, str, bool]]:
         return [(k, _format_value(v), k not in usual or not _is_same(usual[k], v)) for k, v in section.items()]
@@ -543,7 +554,7 @@ def _make_config_sections(config: dict[str, Any]) -> list[tuple[str, list[tuple[
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Lists and tuples of the same values are the same."""
+    """Return True if the values are equal; a list equals a tuple of the same values."""
     lists = isinstance(one, (list, tuple)) and isinstance(other, (list, tuple))
     return list(one) == list(other) if lists else one == other
 
@@ -553,14 +564,14 @@ def _format_value(value: Any) -> str:
 
 
 def _list_processes(events: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Where the processes ran, as they reported."""
+    """List the places where the processes ran, as they reported them."""
     starts = ("learner_started", "generator_started", "generator_restarted", "probe")
     found = [(str(e.get("role", "")), format_event_details(e)[:MAX_TEXT]) for e in events if e.get("event") in starts]
     return found[:MAX_PROCESSES]
 
 
 def _list_software() -> list[tuple[str, str]]:
-    """Of the machine that writes this page."""
+    """List the software of the machine that writes this page."""
     found = [
         ("python", platform.python_version()),
         ("system", platform.platform()),

@@ -1,4 +1,4 @@
-"""A run in a dozen numbers, for the terminal and the head of the report."""
+"""The summary of a run in a dozen numbers, for the terminal and the head of the report."""
 
 from __future__ import annotations
 
@@ -22,31 +22,36 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 DRIFT_TABLE_PARTS = 10
-"""Of a run, in the table of drift."""
+"""Number of parts of a run in the table of drift."""
 UNFINISHED = "unfinished"
-"""Status of a run that still trains, or ended without an event."""
+"""Status of a run that is still training, or ended without an event."""
 NOT_TRAINED = "not trained"
-"""Status of a run that made its steps, and none of them an update of the weights."""
+"""Status of a run that finished its steps, none of which updated the weights."""
 STATUS_KINDS = {"finished": "good", "stopped": "warn", "failed": "bad", NOT_TRAINED: "bad"}
 KIND_COLORS = {"good": "green", "warn": "yellow", "bad": "red"}
-"""Of a kind, on a terminal."""
+"""Terminal color of each kind."""
 
 
 MAX_ERRORS_SHOWN = 5
-"""Kinds of errors, on a terminal."""
+"""Maximum number of error kinds shown on a terminal."""
 MAX_FAILURE_KINDS = 50
-"""Kinds of errors that are told from each other."""
+"""Maximum number of error kinds that are counted separately."""
 
 
 @dataclass
 class FailureKind:
-    """A kind of error that tries at episodes failed with: at one place of somebody's code, or in the same words but for numbers.
-    `text`: task, group and error of the first."""
+    """A kind of error that made attempts at episodes fail.
+
+    Errors are of one kind if they were raised at the same place in user code, or have the same text except for numbers.
+
+    Attributes:
+        text: Task, group and error of the first failure.
+    """
 
     text: str
     count: int = 0
     lost_episodes: int = 0
-    """Lost to it after their last try."""
+    """Number of episodes lost to this error after their last attempt."""
     tasks: set[Any] = field(default_factory=set)
 
     def to_text(self) -> str:
@@ -61,7 +66,7 @@ class FailureKind:
 
 
 def get_failure_key(event: dict[str, Any]) -> str:
-    """Equal for events of one `FailureKind`; "" for any other event."""
+    """Return a key that is equal for all events of one `FailureKind`; "" for any other event."""
     if event.get("event") not in ("episode_failed", "episode_abandoned"):
         return ""
     error, place = str(event.get("error", "")), str(event.get("place", ""))
@@ -71,25 +76,28 @@ def get_failure_key(event: dict[str, Any]) -> str:
 
 @dataclass
 class RunHistory:
-    """Grows by `add_event`, event by event, in the order of their writing. A life: from a conductor's start to the next."""
+    """The counts of a run's incidents, built with `add_event` from its events in the order in which they were written.
+
+    A life of a run lasts from one start of the conductor to the next.
+    """
 
     starts: int = 0
     generators_lost: int = 0
-    """Processes of generators that ended by themselves; each is started again."""
+    """Number of generator processes that ended unexpectedly; each is restarted."""
     ranks_restarted: int = 0
-    """Starts of the learner's ranks in the place of some of which one was lost."""
+    """Number of restarts of the learner's ranks after one of them was lost."""
     run_restarts: int = 0
-    """Lives that followed one which did not end by itself: a process was lost that the run cannot do without."""
+    """Number of lives that followed one without a regular end, because a process was lost that the run depends on."""
     failed_episodes: int = 0
-    """After their last try. Their groups were trained without them."""
+    """Number of episodes that failed in their last attempt. Their groups were trained without them."""
     refused_trajectories: int = 0
-    """Trajectories that the learner will never train."""
+    """Number of trajectories that the learner refused and will never train."""
     failures: dict[str, FailureKind] = field(default_factory=dict)
-    """By kind, in the order in which they were first met."""
+    """Failures by kind, in the order in which the kinds first occurred."""
     _ended: bool = False
 
     def add_event(self, event: dict[str, Any]) -> bool:
-        """Whether it is news, and not one more failure of a kind that is known."""
+        """Count an event. Returns False if it is one more failure of a known kind."""
         match event.get("event"):
             case "conductor_started":
                 self.run_restarts += bool(self.starts) and not self._ended
@@ -120,7 +128,7 @@ class RunHistory:
         return new
 
     def describe_event(self, event: dict[str, Any]) -> str:
-        """What there is to say of an event; of a failure, also how often it was met."""
+        """Return the details of an event as text; for a failure, also how often it occurred."""
         failure = self.failures.get(get_failure_key(event))
         return format_event_details(event) if failure is None else failure.to_text()
 
@@ -133,41 +141,48 @@ def _describe_failure(event: dict[str, Any]) -> str:
 
 
 def sum_restarting_counter(values: Sequence[float]) -> int:
-    """The total of a counter that is 0 when its process starts: its last value before each fall, and the last of all."""
+    """Return the total of a counter that restarts at 0 with its process.
+
+    It is the sum of the last value before each decrease, and of the last value.
+    """
     falls = zip(values, [*values[1:], -1.0], strict=True) if values else ()
     return int(sum(value for value, after in falls if after < value))
 
 
 class RunSummary(msgspec.Struct, kw_only=True):
-    """None where a run has no such number (yet). `summary["reward/mean"]` are the figures of a metric of the catalogue."""
+    """The summary of a run. Numbers that the run does not have (yet) are None.
+
+    `summary["reward/mean"]` returns the statistics of a metric of the catalogue.
+    """
 
     name: str
     status: str
-    """`finished`, `not trained`, `stopped` (on request), `failed` or `unfinished`."""
+    """Status: `finished`, `not trained`, `stopped` (on request), `failed` or `unfinished`."""
     reason: str = ""
-    """Of a failure, or why nothing was trained."""
+    """Reason of a failure, or why nothing was trained."""
     steps: int = 0
     updates: int | None = None
-    """Optimizer updates of these steps."""
+    """Number of optimizer updates of these steps."""
     steps_without_contrast: int = 0
     steps_failed: int = 0
-    """Of which every episode failed."""
+    """Number of steps in which every episode failed."""
     steps_skipped: int = 0
-    """Without an update for another reason."""
+    """Number of steps without an update for another reason."""
     planned_steps: int | None = None
     started_at: float | None = None
     duration_seconds: float | None = None
     stats: dict[str, MetricStats] = {}
-    """By metric, of those that a comparison shows."""
+    """Statistics of each metric that a comparison shows."""
     last_evaluation_reward: float | None = None
     """Mean reward of the evaluation after the latest step that has one."""
     staleness_bound: int | None = None
-    """What the schedule promises, and the age of no trained token may exceed."""
+    """Maximum age of trained tokens, in versions, that the schedule guarantees."""
     history: RunHistory = msgspec.field(default_factory=RunHistory)
-    """In all lives of the run; so the next two."""
+    """Incidents in all lives of the run."""
     rejected_messages: int = 0
-    """Messages that did not validate."""
+    """Number of messages that did not validate, in all lives of the run."""
     duplicate_trajectories: int = 0
+    """Number of duplicate trajectories in all lives of the run."""
     warnings: int = 0
     errors: int = 0
 
@@ -180,7 +195,7 @@ class RunSummary(msgspec.Struct, kw_only=True):
 
     @property
     def is_stale(self) -> bool:
-        """Whether a token older than the bound was trained: a bug."""
+        """True if a token older than the bound was trained, which is a bug."""
         oldest = self["staleness/max"].max
         return oldest is not None and self.staleness_bound is not None and oldest > self.staleness_bound
 
@@ -191,7 +206,7 @@ class RunSummary(msgspec.Struct, kw_only=True):
 
 
 class Headline(NamedTuple):
-    """What matters most, in words. `kind`: `good`, `warn` or `bad` where it is."""
+    """One of the most important results of a run, as text. `kind` is `good`, `warn`, `bad` or empty."""
 
     label: str
     value: str
@@ -200,7 +215,7 @@ class Headline(NamedTuple):
 
 
 def make_headlines(summary: RunSummary) -> list[Headline]:
-    """Of a run with steps, in the order in which people look."""
+    """Build the headlines of a run that has steps, in the order in which people look at them."""
     number, percent, seconds = format_number, format_percent, format_seconds
     reward, drift, oldest = summary["reward/mean"], summary["rollout_kl/k3"], summary["staleness/max"].max
     age, bound, history = summary["staleness/mean"].mean, summary.staleness_bound, summary.history
@@ -276,14 +291,16 @@ def make_headlines(summary: RunSummary) -> list[Headline]:
 
 
 def _label_end_windows(stats: MetricStats) -> tuple[str, str]:
-    """Say which steps `first` and `last` are the means of."""
+    """Describe the steps over which `first_mean` and `last_mean` are taken."""
     first, last = compute_end_windows(stats.count)
     return f"first {first}", f"last {last} step{'s' if last > 1 else ''}"
 
 
 def get_status_change(event: dict[str, Any]) -> tuple[str, str] | None:
-    """Status and reason that an event gives its run; None if it changes neither. A run that starts again after an end is
-    unfinished."""
+    """Return the status and reason that an event gives its run; None if it changes neither.
+
+    A run that starts again after an end is unfinished.
+    """
     if event.get("event") in ("conductor_started", "learner_started"):
         return UNFINISHED, ""
     if event.get("event") == "run_failed":
@@ -296,7 +313,7 @@ def get_status_change(event: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def summarize_run(run_dir: Path) -> RunSummary:
-    """Read the run's files. Whatever is missing or torn is left out; this never raises for an unfinished run."""
+    """Read a run's files and summarize them. Missing and torn data is left out; an unfinished run never raises."""
     run_dir = Path(run_dir)
     (rows, events, evaluations), skipped = read_run_files(run_dir, "metrics.jsonl", "events.jsonl", EVALUATION_FILE)
     return summarize_records(
@@ -315,7 +332,7 @@ def summarize_records(
     config: dict[str, Any],
     evaluations: Sequence[dict[str, Any]],
 ) -> RunSummary:
-    """The same of what was read of them. `evaluations`: see `parse_evaluations`."""
+    """Summarize records that were read from a run's files. `evaluations` are from `parse_evaluations`."""
     status, reason = next((end for event in reversed(events) if (end := get_status_change(event))), (UNFINISHED, ""))
     times = _collect_values(events, "time") + _collect_values(rows, "time")
     history = RunHistory()
@@ -354,8 +371,11 @@ def summarize_records(
 
 
 def make_drift_table(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """`titles` of columns, and `lines` of steps and cells: ten parts of the run, then all of it. Metrics that were never measured
-    are left out; None without any of drift."""
+    """Build the table of drift: `titles` of columns, and `lines` of steps and cells.
+
+    The lines are ten parts of the run, then the whole run. Metrics that were never measured are left out. Returns None
+    if no drift was measured.
+    """
     asked = [(known, of) for known in METRICS.values() for of in known.part_stats.split()]
     columns = [(known, of) for known, of in asked if MetricStats.from_rows(rows, known.name).mean is not None]
     if not any(known.unit == "nats" for known, _ in columns):
@@ -377,7 +397,7 @@ def _format_step_range(part: Sequence[dict[str, Any]]) -> str:
     return f"{first}" if first == last else f"{first} – {last}"
 
 
-# -- in words ----------------------------------------------------------------------------------------------------------
+# -- formatting --------------------------------------------------------------------------------------------------------
 
 
 def format_seconds(seconds: float | None) -> str:
@@ -392,7 +412,7 @@ def format_seconds(seconds: float | None) -> str:
 
 
 def format_number(value: float | None, digits: int = 3) -> str:
-    """Three significant digits, plain where that is readable: 0.941, 1,234, 3.2e-05."""
+    """Format a number with three significant digits, in plain notation where readable: 0.941, 1,234, 3.2e-05."""
     if value is None:
         return "-"
     if value == 0 or 1e-3 <= abs(value) < 1000:
@@ -405,7 +425,7 @@ def format_percent(value: float | None) -> str:
 
 
 def format_metric(value: float | None, unit: str) -> str:
-    """A metric with its unit."""
+    """Format the value of a metric with its unit."""
     if value is None:
         return "-"
     if unit in ("fraction", "s"):
@@ -414,7 +434,7 @@ def format_metric(value: float | None, unit: str) -> str:
 
 
 def format_summary(summary: RunSummary) -> Table:
-    """For `rich.print`."""
+    """Format a summary as a table for `rich.print`."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,6 +1,6 @@
 """Results of a sweep, as data and as a page: means of runs with intervals, paired differences, curves with bands.
 
-What the runs say of other seeds and models is worked out in `data/statistics.py`.
+`data/statistics.py` computes what the runs tell about other seeds and models.
 """
 
 from __future__ import annotations
@@ -21,22 +21,31 @@ from r3async.views.summary import NOT_TRAINED, RunSummary, format_number, format
 from r3async.views.templates import TEMPLATES
 from r3async.world.files import replace_file
 
-# Runs of a sweep, each with the curves that the sweep's figures are made from: read from its directory, or kept without it.
+# Runs of a sweep with the curves that its results are computed from: read from a run's directory, or kept without it.
 #
-# A sweep appends each whole run to `finished.jsonl` (`FinishedRun`). Figures, intervals and bands follow from that file alone,
-# so run directories may be deleted, and the data of this project's pages has no others.
+# A sweep appends each complete run to `finished.jsonl` (`FinishedRun`). All figures, intervals and bands are computed
+# from that file alone, so run directories may be deleted; the data behind this project's pages has no other files.
 
 
 FINISHED_FILE = "finished.jsonl"
-"""In the sweep's directory."""
+"""File of complete runs in the directory of a sweep."""
 DRIFT_PREFIXES, WINDOW_STEPS = ("rollout_kl/", "served_kl/"), 25
-"""Of these metrics a sweep has the largest mean of so many steps in a row: a bound holds in every window, or it does not."""
+"""Prefixes of drift metrics, and number of consecutive steps in a window.
+
+A sweep has the largest window mean of each of these metrics, because a bound holds only if it holds in every window.
+"""
 
 NumberColumn = list[float | None]
 
 
 class SweepRun(msgspec.Struct, frozen=True):
-    """`name`: of its directory in the sweep's. `model`: the number of its initial model."""
+    """A planned run of a sweep.
+
+    Attributes:
+        name: Name of its directory in the sweep's directory.
+        point: Name of its point.
+        model: Number of its initial model.
+    """
 
     name: str
     point: str
@@ -45,8 +54,14 @@ class SweepRun(msgspec.Struct, frozen=True):
 
 
 class FinishedRun(msgspec.Struct, frozen=True):
-    """A whole run. `overrides`: of `preset`. `facts`: what it depends on beside these: commit, machine, software. `columns`: by
-    metric, and by `x/AXIS` (`charts.make_x_columns`), a value for each step; without `x/time` if the run was resumed."""
+    """A complete run.
+
+    Attributes:
+        overrides: Overrides of `preset`.
+        facts: Other things that the run depends on: commit, machine, software.
+        columns: A value for each step, by metric and by `x/AXIS` (`charts.make_x_columns`); `x/time` is missing if the
+            run was resumed.
+    """
 
     name: str
     preset: str
@@ -58,8 +73,13 @@ class FinishedRun(msgspec.Struct, frozen=True):
 
 
 class RunResults(msgspec.Struct, frozen=True):
-    """Of one run. `complete`: it made all its steps, and its figures count. `seconds`: of wall time, None for a run that was
-    interrupted and resumed. `figures`: by outcome."""
+    """The results of one run.
+
+    Attributes:
+        complete: True if the run made all its steps, so its figures count.
+        seconds: Wall time in seconds; None for a run that was interrupted and resumed.
+        figures: Figures by outcome.
+    """
 
     name: str
     point: str
@@ -75,7 +95,7 @@ class RunResults(msgspec.Struct, frozen=True):
 
 
 class RunCurves(msgspec.Struct, frozen=True):
-    """A run as far as it got. `columns`: see `FinishedRun`."""
+    """The curves of a run as far as it got. `columns` are as in `FinishedRun`."""
 
     status: str
     reason: str
@@ -84,7 +104,7 @@ class RunCurves(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_directory(cls, path: Path, metrics: Iterable[str]) -> RunCurves:
-        """Of a run's directory, which may not be there yet."""
+        """Read the curves from a run's directory, which may not exist yet."""
         rows, summary = read_json_objects(path / "metrics.jsonl"), summarize_run(path)
         columns: dict[str, NumberColumn] = make_x_columns(rows)
         if summary.history.starts > 1:
@@ -105,7 +125,7 @@ class RunCurves(msgspec.Struct, frozen=True):
         return known[-1] if known and known[-1] > 0 else None
 
     def integrate_until(self, name: str, axis: str, edges: np.ndarray) -> np.ndarray | None:
-        """The metric's integral over the axis from 0 to each edge; None where a step lacks it."""
+        """Return the metric's integral over the axis from 0 to each edge; None where a step lacks it."""
         pairs = zip(self.columns.get(f"x/{axis}", ()), self.columns[name], strict=False)
         known = [(x, y) for x, y in pairs if x is not None and y is not None]
         if not known:
@@ -114,7 +134,10 @@ class RunCurves(msgspec.Struct, frozen=True):
         return np.interp(edges, at, np.cumsum(value * np.diff(at, prepend=0.0)))
 
     def compute_largest_window(self, name: str) -> float | None:
-        """The largest mean of `WINDOW_STEPS` steps in a row; of a shorter run the mean. None where no step has the metric."""
+        """Return the largest mean over `WINDOW_STEPS` consecutive steps, or the mean of a shorter run.
+
+        None where no step has the metric.
+        """
         known = self._present_values(name)
         if not known:
             return None
@@ -154,14 +177,16 @@ def _compute_mean(values: Sequence[float]) -> float:
 
 
 def is_run_complete(summary: RunSummary) -> bool:
-    """Whether a run made all its steps, also where it ended before it could say so."""
+    """Return True if a run made all its steps, even if it ended before it could report that."""
     made = bool(summary.planned_steps) and summary.steps >= (summary.planned_steps or 0)
     return summary.status in ("finished", NOT_TRAINED) or (made and summary.status != "failed")
 
 
 def read_finished_runs(path: Path, metrics: Iterable[str] = ()) -> dict[str, FinishedRun]:
-    """By name, the runs of a file `finished.jsonl` that have these metrics; none of a file that is not there. Of a run that is
-    there twice, the later one."""
+    """Read the runs of a file `finished.jsonl` that have these metrics, by name.
+
+    A missing file has no runs. Of a run that is listed twice, the later line counts.
+    """
     wanted = set(metrics)
     return {
         run.name: run for run in convert_valid(read_json_objects(path), FinishedRun) if wanted <= run.columns.keys()
@@ -169,24 +194,29 @@ def read_finished_runs(path: Path, metrics: Iterable[str] = ()) -> dict[str, Fin
 
 
 def write_finished_runs(path: Path, runs: Iterable[FinishedRun]) -> None:
-    """A line for each, whole or as it was."""
+    """Write a file `finished.jsonl` with a line for each run. The file is replaced as a whole or stays as it was."""
     replace_file(path, b"".join(msgspec.json.encode(run) + b"\n" for run in runs))
 
 
 def round_to_six_digits(value: float | None) -> Any:
-    """Six digits: enough for every figure, and short in a file."""
+    """Round to six significant digits: enough for every figure, and short in a file."""
     return None if value is None else float(f"{value:.6g}")
 
 
 RESULTS_FILE, REPORT_FILE = "results.json", "report.html"
-"""In the sweep's directory."""
+"""Files of the results in the directory of a sweep."""
 MAX_BINS = 40
-"""Of a curve, at most."""
+"""Maximum number of bins of a curve."""
 AXIS_LABELS = {"time": "wall time", "tokens": "trained tokens"}
 
 
 class SweepPoint(msgspec.Struct, frozen=True):
-    """What is repeated with every seed and model. `base_point`: the point that it is compared with. `settings`: its own."""
+    """A point of a sweep, whose settings are run with every seed and model.
+
+    Attributes:
+        base_point: Name of the point that it is compared with.
+        settings: Settings of the point itself.
+    """
 
     name: str
     base_point: str
@@ -194,7 +224,11 @@ class SweepPoint(msgspec.Struct, frozen=True):
 
 
 class SweepDescription(msgspec.Struct, frozen=True):
-    """What a sweep is made of. `facts`: what its results depend on, in words by name: command, commit, machine."""
+    """The description of a sweep.
+
+    Attributes:
+        facts: Things that the results depend on, as text by name: command, commit, machine.
+    """
 
     title: str
     metrics: list[str]
@@ -204,7 +238,13 @@ class SweepDescription(msgspec.Struct, frozen=True):
 
 
 class PointResults(msgspec.Struct, frozen=True):
-    """Of all runs of a point. `differences`: of each outcome to `base`, paired by seed and model. `largest`: of any run."""
+    """The results of all runs of a point.
+
+    Attributes:
+        estimates: Estimate of each outcome.
+        differences: Difference of each outcome to `base`, paired by seed and model.
+        largest: Largest value of each outcome in any run.
+    """
 
     name: str
     base: str
@@ -217,7 +257,7 @@ class PointResults(msgspec.Struct, frozen=True):
 
 
 class CurveBand(msgspec.Struct, frozen=True):
-    """A curve of a point over an axis, by bin: the mean over runs, and its 95 % interval."""
+    """A curve of a point over an axis, by bin: the mean over runs, with its 95 % interval."""
 
     mean: list[float | None]
     low: list[float | None]
@@ -225,7 +265,13 @@ class CurveBand(msgspec.Struct, frozen=True):
 
 
 class SweepResults(msgspec.Struct, frozen=True):
-    """`outcomes`: what each figure is, by name. `axes`: the middle of each bin, by axis. `bands`: by metric, axis and point."""
+    """The results of a sweep.
+
+    Attributes:
+        outcomes: Description of each figure, by name.
+        axes: Middle of each bin, by axis.
+        bands: Curve bands by metric, axis and point.
+    """
 
     title: str
     facts: dict[str, str]
@@ -237,7 +283,10 @@ class SweepResults(msgspec.Struct, frozen=True):
 
 
 def read_sweep_results(directory: Path, swept: SweepDescription) -> SweepResults:
-    """What the sweep's runs have written so far: of whole ones as `finished.jsonl` has them, of others in their directories."""
+    """Read the results that the runs of a sweep have written so far.
+
+    Complete runs are read from `finished.jsonl`, all others from their directories.
+    """
     kept = read_finished_runs(directory / FINISHED_FILE, swept.metrics)
     curves = [
         (
@@ -272,13 +321,13 @@ def read_sweep_results(directory: Path, swept: SweepDescription) -> SweepResults
 
 
 def _merge_facts(runs: Sequence[FinishedRun]) -> dict[str, str]:
-    """Of all of them: each commit and each machine once, in the order of the runs."""
+    """Merge the facts of all runs: each commit and each machine appears once, in the order of the runs."""
     names = dict.fromkeys(name for run in runs for name in run.facts)
     return {name: "; ".join(dict.fromkeys(run.facts[name] for run in runs if name in run.facts)) for name in names}
 
 
 def _find_common_end(runs: Sequence[RunCurves], axis: str) -> float | None:
-    """As far as every complete run gets on that axis; None if one is not on it."""
+    """Return the largest axis value that all complete runs reach; None if one of them has no values on the axis."""
     ends = [run.get_axis_end(axis) for run in runs]
     known = [end for end in ends if end is not None]
     return min(known) if known and len(known) == len(ends) else None
@@ -325,7 +374,7 @@ def _collect_outcomes(runs: Sequence[RunResults], point: str, outcome: str) -> d
 def _estimate_bands(
     runs: Sequence[tuple[SweepRun, RunCurves]], name: str, axis: str, edges: np.ndarray
 ) -> dict[str, CurveBand]:
-    """By point."""
+    """Estimate the band of a metric over an axis for each point."""
     by_point: dict[str, dict[RunKey, np.ndarray]] = {}
     for run, curves in runs:
         if (sums := curves.integrate_until(name, axis, edges)) is not None:
@@ -340,11 +389,11 @@ def _estimate_band(curves: Mapping[RunKey, np.ndarray], bins: int) -> CurveBand:
     )
 
 
-# -- in words ----------------------------------------------------------------------------------------------------------
+# -- formatting --------------------------------------------------------------------------------------------------------
 
 
 def format_estimate(estimate: Estimate | None, signed: bool = False) -> str:
-    """`0.812 [0.790, 0.834]`; of a single run without the interval."""
+    """Format an estimate as `0.812 [0.790, 0.834]`; a single run has no interval."""
     if estimate is None:
         return "-"
     sign = "+" if signed and estimate.mean > 0 else ""
@@ -354,7 +403,7 @@ def format_estimate(estimate: Estimate | None, signed: bool = False) -> str:
 
 
 def format_outcome(point: PointResults, outcome: str) -> str:
-    """The estimate, and of windows also the largest of any run."""
+    """Format the estimate of an outcome; for a window outcome, also the largest value of any run."""
     text = format_estimate(point.estimates.get(outcome))
     if outcome.endswith(", window") and outcome in point.largest:
         text += f", at most {format_number(point.largest[outcome])}"
@@ -362,7 +411,7 @@ def format_outcome(point: PointResults, outcome: str) -> str:
 
 
 def describe_run_counts(results: SweepResults) -> str:
-    """How many runs there are: `5 seeds x 3 initial models`, and what is missing."""
+    """Describe the number of runs, as in `5 seeds x 3 initial models`, and how many are missing."""
     runs = [run for run in results.runs if run.complete]
     seeds, models = len({run.seed for run in runs}), len({run.model for run in runs})
     lacking = len(results.runs) - len(runs)
@@ -373,7 +422,7 @@ def describe_run_counts(results: SweepResults) -> str:
 
 
 def describe_results(results: SweepResults) -> str:
-    """For a terminal: each point with its figures, and the differences."""
+    """Format the results for a terminal: each point with its figures and differences."""
     lines = [results.title or "sweep", describe_run_counts(results)]
     for outcome, words in results.outcomes.items():
         lines += ["", words]
@@ -398,7 +447,7 @@ def write_sweep_results(directory: Path, swept: SweepDescription) -> SweepResult
 
 
 def render_results_page(results: SweepResults, directory: Path) -> str:
-    """The whole page, as HTML."""
+    """Render the page of a sweep, as HTML."""
     drawing = _build_charts(results)
     names = [point.name for point in results.points]
     compared = [point for point in results.points if point.differences]
@@ -434,7 +483,7 @@ def render_results_page(results: SweepResults, directory: Path) -> str:
 def _make_table(
     points: Sequence[PointResults], outcomes: Mapping[str, str], kind: str
 ) -> list[tuple[str, list[tuple[str, int]]]]:
-    """A line for each outcome: a text and a sign for each point."""
+    """Build a table with a line for each outcome, which has a text and a sign for each point."""
     lines = []
     for outcome, words in outcomes.items():
         found = [getattr(point, kind).get(outcome) for point in points]
@@ -446,7 +495,7 @@ def _make_table(
 
 
 def _build_charts(results: SweepResults) -> ChartSet:
-    """A chart for each metric, a line and a band for each point."""
+    """Build a chart for each metric, with a line and a band for each point."""
     drawing = ChartSet("sweep")
     for name, by_axis in results.bands.items():
         known, lines = find_metric(name), []

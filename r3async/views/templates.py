@@ -1,4 +1,4 @@
-"""The templates of pages: whatever is filled in is escaped."""
+"""The templates of pages. Everything that is filled in is escaped."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ TEMPLATE_DIRECTORY = Path(__file__).parent
 
 
 def load_plotly_script() -> str:
-    """The script that draws charts, 4.7 MB."""
+    """Return the script that draws charts, 4.7 MB."""
     from plotly.offline import get_plotlyjs
 
     return get_plotlyjs()
 
 
 def _make_jinja_environment() -> Environment:
-    """JSON stands inside a script element, and has null for what is not finite."""
+    """Create the environment of the templates. JSON goes inside a script element, with null for non-finite numbers."""
     found = Environment(
         loader=FileSystemLoader(TEMPLATE_DIRECTORY),
         autoescape=True,

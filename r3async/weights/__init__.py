@@ -1,1 +1,1 @@
-"""Publish, deliver and verify weights."""
+"""Publishing, delivery and verification of weights."""

@@ -1,18 +1,18 @@
-"""What changed between two versions of the weights, in few bytes.
+"""A compact encoding of the difference between two versions of the weights.
 
-An optimizer step at a small learning rate leaves most bf16 weights as they are, bit by bit. Files of two versions with equal
-headers are compared block by block, in words of 16 bits. A block is a record:
+An optimizer step at a small learning rate leaves most bf16 weights unchanged, bit by bit. Files of two versions with
+equal headers are compared block by block, in words of 16 bits. A block is a record:
 
-    kind (u8) | words that changed (u32) | lengths of the three planes (u32 each) | XXH3 of the block as it becomes (u64) | planes
+    kind (u8) | words that changed (u32) | lengths of the three planes (u32 each) | XXH3 of the new block (u64) | planes
 
-`SAME` has no planes, `RAW` has the block itself in the first one. `SPARSE` has the gaps between the words that changed, one byte
-each, 255 standing for "255 words, and the gap goes on"; and by how much each changed, as a signed number of 16 bits in zigzag
-order, low bytes apart from high ones. A step moves a weight by few units in its last place, so its low byte has few values and
-its high byte is 0. Planes are deflated with runs and Huffman's code only (RFC 1951): looking for
-repeats gains nothing here.
+`SAME` has no planes, `RAW` has the block itself in the first one. `SPARSE` has the gaps between the words that changed,
+one byte each, 255 standing for "255 words, and the gap continues"; and the change of each word, as a signed number of
+16 bits in zigzag order, low bytes apart from high ones. A step moves a weight by few units in its last place, so its
+low byte has few values and its high byte is 0. Planes are deflated with run-length and Huffman coding only (RFC 1951):
+searching for repeats gains nothing here.
 
-A delta names the version that it changes and the one that it makes. Nothing is applied to another one, and every block has to
-become what it was when it was made.
+A delta names the version that it changes and the version that results. It applies to no other version, and every
+resulting block must have the recorded checksum.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from r3async.world import Buffer, File
 
 DELTA_MAGIC = b"r3delta1"
 DELTA_BLOCK_BYTES = 4 * 2**20
-"""Of a file, compared and applied at once."""
+"""Bytes of a file that are compared and applied at once."""
 MAX_DELTA_BLOCK_BYTES = 64 * 2**20
-"""Of a delta that is read: a block is held in memory."""
+"""Largest block in bytes that is accepted in a delta, because a block is held in memory."""
 MAX_SPARSE_FRACTION = 0.5
-"""Where more of a block's words changed, it is sent as it is: finding and packing them would take longer than sending them."""
+"""Share of changed words above which a block is sent raw: finding and packing them would take longer than sending
+it."""
 SAMPLED_BLOCKS = 4
-"""Blocks that are compared before a delta is made."""
+"""Number of blocks that are compared to decide whether a delta is worthwhile."""
 _WORD = np.dtype("<u2")
 _RECORD = struct.Struct("<BIIIIQ")
 _SAME, _SPARSE, _RAW = range(3)
@@ -45,19 +46,26 @@ _GAP_CONTINUES = 255
 
 
 class VersionDigest(msgspec.Struct, frozen=True):
-    """Contents of a version: what a delta changes, or makes. `digest`: see `WeightManifest.digest`."""
+    """The identity of a version's contents, which a delta changes or produces. `digest` is `WeightManifest.digest`."""
 
     version: int
     digest: int
 
 
 def digest_version(manifest: WeightManifest) -> VersionDigest:
-    """Of what the manifest describes."""
+    """Return the identity of the version that the manifest describes."""
     return VersionDigest(manifest.version, manifest.digest)
 
 
 class DeltaHeader(msgspec.Struct, frozen=True):
-    """With which a delta begins. `nbytes`: of the file, before and after. `block_bytes`: of each block but the last."""
+    """The header of a delta.
+
+    Attributes:
+        base: The version that the delta changes.
+        made: The version that results.
+        nbytes: Size of the file, before and after.
+        block_bytes: Size of each block but the last.
+    """
 
     base: VersionDigest
     made: VersionDigest
@@ -71,7 +79,7 @@ def encode_delta_header(head: DeltaHeader) -> bytes:
 
 
 def decode_delta_header(delta: Buffer) -> tuple[DeltaHeader, int]:
-    """And where the records begin. Raises `WeightError`."""
+    """Return the header of a delta and the offset of its first record. Raises `WeightError`."""
     view = memoryview(delta)
     length = int.from_bytes(view[len(DELTA_MAGIC) : len(DELTA_MAGIC) + 4], "little")
     begin = len(DELTA_MAGIC) + 4 + length
@@ -87,13 +95,13 @@ def decode_delta_header(delta: Buffer) -> tuple[DeltaHeader, int]:
 
 
 def iter_blocks(nbytes: int, block_bytes: int) -> Iterator[tuple[int, int]]:
-    """Where each block of a file begins, and how many bytes it has."""
+    """Yield the offset and the length in bytes of each block of a file."""
     for start in range(0, nbytes, block_bytes):
         yield start, min(block_bytes, nbytes - start)
 
 
 def encode_delta_block(base: Buffer, new: Buffer) -> list[bytes | memoryview]:
-    """The record that makes `new` of `base`, which is as long. It keeps a view of `new`."""
+    """Return the record that turns `base` into `new`, which has the same length. It keeps a view of `new`."""
     view, digest = memoryview(new), xxhash.xxh3_64_intdigest(new)
     before, after = _view_words(base), _view_words(new)
     changed = before != after
@@ -110,17 +118,20 @@ def encode_delta_block(base: Buffer, new: Buffer) -> list[bytes | memoryview]:
 
 
 def read_record_length(data: Buffer) -> int:
-    """Of the record that begins with `data`, which has `MIN_RECORD_BYTES` at least."""
+    """Return the length of the record that begins with `data`, which has at least `MIN_RECORD_BYTES` bytes."""
     _, _, *lengths, _ = _RECORD.unpack_from(data)
     return _RECORD.size + sum(lengths)
 
 
 MIN_RECORD_BYTES = _RECORD.size
-"""Of a record without planes."""
+"""Length in bytes of a record without planes."""
 
 
 def decode_delta_block(base: Buffer, record: Buffer) -> memoryview:
-    """What `record`, all of it, makes of a block. Raises `WeightError` if it is torn, or of another block."""
+    """Apply a complete `record` to a block and return the result.
+
+    Raises `WeightError` if the record is torn, or belongs to another block.
+    """
     kind, count, *lengths, digest = _RECORD.unpack_from(record)
     view, at, planes = memoryview(record), _RECORD.size, []
     for length in lengths:
@@ -160,19 +171,19 @@ def _apply_sparse(base: Buffer, count: int, planes: list[memoryview]) -> memoryv
 
 
 def _view_words(data: Buffer) -> np.ndarray:
-    """uint16; an odd byte at the end is a word with a zero."""
+    """View data as words, uint16; an odd byte at the end becomes a word with a zero."""
     view = memoryview(data)
     return np.frombuffer(view if view.nbytes % 2 == 0 else bytes(view) + b"\0", _WORD)
 
 
 def _encode_zigzag(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """uint16: the difference modulo 2^16, small numbers of both signs being small."""
+    """Return the difference modulo 2^16 in zigzag order, uint16, so that small numbers of both signs are small."""
     moved = (after - before).view(np.int16)
     return (moved.view(np.uint16) << 1) ^ (moved >> 15).view(np.uint16)
 
 
 def _encode_gaps(at: np.ndarray) -> np.ndarray:
-    """uint8: words between each of the ascending numbers `at` and the one before."""
+    """Return the number of words between each of the ascending numbers `at` and the one before, encoded as uint8."""
     more, rest = np.divmod(np.diff(at, prepend=-1) - 1, _GAP_CONTINUES)
     out = np.full(int(more.sum()) + len(at), _GAP_CONTINUES, np.uint8)
     out[np.cumsum(more + 1) - 1] = rest
@@ -185,7 +196,7 @@ def _deflate_plane(plane: np.ndarray) -> bytes:
 
 
 def _inflate_plane(plane: Buffer, max_bytes: int) -> bytes:
-    """At most so many bytes, whatever a torn plane says."""
+    """Inflate a plane to at most `max_bytes` bytes, whatever a torn plane contains."""
     opener = zlib.decompressobj(-zlib.MAX_WBITS)
     data = opener.decompress(plane, max_bytes + 1)
     if not opener.eof and len(data) <= max_bytes:
@@ -194,8 +205,10 @@ def _inflate_plane(plane: Buffer, max_bytes: int) -> bytes:
 
 
 def is_delta_worthwhile(before: File, after: File) -> bool:
-    """Whether a delta would be much shorter than the file: whether, in most of a few blocks, less than
-    `MAX_SPARSE_FRACTION` changed."""
+    """Return True if a delta would be much shorter than the file.
+
+    That is the case if, in most of a few sampled blocks, less than `MAX_SPARSE_FRACTION` changed.
+    """
     if before.size() != after.size():
         return False
     all_of_them = list(iter_blocks(after.size(), DELTA_BLOCK_BYTES))
@@ -205,8 +218,10 @@ def is_delta_worthwhile(before: File, after: File) -> bool:
 
 
 def apply_delta(base: VersionDigest, before: File, delta: File) -> Iterator[Buffer]:
-    """The file that a delta makes of the one of `base`, block by block. Raises `WeightError` if it is the delta of another
-    version, or if either file is not what it was."""
+    """Apply a delta to the file of `base` and yield the resulting file block by block.
+
+    Raises `WeightError` if the delta changes another version, or if either file is corrupt.
+    """
     data = delta.map_bytes()
     head, at = decode_delta_header(data)
     if head.base != base:
@@ -224,17 +239,17 @@ def apply_delta(base: VersionDigest, before: File, delta: File) -> Iterator[Buff
 
 
 def encode_delta(base: VersionDigest, target: VersionDigest, before: File, after: File) -> Iterator[Buffer]:
-    """What makes the second file of the first, which is as long."""
+    """Yield the delta that turns the file `before` into `after`, which has the same length."""
     yield make_delta_header(base, target, after.size())
     yield from encode_records(before, after)
 
 
 def make_delta_header(base: VersionDigest, target: VersionDigest, nbytes: int) -> bytes:
-    """With which a delta begins; `encode_records` follow."""
+    """Return the header of a delta; the records of `encode_records` follow it."""
     return encode_delta_header(DeltaHeader(base, target, nbytes, DELTA_BLOCK_BYTES))
 
 
 def encode_records(before: File, after: File, first: int = 0, last: int | None = None) -> Iterator[Buffer]:
-    """Those of blocks `first` to `last`: several processes may make a delta together."""
+    """Yield the records of blocks `first` to `last`, so that several processes can write a delta together."""
     for start, length in list(iter_blocks(after.size(), DELTA_BLOCK_BYTES))[first:last]:
         yield from encode_delta_block(before.map_bytes(start, length), after.map_bytes(start, length))

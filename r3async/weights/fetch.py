@@ -1,4 +1,4 @@
-"""Fetches a published version on an engine's host: read from a file or over TCP, kept once a host, and verified."""
+"""Fetches published weights to an engine's host, from a file or over TCP, keeps one copy per host, and verifies it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ if TYPE_CHECKING:
     import torch
 
 
-# The file of a published version, as an engine's host reads it: mapped, compared with its manifest, and verified.
+# Reading the file of a published version on an engine's host: it is mapped, compared with its manifest, and verified.
 
 
 class VersionFile:
-    """The file of a published version, mapped: its names, shapes and dtypes are those of the manifest. Checksums are not compared
-    before `verify_checksums`. `content`: its bytes, uint8 `[n]`, if it is mapped already. Raises `WeightError` that names the
-    file or the tensor."""
+    """The memory-mapped file of a published version, whose names, shapes and dtypes are those of the manifest.
+
+    Checksums are not compared before `verify_checksums`. `content` are the file's bytes, uint8 `[n]`, if it is mapped
+    already. Raises `WeightError` that names the file or the tensor.
+    """
 
     def __init__(
         self, manifest: WeightManifest, content: torch.Tensor | None = None, *, files: Files = REAL_WORLD.files
@@ -50,7 +52,7 @@ class VersionFile:
             raise WeightError(f"{self._label} cannot be read: {error}") from error
         self.header = content[:begin].numpy().tobytes()
         self.data = content[begin:]
-        """uint8 `[nbytes]`."""
+        """Bytes of the tensors, uint8 `[nbytes]`."""
         if missing := sorted(set(manifest.tensors) - set(found)):
             raise WeightError(f"{self._label}: tensor {missing[0]!r} is missing ({len(missing)} in all)")
         if unknown := sorted(set(found) - set(manifest.tensors)):
@@ -74,7 +76,7 @@ class VersionFile:
             self._tensor_spans.append((name, entry, start, stop))
 
     def iter_tensors(self, *, verify_checksums: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor in the manifest's order, not copied; with `verify_checksums`, compared just before."""
+        """Yield every tensor in the manifest's order, not copied. `verify_checksums` compares each just before."""
         view = memoryview(self.data.numpy())
         for name, entry, start, stop in self._tensor_spans:
             if verify_checksums:
@@ -93,8 +95,10 @@ class VersionFile:
 
 
 def map_file_privately(path: str, *, files: Files = REAL_WORLD.files) -> torch.Tensor:
-    """The bytes of a file, uint8 `[n]`, mapped. What is written into the tensor does not reach the file. Raises `OSError` and
-    `RuntimeError`."""
+    """Return the memory-mapped bytes of a file, uint8 `[n]`. Writes to the tensor do not reach the file.
+
+    Raises `OSError` and `RuntimeError`.
+    """
     import torch
 
     found = files.stat(Path(path))
@@ -104,7 +108,7 @@ def map_file_privately(path: str, *, files: Files = REAL_WORLD.files) -> torch.T
 
 
 def view_as_tensor(data: torch.Tensor, start: int, stop: int, entry: TensorEntry) -> torch.Tensor:
-    """The tensor in `data[start:stop]`; not copied, unless it begins where its dtype cannot."""
+    """Return the tensor in `data[start:stop]`, copied only if its offset is not aligned for its dtype."""
     import torch
 
     dtype, piece = getattr(torch, entry.dtype), data[start:stop]
@@ -116,11 +120,11 @@ def view_as_tensor(data: torch.Tensor, start: int, stop: int, entry: TensorEntry
 def iter_verified_tensors(
     manifest: WeightManifest, *, verify_checksums: bool = True
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a published version in the manifest's order, mapped from the file rather than copied.
+    """Yield every tensor of a published version in the manifest's order, mapped from the file rather than copied.
 
-    Names, shapes and dtypes are checked before the first tensor is given out, the checksum of each just before it is.
-    `verify_checksums=False` leaves out the latter, for a reader whose caller has verified the same file a moment ago.
-    Raises `WeightError` that names the file or the tensor.
+    Names, shapes and dtypes are checked before the first tensor is yielded, and the checksum of each tensor just before
+    it. `verify_checksums=False` omits the checksums, for a reader whose caller has just verified the same file. Raises
+    `WeightError` that names the file or the tensor.
     """
     yield from VersionFile(manifest).iter_tensors(verify_checksums=verify_checksums)
 
@@ -130,19 +134,20 @@ def verify_version_file(manifest: WeightManifest) -> None:
     VersionFile(manifest).verify_checksums()
 
 
-# The versions that a host has: one file each, which all engines of the host map, and one of them fetches.
+# The cache of versions on a host: one file each, which one engine of the host fetches and all engines map.
 
 
 LOCK_SECONDS = 5.0
-"""Others hold these locks for a moment only."""
+"""Seconds to wait for a lock. Other processes hold these locks only for a moment."""
 
 
 class HostVersionCache:
-    """A folder below `directory` that all processes of this host which give the same `name` share.
+    """A folder of versions below `directory` that all processes of this host with the same `name` share.
 
-    Each holds it with a shared lock; when nobody does, whoever comes next removes it, as a `VersionFolder`. Who has a version in
-    use holds its file with a shared lock, so a process that is killed lets go of it. Blocking; raises `OSError`, and
-    `WeightError` for a directory of another user's."""
+    Each process holds a shared lock on the folder. If no process does, the next one to come removes it, as with a
+    `VersionFolder`. A process that uses a version holds a shared lock on its file, so a killed process releases it.
+    Blocking; raises `OSError`, and `WeightError` for a directory of another user.
+    """
 
     def __init__(self, directory: Path, name: str, world: World = REAL_WORLD):
         self._files = world.files
@@ -151,7 +156,7 @@ class HostVersionCache:
         while True:
             with contextlib.suppress(FileExistsError):
                 self._files.create_directory(self.path, 0o700)
-            with contextlib.suppress(FileNotFoundError):  # somebody removes it, for nobody held it
+            with contextlib.suppress(FileNotFoundError):  # another process removes it, since nobody held it
                 lock = self._files.open(self.path / LOCK_FILE, create=True)
                 lock.lock(shared=True, timeout=LOCK_SECONDS)
                 if self._files.stat(self.path / LOCK_FILE) is not None:
@@ -161,11 +166,14 @@ class HostVersionCache:
         self._locked_files: list[File] = []
 
     def version_path(self, version: VersionDigest) -> Path:
-        """Where the file of a version is, if it is here."""
+        """Return the path of a version's file, whether or not it exists."""
         return self.path / f"version-{version.version}-{version.digest:08x}.safetensors"
 
     def acquire_version(self, version: VersionDigest) -> Path | None:
-        """Its file, if it is here and complete; it stays until another one is used. What was used before may be removed."""
+        """Return the file of a version if it is here and complete, else None.
+
+        The file stays until another version is acquired. The version acquired before may be removed.
+        """
         path = self.version_path(version)
         try:
             file = self._files.open(path)
@@ -184,12 +192,15 @@ class HostVersionCache:
         return path
 
     def discard_version(self, version: VersionDigest) -> None:
-        """What is here of it is not what was published. Who has it in use keeps it."""
+        """Remove the file of a version that differs from what was published. Processes that use it keep it."""
         self._files.remove(self.version_path(version))
 
     @contextlib.contextmanager
     def claim_fetch(self) -> Iterator[bool]:
-        """True in the block of at most one process of the host. What another one left there when it was killed is removed."""
+        """Yield True in at most one process of the host at a time, else False.
+
+        If True, files that a killed process has left behind are removed.
+        """
         with self._files.open(self.path / "fetching", create=True) as lock:
             try:
                 lock.lock()
@@ -202,7 +213,7 @@ class HostVersionCache:
             yield True
 
     def remove_unused_versions(self, keep: VersionDigest | None) -> None:
-        """Remove versions that nobody uses, but for `keep`. For who is fetching."""
+        """Remove versions that nobody uses, except `keep`. For the process that is fetching."""
         for name in self._files.list_names(self.path):
             path = self.path / name
             if not name.startswith("version-") or (keep is not None and path == self.version_path(keep)):
@@ -212,7 +223,7 @@ class HostVersionCache:
                 self._files.remove(path)
 
     def close(self) -> None:
-        """The last one removes the folder. Idempotent."""
+        """Release the folder; the last process removes it. Idempotent."""
         used, self._locked_files = self._locked_files, []
         for file in used:
             file.close()
@@ -223,27 +234,32 @@ class HostVersionCache:
         self._lock.close()
 
 
-# Weights between hosts: what is said, and who gets them from whom.
+# The relay of weights between hosts: its messages, and the tree in which hosts pass weights on.
 #
-# A stream is a file of a version, or its delta, in chunks. Whoever wants one joins at the learner, and is placed under the
-# learner, or under a host that has the stream or is receiving it, which passes each chunk on as soon as it has it. No host
-# serves more than `FANOUT` others at once, so the depth of the tree grows with the logarithm of the number of hosts, and the
-# learner sends a stream `FANOUT` times, however many there are.
+# A stream is a file of a version, or its delta, in chunks. A host that wants one joins at the learner, and is placed
+# under the learner, or under a host that has the stream or is receiving it, which passes each chunk on as soon as it
+# has it. No host serves more than `FANOUT` others at once, so the depth of the tree grows with the logarithm of the
+# number of hosts, and the learner sends a stream `FANOUT` times, however many hosts there are.
 
 
 CHUNK_BYTES = 2**20
-"""Of a stream, in one message."""
+"""Bytes of a stream in one message."""
 FANOUT = 2
-"""Hosts that one host sends a stream to at once."""
+"""Number of hosts to which one host sends a stream at once."""
 MAX_PARENT_FAILURES = 2
-"""So often in a row a host may fail others; then nobody is placed under it any more."""
+"""Number of times in a row that a host may fail others before nobody is placed under it any more."""
 ROOT_ADDRESS = ""
-"""The learner's place in a tree."""
+"""Address of the learner in a tree."""
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """To the learner: give me a place for this stream, under none of the addresses `avoid`, which failed me. `address`: where I
-    pass it on; empty if I do not."""
+    """A request to the learner for a place in the tree of a stream.
+
+    Attributes:
+        stream: Name of the stream.
+        address: Address at which the sender passes the stream on; empty if it does not.
+        avoid: Addresses that failed the sender, under which it is not to be placed.
+    """
 
     stream: str
     address: str
@@ -251,21 +267,21 @@ class Join(msgspec.Struct, frozen=True, tag=True):
 
 
 class Place(msgspec.Struct, frozen=True, tag=True):
-    """Ask at this address; `ROOT_ADDRESS`: here."""
+    """The learner's answer to `Join`: the address that serves the stream, `ROOT_ADDRESS` for the learner itself."""
 
     stream: str
     parent: str
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """To the learner: I have all of it, from `parent`."""
+    """A report to the learner that the sender has received the whole stream from `parent`."""
 
     stream: str
     parent: str
 
 
 class Get(msgspec.Struct, frozen=True, tag=True):
-    """Send me the chunks `first` to `stop`, as you have them."""
+    """A request for the chunks `first` to `stop`, each as soon as the receiver has it."""
 
     stream: str
     first: int
@@ -273,7 +289,7 @@ class Get(msgspec.Struct, frozen=True, tag=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, tag=True):
-    """The frames that follow are this chunk; `checksum` is XXH3 of its bytes."""
+    """The header of a chunk, whose bytes are in the frames that follow; `checksum` is their XXH3."""
 
     stream: str
     index: int
@@ -281,7 +297,7 @@ class Chunk(msgspec.Struct, frozen=True, tag=True):
 
 
 class Gone(msgspec.Struct, frozen=True, tag=True):
-    """Nothing of this stream is here."""
+    """The answer of a host that has nothing of the stream."""
 
     stream: str
 
@@ -294,18 +310,18 @@ def encode_relay_message(message: RelayMessage) -> bytes:
 
 
 def decode_relay_message(data: bytes) -> RelayMessage:
-    """Raises `MalformedError`."""
+    """Decode a message. Raises `MalformedError`."""
     return decode_msgpack(data, RelayMessage)
 
 
 def count_chunks(nbytes: int) -> int:
-    """How many chunks a stream of so many bytes has."""
+    """Return the number of chunks of a stream of so many bytes."""
     return -(-nbytes // CHUNK_BYTES)
 
 
 @dataclass
 class RelayNode:
-    """A host in a tree. `children`: how many it is sending to."""
+    """A host in a tree. `children` is the number of hosts to which it is sending."""
 
     address: str
     parent: str
@@ -315,14 +331,17 @@ class RelayNode:
 
 
 class RelayTree:
-    """Who gets one stream from whom. A node is named by whoever asks; the learner is `ROOT_ADDRESS`."""
+    """The tree of hosts that pass on one stream. The name of a node is its host's; the learner's is `ROOT_ADDRESS`."""
 
     def __init__(self) -> None:
         self._nodes = {ROOT_ADDRESS: RelayNode(ROOT_ADDRESS, ROOT_ADDRESS, 0)}
 
     def place_node(self, name: str, address: str, avoid: Collection[str] = ()) -> str:
-        """The address under which `name` is placed, near the top where a place is free. One that asks again has left its place.
-        If all that are left serve enough, or are to be avoided, the learner serves one more."""
+        """Place `name` near the top of the tree, where a place is free, and return the address of its parent.
+
+        A node that asks again has left its place. If all other nodes serve enough, or are to be avoided, the learner
+        serves one more.
+        """
         known = self._nodes.get(name)
         if known is not None:
             self._leave_parent(known)
@@ -342,7 +361,7 @@ class RelayTree:
         return at.address
 
     def finish_node(self, name: str) -> None:
-        """It has everything, and its parent may serve another one. Idempotent."""
+        """Record that `name` has the whole stream, so that its parent may serve another node. Idempotent."""
         if (node := self._nodes.get(name)) is not None:
             self._leave_parent(node)
 
@@ -352,7 +371,7 @@ class RelayTree:
             node.is_done = True
 
     def _find_descendants(self, name: str) -> set[str]:
-        """It, and those that get the stream through it."""
+        """Return `name` and all nodes that get the stream through it."""
         found = {name}
         for other in self._nodes:
             way, at = [other], other
@@ -365,14 +384,14 @@ class RelayTree:
 
 
 class RelayTrees:
-    """The learner's: one tree a stream. Hosts that failed others are avoided, for later streams too."""
+    """The trees of the learner, one per stream. Hosts that failed others are avoided, for later streams too."""
 
     def __init__(self) -> None:
         self._trees: dict[str, RelayTree] = {}
         self._failed: Counter[str] = Counter()
 
     def handle_join(self, name: str, message: Join) -> Place:
-        """Where `name` gets the stream from. It asks again when a parent failed it."""
+        """Return the place at which `name` gets the stream. A host asks again when a parent failed it."""
         for address in message.avoid[-1:]:
             self._failed[address] += 1
         avoid = {*message.avoid, *(a for a, times in self._failed.items() if times >= MAX_PARENT_FAILURES)}
@@ -390,7 +409,10 @@ class RelayTrees:
 
 @dataclass
 class RelayStream:
-    """A file that grows, or is complete. `checksums`: of the chunks that are there; None where they were not computed yet."""
+    """A stream in a file that grows, or is complete.
+
+    `checksums` has an entry for each chunk in the file; None if it is not computed yet.
+    """
 
     file: File
     nbytes: int
@@ -398,8 +420,11 @@ class RelayStream:
 
 
 class ChunkServer:
-    """Answers `Get` from the streams that are here. What is asked for and not here yet is sent when it comes. On the event loop
-    of `socket`, which is a router's."""
+    """A server of the streams on this host, which answers `Get`.
+
+    Requested chunks that are not here yet are sent when they arrive. It runs on the event loop of `socket`, which is a
+    router.
+    """
 
     def __init__(self) -> None:
         self._streams: dict[str, RelayStream] = {}
@@ -407,16 +432,19 @@ class ChunkServer:
         self.sent_bytes = 0
 
     def add_complete_stream(self, name: str, file: File) -> None:
-        """All of `file`."""
+        """Add a stream that is complete in `file`."""
         nbytes = file.size()
         self._streams[name] = RelayStream(file, nbytes, [None] * count_chunks(nbytes))
 
     def add_growing_stream(self, name: str, file: File, nbytes: int) -> None:
-        """A file of which nothing is here yet. It stays open, even if its name goes, until `remove_stream`."""
+        """Add a stream of which nothing is here yet.
+
+        Its file stays open until `remove_stream`, even if its name is removed.
+        """
         self._streams[name] = RelayStream(file, nbytes, [])
 
     def add_chunks(self, name: str, checksums: Sequence[int], socket: MessageSocket) -> None:
-        """The next chunks were written."""
+        """Record that the next chunks were written, and send them to the peers that wait for them."""
         stream = self._streams[name]
         stream.checksums += checksums
         waiting = self._pending_requests.get(name, {})
@@ -425,7 +453,7 @@ class ChunkServer:
             self._send_chunk(socket, peer, name, stream, index)
 
     def remove_stream(self, name: str) -> None:
-        """Idempotent."""
+        """Remove a stream and close its file. Idempotent."""
         self._pending_requests.pop(name, None)
         if (stream := self._streams.pop(name, None)) is not None:
             stream.file.close()
@@ -452,36 +480,44 @@ class ChunkServer:
         if checksum is None:
             checksum = stream.checksums[index] = xxhash.xxh3_64_intdigest(data)
         frames: list[Any] = [data[at : at + MAX_FRAME] for at in range(0, len(data), MAX_FRAME)]
-        # What is not taken, the peer asks for again.
+        # If the socket does not take a message, the peer asks for the chunk again.
         if not socket.send([peer, encode_relay_message(Chunk(name, index, checksum)), *frames]):
             self.sent_bytes += len(data)
 
 
-# Weights over TCP: from the file of the learner's host to one file on each other host, through a tree of hosts; see `relay`.
+# Weights over TCP: from the file of the learner's host to one file on each other host, through a tree of hosts.
 #
-# The learner's host has a version as one file, and beside it the delta from the version before, if that is shorter. On each other
-# host one generator fetches it for all: the delta if the host has the very version that it changes, else the whole file. Chunks
-# have checksums, blocks of a delta have those of what they make, and the engine compares each tensor with the manifest, which
-# came another way, before it pauses.
+# The learner's host has a version as one file, and beside it the delta from the version before, if that is shorter. On
+# each other host one generator fetches it for all: the delta if the host has the exact version that it changes, else
+# the whole file. Chunks have checksums, records of a delta have those of the resulting blocks, and the engine compares
+# each tensor with the manifest, which arrived separately, before it pauses.
 
 
 WINDOW_CHUNKS = 16
-"""Chunks that are asked for and not written yet."""
+"""Maximum number of chunks that are requested and not written yet."""
 RETRY_SECONDS = 1.0
-"""Without a chunk for so long, what was asked for is asked for again: it may have been lost with a connection."""
+"""Seconds without a chunk after which the request is repeated: it may have been lost with a connection."""
 MAX_SILENCE_SECONDS = 5.0
-"""Without a chunk for so long, a host asks for another place in the tree."""
+"""Seconds without a chunk after which a host asks for another place in the tree."""
 MAX_DAMAGED_CHUNKS = 3
-"""So often a chunk may come damaged from one host; then another place is asked for."""
+"""Number of damaged copies of a chunk from one host after which another place is requested."""
 MAX_RELAYED_STREAMS = 3
-"""Streams that a host passes on: the newest ones."""
+"""Number of streams that a host passes on: the newest ones."""
 CACHE_POLL_SECONDS = 0.05
-"""Between two looks at what another process of the host fetches."""
+"""Seconds between two checks of what another process of the host fetches."""
 
 
 class TcpSource(msgspec.Struct, frozen=True):
-    """Where a version is. `nbytes`: of its file, on `host`. A delta of `delta_bytes` changes version `base`; None: there is
-    none."""
+    """The source of a version on the learner's host.
+
+    Attributes:
+        endpoint: Address of the learner's `TcpServer`.
+        name: Name of the version's stream.
+        nbytes: Size of the version's file.
+        base: The version that the delta changes; None if there is no delta.
+        delta_bytes: Size of the delta.
+        host: The host that has the file.
+    """
 
     endpoint: str
     name: str
@@ -492,8 +528,10 @@ class TcpSource(msgspec.Struct, frozen=True):
 
 
 class TcpServer:
-    """The learner's end: serves files that were written on its host. On one event loop. `public_endpoint(endpoint)`: where
-    others reach what is bound there."""
+    """The learner's end of the TCP transport, which serves the files on its host. It belongs to one event loop.
+
+    `public_endpoint(endpoint)` returns the address at which others reach a bound endpoint.
+    """
 
     def __init__(
         self,
@@ -509,15 +547,15 @@ class TcpServer:
         self._chunk_server, self._trees = ChunkServer(), RelayTrees()
         self._paths: dict[str, Path] = {}
         self.refused_peers: Counter[str] = Counter()
-        """Peers without a known key, by reason."""
+        """Number of peers refused for lack of a known key, by reason."""
 
     @property
     def sent_bytes(self) -> int:
-        """Of all chunks so far."""
+        """The bytes of all chunks sent so far."""
         return self._chunk_server.sent_bytes
 
     def offer_version(self, manifest: WeightManifest, base: VersionDigest | None) -> TcpSource:
-        """Serve a version, and its delta from `base`, which is beside it. What was removed from the host is served no longer."""
+        """Serve a version, and its delta from `base` beside it. Versions removed from the host are no longer served."""
         socket = self._ensure_socket()
         for name, path in list(self._paths.items()):
             if self._files.stat(path) is None:
@@ -530,7 +568,7 @@ class TcpServer:
         return TcpSource(self._public_endpoint(socket.endpoint), name, nbytes, base, delta_bytes, self._host)
 
     def _serve_file(self, name: str, path: Path) -> int:
-        self._chunk_server.remove_stream(name)  # of a try before this one
+        self._chunk_server.remove_stream(name)  # from an earlier attempt
         file = self._files.open(path)
         self._chunk_server.add_complete_stream(name, file)
         self._paths[name] = path
@@ -558,7 +596,7 @@ class TcpServer:
                 self._chunk_server.answer_request(socket, peer, message)
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close the sockets and files. Idempotent."""
         await self._sockets.close()
         for name in self._chunk_server.stream_names:
             self._chunk_server.remove_stream(name)
@@ -566,8 +604,13 @@ class TcpServer:
 
 @dataclass
 class IncomingStream:
-    """A stream under way to this host. `written_chunks`: chunks that are in its file. `parent`: the address where it is asked
-    for, once it is known."""
+    """A stream that this host is receiving.
+
+    Attributes:
+        written_chunks: Number of chunks in its file.
+        parent: The address that serves it, once known.
+        is_gone: True if the peer answered that it does not have the stream.
+    """
 
     name: str
     chunk_count: int
@@ -577,12 +620,12 @@ class IncomingStream:
 
     def __post_init__(self) -> None:
         self.pending_chunks: deque[tuple[int, list[Any]]] = deque()
-        """Chunks that follow on those: checksum, and frames."""
+        """Received chunks that follow the written ones: checksum and frames."""
         self.activity = asyncio.Event()
 
     @property
     def next_chunk(self) -> int:
-        """The first chunk that is not here."""
+        """The index of the first chunk that is not here."""
         return self.written_chunks + len(self.pending_chunks)
 
     @property
@@ -590,7 +633,7 @@ class IncomingStream:
         return self.written_chunks == self.chunk_count
 
     async def wait_for_activity(self) -> bool:
-        """Whether something arrived in time."""
+        """Wait up to `RETRY_SECONDS` and return True if something arrived."""
         self.activity.clear()
         try:
             await asyncio.wait_for(self.activity.wait(), RETRY_SECONDS)
@@ -600,8 +643,14 @@ class IncomingStream:
 
 
 class TcpReceiver:
-    """A host's end, in each generator. `host`: where it passes weights on to other hosts (ZeroMQ's name of an interface; empty:
-    it does not), which reach it at `name`. `folder`: what the generators of this run share on a host."""
+    """A generator's end of the TCP transport.
+
+    Args:
+        folder: Name of the cache folder that the generators of this run share on a host.
+        host: Interface (in ZeroMQ's notation) at which this host passes weights on to other hosts; empty if it does
+            not.
+        name: Host name at which other hosts reach it.
+    """
 
     def __init__(
         self,
@@ -627,10 +676,13 @@ class TcpReceiver:
         self._incoming = IncomingStream("", 0)
         self.refused_peers: Counter[str] = Counter()
         self.received_bytes = self.damaged_chunks = self.parent_changes = 0
-        """Bytes and chunks of streams, and how often this host asked for another place."""
+        """Bytes received, chunks that arrived damaged, and number of times that this host asked for another place."""
 
     async def fetch_version(self, manifest: WeightManifest, parts: Sequence[Any], timeout: float) -> WeightManifest:
-        """See `WeightReceiver.fetch_version`. One process of the host fetches, and the others wait for its file."""
+        """Implement `WeightReceiver.fetch_version`.
+
+        One process of the host fetches, and the others wait for its file.
+        """
         source, wanted = parts[0], digest_version(manifest)
         if source.host == self._host_name and self._files.stat(Path(manifest.path)) is not None:
             return manifest  # the learner's host
@@ -649,11 +701,11 @@ class TcpReceiver:
         return msgspec.structs.replace(manifest, path=str(path))
 
     async def discard_version(self, manifest: WeightManifest) -> None:
-        """See `WeightReceiver.discard_version`. The learner's own file stays."""
+        """Implement `WeightReceiver.discard_version`. The learner's own file stays."""
         await self._run_in_thread(self._cache.discard_version, digest_version(manifest))
 
     async def close(self) -> None:
-        """See `WeightReceiver.close`."""
+        """Implement `WeightReceiver.close`."""
         await self._sockets.close()
         for name in self._chunk_server.stream_names:
             self._chunk_server.remove_stream(name)
@@ -672,7 +724,7 @@ class TcpReceiver:
         if base is not None:
             aside = path.with_name(f".{path.name}.delta")
             delta = await self._receive_stream(f"{source.name}-delta", source.delta_bytes, aside)
-            self._files.remove(aside)  # what is passed on stays open
+            self._files.remove(aside)  # the open file is still passed on
             if await self._run_in_thread(self._apply_delta, base, delta, path):
                 return
         aside = path.with_name(f".{path.name}")
@@ -683,7 +735,10 @@ class TcpReceiver:
         return self._files.stat(self._cache.version_path(base)) is not None
 
     def _apply_delta(self, base: VersionDigest, delta: File, path: Path) -> bool:
-        """Whether the delta made the file. If not, it or the version that it changes is corrupt: the whole file is needed."""
+        """Apply a delta and return True if it produced the file.
+
+        If not, the delta or its base is corrupt, and the whole file is needed.
+        """
         try:
             with self._files.open(self._cache.version_path(base)) as before:
                 write_atomically(path, apply_delta(base, before, delta), fsync=False, files=self._files)
@@ -694,11 +749,12 @@ class TcpReceiver:
     # -- one stream ------------------------------------------------------------------------------------------------
 
     def _connect_sockets(self, endpoint: str) -> None:
-        """Connect to the learner, and listen for other hosts, if that was not done."""
+        """Connect to the learner, and listen for other hosts, unless this was done before."""
         if self._root_sockets:
             return
         if self._host:
-            # A client's keys serve here too: the learner knows their public one, and so do all that have the same.
+            # The client's keys serve here too: their public key is known to the learner, and to all hosts with the same
+            # keys.
             known = frozenset([decode_key(derive_public_key(self._keys.secret_key))])
             server = ServerKeys(self._keys.secret_key, known)
             with contextlib.suppress(OSError):  # then it passes nothing on
@@ -752,12 +808,15 @@ class TcpReceiver:
                     avoid.append(parent)
                     self.parent_changes += 1
         except BaseException:
-            self._chunk_server.remove_stream(name)  # whoever asks for it here looks elsewhere
+            self._chunk_server.remove_stream(name)  # hosts that request it here then look elsewhere
             raise
         return file
 
     async def _request_parent(self, expected: IncomingStream, avoid: Sequence[str]) -> str:
-        """The address of a parent, from the learner. Raises `WeightError` if that one does not have the stream."""
+        """Ask the learner for a parent and return its address.
+
+        Raises `WeightError` if the learner does not have the stream.
+        """
         expected.parent, expected.is_gone = None, False
         while expected.parent is None:
             self._root_sockets[0].send([encode_relay_message(Join(expected.name, self._address, tuple(avoid)))])
@@ -767,7 +826,7 @@ class TcpReceiver:
         return expected.parent
 
     async def _receive_from_parent(self, parent: str, expected: IncomingStream, file: File) -> bool:
-        """See `_receive_chunks`."""
+        """Connect to a parent and receive from it as `_receive_chunks` does."""
         if parent == ROOT_ADDRESS:
             return await self._receive_chunks(expected, file, self._root_sockets[0])
         keys = ClientKeys(self._keys.secret_key, derive_public_key(self._keys.secret_key))
@@ -781,8 +840,11 @@ class TcpReceiver:
             socket.close()
 
     async def _receive_chunks(self, expected: IncomingStream, file: File, socket: MessageSocket) -> bool:
-        """Chunks from one parent, until all are written, it is silent, or a chunk is damaged each time, for that is what it has.
-        Returns whether all are."""
+        """Receive chunks from one parent and return True if all are written.
+
+        Gives up when the parent is silent, or when a chunk arrives damaged every time because the parent's copy is
+        damaged.
+        """
         asked, silent, damaged = expected.next_chunk, 0.0, Counter[int]()
         while not expected.is_complete:
             stop = min(expected.chunk_count, expected.next_chunk + WINDOW_CHUNKS)
@@ -803,7 +865,10 @@ class TcpReceiver:
         return True
 
     async def _write_pending_chunks(self, expected: IncomingStream, file: File, socket: MessageSocket) -> bool:
-        """Write what has arrived, and pass it on. False if a chunk was damaged on its way: it is asked for again."""
+        """Write the chunks that have arrived and pass them on.
+
+        Returns False if a chunk was damaged on its way and is requested again.
+        """
         batch = list(expected.pending_chunks)
         good = await self._run_in_thread(self._append_verified_chunks, file, batch)
         for _ in good:
@@ -817,7 +882,7 @@ class TcpReceiver:
         return False
 
     def _append_verified_chunks(self, file: File, batch: Sequence[tuple[int, list[Any]]]) -> list[int]:
-        """Append chunks, up to the first that is damaged. Returns the checksums of those that were written."""
+        """Append chunks up to the first damaged one, and return the checksums of those that were written."""
         good = []
         for checksum, frames in batch:
             digest = xxhash.xxh3_64()

@@ -1,4 +1,4 @@
-"""What a version of the weights is: names, shapes, dtypes and checksums, which whoever installs it compares."""
+"""The manifest of a version of the weights: names, shapes, dtypes and checksums, which are compared at installation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class WeightError(RuntimeError):
-    """Weights that cannot be published, or a published file that is not what its manifest says."""
+    """An error for weights that cannot be published, or for a published file that differs from its manifest."""
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -20,9 +20,9 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class NcclSource(msgspec.Struct, frozen=True):
-    """Where workers ask for a version that comes to them from the learner's GPU; see `weights.nccl`.
+    """The source from which workers request a version that comes from the learner's GPU; see `weights.nccl`.
 
-    `receiver` is one start of a generator, `generator`; it asks at `endpoint` (ZeroMQ).
+    `receiver` identifies one start of the generator `generator`, which sends its requests to `endpoint` (ZeroMQ).
     """
 
     endpoint: str
@@ -32,11 +32,11 @@ class NcclSource(msgspec.Struct, frozen=True):
 
 
 class WeightManifest(msgspec.Struct, frozen=True):
-    """One version: a safetensors file with Hugging Face names, and its contents.
+    """One version of the weights: a safetensors file with Hugging Face names, and its contents.
 
-    `path` is where the file is on this host; empty where it has not arrived yet (see `WeightReceiver`). With a `source`
-    there is no file to read: workers receive the tensors from there, and `path` is the file's on the learner's host. `nbytes`
-    are those of the tensors.
+    `path` is the path of the file on this host; empty if it has not arrived yet (see `WeightReceiver`). With a `source`
+    there is no file to read: workers receive the tensors from there, and `path` is the file's path on the learner's
+    host. `nbytes` is the size of the tensors.
     """
 
     version: int
@@ -45,16 +45,16 @@ class WeightManifest(msgspec.Struct, frozen=True):
     nbytes: int
     source: NcclSource | None = None
     lineage: int = 0
-    """In which `version` is counted."""
+    """Lineage in which `version` is counted."""
 
     @property
     def digest(self) -> int:
-        """crc32 of the contents' names, shapes, dtypes and checksums: equal contents have equal digests."""
+        """The crc32 of the contents' names, shapes, dtypes and checksums. Equal contents have equal digests."""
         return zlib.crc32(msgspec.msgpack.encode(self.tensors, order="sorted"))
 
 
 class TensorMismatch(msgspec.Struct, frozen=True):
-    """A published tensor of which an engine holds something else: in `elements` places of its `parameter`."""
+    """A published tensor that differs in an engine, in `elements` elements of its parameter `parameter`."""
 
     tensor: str
     parameter: str

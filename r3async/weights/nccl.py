@@ -1,11 +1,13 @@
-"""Weights from the learner's GPU to the engines' by NCCL: who sends what to whom, and when. What sends is `engines.vllm_sender`.
+"""Coordination of weight transfers from the learner's GPU to the engines' GPUs by NCCL.
 
-A version is written into shared memory of the learner's host, as ever. For each generator one process beside the learner, on its
-GPU, reads it there and is rank 0 of a group with that generator's workers. A collective operation hangs if a peer is lost: only
-that process can hang, and it is killed after a time. Neither the learner nor another generator waits for it.
+The sending itself is in `rollout.vllm.worker`. A version is written to shared memory of the learner's host, as with the
+other transports. For each generator one process beside the learner, on its GPU, reads it there and is rank 0 of a group
+with that generator's workers. A collective operation hangs if a peer is lost: only that process can hang, and it is
+killed after a timeout. Neither the learner nor another generator waits for it.
 
-A worker that is ready to receive, its engine paused, asks with `Ready`. When all workers of the engine have asked and the process
-is `Up`, they get an `Offer` and the process gets `Send`; so nobody enters the operation before everybody is there.
+A worker that is ready to receive, its engine paused, sends `Ready`. When all workers of the engine have done so and the
+process is `Up`, they get an `Offer` and the process gets `Send`. So nobody enters the operation before all participants
+are ready.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ CLOSE_SECONDS = 5.0
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Worker `rank` of `workers` of a generator waits for `version`."""
+    """A request of worker `rank` of a generator's `workers` workers, which waits for `version`."""
 
     generator: str
     receiver: str
@@ -49,20 +51,20 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Up(msgspec.Struct, frozen=True, tag=True):
-    """A sending process is ready."""
+    """A report that a sending process is ready."""
 
     link: str
 
 
 class Sent(msgspec.Struct, frozen=True, tag=True):
-    """A sending process has sent a version, and everybody has received it."""
+    """A report that a sending process has sent a version, and all workers have received it."""
 
     link: str
     version: int
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
-    """To a worker: receive now, in group `link`, which meets at `host` and `port` if it has not met."""
+    """An instruction to a worker to receive now, in group `link`, which is formed at `host` and `port` if it is new."""
 
     link: str
     host: str
@@ -71,13 +73,13 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """To a worker: nothing will come."""
+    """An answer to a worker that nothing will be sent."""
 
     reason: str
 
 
 class Send(msgspec.Struct, frozen=True, tag=True):
-    """To a sending process: send the file at `path`, to so many workers."""
+    """An instruction to a sending process to send the file at `path` to so many workers."""
 
     path: str
     version: int
@@ -95,12 +97,12 @@ def encode_nccl_message(message: NcclMessage) -> bytes:
 
 
 def decode_nccl_message(data: bytes) -> NcclMessage:
-    """Raises `MalformedError`."""
+    """Decode a message. Raises `MalformedError`."""
     return decode_msgpack(data, NcclMessage)
 
 
 class SenderProcess(Protocol):
-    """What `NcclLinkTable` asks of a sending process."""
+    """The interface of a sending process that `NcclLinkTable` uses."""
 
     def poll(self) -> int | None: ...
 
@@ -109,8 +111,14 @@ class SenderProcess(Protocol):
 
 @dataclass
 class NcclLink:
-    """A generator's group. With `deadline` None it is idle. `waiting_workers`: workers that wait for `version`, by rank.
-    `sending_version`: the version that is on its way, or -1."""
+    """The NCCL group of a generator.
+
+    Attributes:
+        version: The version for which workers wait.
+        deadline: Time by which the delivery must be complete; None while the group is idle.
+        sending_version: The version that is being sent, or -1.
+        waiting_workers: The workers that wait for `version`, by rank.
+    """
 
     name: str
     generator: str
@@ -126,11 +134,15 @@ class NcclLink:
 
 
 class NcclLinkTable:
-    """The groups of all generators. Nothing here waits; `now` are seconds of one clock.
+    """The groups of all generators. No method blocks; `now` are seconds of one clock.
 
-    `start_process(name)` starts the process of a new link, `send_message(to, message)` sends a message, `find_path(version)`
-    is the file of a version that is still there. A link is dropped, its process killed, if a delivery takes longer than
-    `timeout` from the first worker's request, if the process ends, or if its generator restarts; the next request makes another.
+    A link is dropped and its process killed if a delivery takes longer than `timeout` from the first worker's request,
+    if the process ends, or if its generator restarts. The next request creates a new link.
+
+    Args:
+        start_process: `start_process(name)` starts the process of a new link.
+        send_message: `send_message(to, message)` sends a message.
+        find_path: `find_path(version)` returns the path of a version's file, or None if it is gone.
     """
 
     def __init__(
@@ -152,13 +164,13 @@ class NcclLinkTable:
             find_port,
         )
         self._links: dict[str, NcclLink] = {}
-        """By generator."""
+        """Links by generator."""
 
     def __len__(self) -> int:
         return len(self._links)
 
     def handle_message(self, sender: bytes, message: NcclMessage, now: float) -> None:
-        """A message came from `sender`. Messages of a dropped process are ignored."""
+        """Handle a message from `sender`. Messages of a dropped process are ignored."""
         if isinstance(message, Ready):
             self._add_request(sender, message, now)
             return
@@ -174,7 +186,7 @@ class NcclLinkTable:
             self._send_if_ready(link)
 
     def drop_overdue_links(self, now: float) -> None:
-        """Drop what has ended or takes too long."""
+        """Drop links whose process has ended, or whose delivery takes too long."""
         for link in list(self._links.values()):
             code = link.process.poll()
             if code is not None:
@@ -183,7 +195,7 @@ class NcclLinkTable:
                 self._drop_link(link, f"it took longer than {self._timeout:g} s (weights.install_timeout)")
 
     def close(self) -> None:
-        """Drop all."""
+        """Drop all links."""
         for link in list(self._links.values()):
             self._drop_link(link, "the learner has closed")
 
@@ -197,7 +209,7 @@ class NcclLinkTable:
             or link.sending_version == message.version
             or (link.waiting_workers and link.version != message.version)
         ):
-            # It restarted, or what it asked for before has timed out.
+            # The generator restarted, or its earlier request has timed out.
             self._drop_link(link, "the generator has asked again")
             link = None
         if link is None:
@@ -234,10 +246,13 @@ class NcclLinkTable:
 
 
 class NcclSender:
-    """The learner's end: writes versions as `VersionStore` does, and has them sent to whoever asks; see `NcclLinkTable`.
+    """The learner's end of the NCCL transport. It writes versions like `VersionStore`, and has them sent on request.
 
-    `host`: the interface at which generators ask, and meet the senders. `timeout(nbytes)`: seconds that a delivery of so many may
-    take. A thread answers them, from the first `publish_tensors` on.
+    See `NcclLinkTable`. A thread answers the generators, from the first `publish_tensors` on.
+
+    Args:
+        host: The interface for the generators' requests, at which they also form groups with the senders.
+        timeout: `timeout(nbytes)` returns the seconds that a delivery of so many bytes may take.
     """
 
     def __init__(
@@ -263,13 +278,13 @@ class NcclSender:
         dtype: torch.dtype,
         versions_in_use: Collection[int] = (),
     ) -> TransferOffer:
-        """See `WeightSender.publish_tensors`. Raises `WeightError` also for scalars, which vLLM cannot pack."""
+        """Implement `WeightSender.publish_tensors`. Raises `WeightError` also for scalars, which vLLM cannot pack."""
         for name, tensor in tensors.items():
             _refuse_scalar(name, tensor.dim())
         return self.announce_version(self._store.write_tensors(version, tensors, dtype, versions_in_use))
 
     def announce_version(self, manifest: WeightManifest) -> TransferOffer:
-        """See `WeightSender.announce_version`. Raises what `publish_tensors` raises."""
+        """Implement `WeightSender.announce_version`. Raises the errors of `publish_tensors`."""
         for name, entry in manifest.tensors.items():
             _refuse_scalar(name, len(entry.shape))
         kept = {v: p for v, p in self._paths.items() if Path(p).exists()}
@@ -298,7 +313,7 @@ class NcclSender:
         def post(to: bytes, message: NcclMessage) -> None:
             router.send_multipart(
                 [to, encode_nccl_message(message)]
-            )  # nothing waits for one that is lost: ZeroMQ drops it
+            )  # nothing waits for a lost peer: ZeroMQ drops its messages
 
         links = NcclLinkTable(
             self._host,
@@ -324,10 +339,10 @@ def _refuse_scalar(name: str, dimensions: int) -> None:
 
 
 class NcclReceiver:
-    """A generator's end. Nothing to bring: the workers receive the tensors when the engine is paused; see
-    `request_receive_offer`.
+    """A generator's end of the NCCL transport.
 
-    Each start of a generator has one of its own, and with it a group of its own.
+    It fetches nothing: the workers receive the tensors while the engine is paused (`request_receive_offer`). Each start
+    of a generator has a new receiver, and with it a new group.
     """
 
     def __init__(self, generator: str):
@@ -345,7 +360,10 @@ class NcclReceiver:
 
 
 def request_receive_offer(manifest: WeightManifest, rank: int, workers: int) -> Offer:
-    """A worker's request, when it can receive. Blocking. Raises `WeightError` if it is refused, or not answered in time."""
+    """Send a worker's request and wait for the offer; call it when the worker can receive. Blocking.
+
+    Raises `WeightError` if the request is refused, or not answered in time.
+    """
     source = manifest.source
     assert source is not None
     where = f"weights version {manifest.version} (weights.backend = nccl)"
@@ -369,7 +387,7 @@ def find_free_port(host: str) -> int:
 
 
 def start_sender_process(endpoint: str, link: str) -> SenderProcess:
-    """A sending process, which finds what this one finds, and ends with it."""
+    """Start a sending process, which has the import path of this process and ends with it."""
     boot = (
         "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from r3async.rollout.vllm.worker import main; main()"
     )

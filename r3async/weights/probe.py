@@ -1,14 +1,16 @@
-"""Does the engine think what the learner thinks? One fixed text, scored by both after a delivery.
+"""A probe that compares the log-probs of engine and learner on a fixed text after each delivery of weights.
 
-Weights that arrive corrupted load without an error and generate fluent text; only the log-probs show it. A score of a given
-text shows nothing of how a token is *sampled*, at the run's temperature, and of what is reported of it: so the engine also
-samples after several beginnings of the text. Which tokens come is not known beforehand, but with logits `z` at a position,
-`log softmax(z / T)[t] = log softmax(z)[t] / T - c`, where `c = logsumexp(z / T) - logsumexp(z) / T` is the same for every
-token `t`: the learner's two scores of the text's own next token, at temperature 1 and at `T`, give it.
+Weights that arrive corrupted load without an error and generate fluent text; only the log-probs show it. Scoring a
+given text does not test how a token is *sampled*, at the run's temperature, or the log-prob reported for it. So the
+engine also samples after several prefixes of the text. The sampled tokens are not known beforehand, but with logits `z`
+at a position, `log softmax(z / T)[t] = log softmax(z)[t] / T - c`, where `c = logsumexp(z / T) - logsumexp(z) / T` is
+the same for every token `t`: the learner's two scores of the text's own next token, at temperature 1 and at `T`,
+determine it.
 
-Two sound programs do not always agree on one text. Where a router's scores of two experts are equal up to rounding, each may
-choose the other one, and the log-probs of that token and of those after it differ by far more than rounding. A second text
-decides: its tokens are those of the first, so what is wrong with a tensor shows there as well, and such a tie does not.
+Two correct programs do not always agree on one text. If a router's scores of two experts are equal up to rounding, each
+may choose a different one, and the log-probs of that token and of those after it differ by far more than rounding. A
+second text decides: it has the same tokens as the first, so an error in a tensor shows there as well, and such a tie
+does not.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from r3async.config import Config
 from r3async.weights.manifest import TensorMismatch
 
 FAILED_MODEL_DIRECTORY = "probe-failed"
-"""In a run's directory: a model directory of the version that a probe failed with, for `r3async diagnose`."""
+"""Model directory, in a run's directory, of the version with which a probe failed, for `r3async diagnose`."""
 _PROBE_TEXT = "The quick brown fox jumps over 13 lazy dogs; def f(x): return x * 2  # reverse: xof nworb kciuq. "
 
 
 class ProbeResult(msgspec.Struct, frozen=True):
-    """Differences in nats, engine minus learner. `position` is that of the largest one, in the probe's tokens."""
+    """The differences in nats, engine minus learner. `position` is that of the largest one, in the probe's tokens."""
 
     mean_difference: float
     max_difference: float
@@ -59,9 +61,14 @@ class ProbeResult(msgspec.Struct, frozen=True):
 
 
 class SampledProbe(msgspec.Struct, frozen=True):
-    """A token sampled after each of several beginnings of the text. `positions` int32 `[n]`: how long each is; `token_ids` int32
-    `[n]`; `reported` float32 `[n]`: the log-probs that came with them, as an episode's do; `plain` float32 `[n]`: those that
-    the engine gives the same tokens when it scores them, at temperature 1."""
+    """The tokens sampled after several prefixes of the text, one after each.
+
+    Attributes:
+        positions: Length of each prefix, int32 `[n]`.
+        token_ids: Sampled tokens, int32 `[n]`.
+        reported: The log-probs that came with them, as in an episode, float32 `[n]`.
+        plain: The log-probs of the same tokens when the engine scores them, at temperature 1, float32 `[n]`.
+    """
 
     positions: np.ndarray
     token_ids: np.ndarray
@@ -70,16 +77,17 @@ class SampledProbe(msgspec.Struct, frozen=True):
 
 
 def choose_probe_positions(tokens: int, count: int = 16, max_length: int = 64) -> list[int]:
-    """Lengths of the beginnings of a text of so many tokens: evenly, and few, for each is a request of its own."""
+    """Return evenly spaced prefix lengths of a text of so many tokens; few, because each costs a request."""
     return sorted({int(p) for p in np.linspace(1, min(tokens - 1, max_length), count)})
 
 
 def compare_sampled_probe(
     sampled: SampledProbe, scores: np.ndarray, temperature: float, tolerance: float
 ) -> ProbeResult:
-    """Compare what was reported with what follows from the learner's `scores` `[2, T - 1]`, at temperature 1 and `temperature`.
+    """Compare the reported log-probs with those that follow from the learner's scores.
 
-    Rounding of logits is divided by the temperature, and `tolerance`, which is for temperature 1, grows with it.
+    `scores` `[2, T - 1]` are at temperature 1 and at `temperature`. Rounding of logits is divided by the temperature,
+    and `tolerance`, which is for temperature 1, grows with it.
     """
     plain, tempered = scores[:, sampled.positions - 1].astype(np.float64)
     constant = plain / temperature - tempered
@@ -91,7 +99,10 @@ def compare_sampled_probe(
 def _measure_differences(
     positions: np.ndarray, token_ids: np.ndarray, learner: np.ndarray, engine: np.ndarray, tolerance: float
 ) -> ProbeResult:
-    """All `[n]`. A difference that is not finite counts as infinite."""
+    """Summarize the differences of log-probs; all arrays are `[n]`.
+
+    A difference that is not finite counts as infinite.
+    """
     difference = np.abs(engine.astype(np.float64) - learner.astype(np.float64))
     difference = np.where(np.isfinite(difference), difference, np.inf)
     worst = int(difference.argmax())
@@ -107,7 +118,7 @@ def _measure_differences(
 
 
 def describe_mismatches(mismatches: Sequence[TensorMismatch], max_named: int = 4) -> str:
-    """In words: which published tensors an engine does not hold."""
+    """Return a sentence that names the published tensors that an engine does not hold."""
     if not mismatches:
         return (
             "The engine holds what loading the published tensors again gives: the fault is in how it loads or computes them, or "
@@ -122,18 +133,24 @@ def describe_mismatches(mismatches: Sequence[TensorMismatch], max_named: int = 4
 
 
 def make_probe_text(max_tokens: int) -> str:
-    """At most `max_tokens - 1` bytes, so that no tokenizer makes more tokens than fit."""
+    """Return a text of at most `max_tokens - 1` bytes, so that no tokenizer makes more tokens than fit."""
     return (_PROBE_TEXT * 4)[: max(2, min(len(_PROBE_TEXT) * 4, max_tokens - 2))]
 
 
 def make_probe_pair(token_ids: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """int32 `[T]` each: the probe's text, and the second one, which is the same tokens from the last to the first."""
+    """Return the probe's text and the second text, int32 `[T]` each.
+
+    The second has the same tokens in reverse order.
+    """
     text = np.asarray(token_ids, np.int32)
     return text, text[::-1].copy()
 
 
 def resolve_probe_tolerance(config: Config) -> float:
-    """`weights.probe_tolerance`, or what precision explains: bf16 against fp32 differs by 0.01 to 0.06 nats on average."""
+    """Return `weights.probe_tolerance`, or else a tolerance for the precision of the dtypes.
+
+    The log-probs of bf16 and fp32 differ by 0.01 to 0.06 nats on average.
+    """
     if config.weights.probe_tolerance is not None:
         return config.weights.probe_tolerance
     exact = config.generator.dtype == "float32" and config.learner.dtype == "float32"

@@ -1,9 +1,9 @@
-"""Publishes a version of the weights: writes it for the engines of a host and sends it to other hosts.
+"""Publishes versions of the weights: writes them for the engines of a host and offers them to other hosts.
 
 A version is one safetensors file in shared memory, so an engine maps it instead of copying it through a socket. Every
-tensor has a checksum over its bytes: what was published is what is installed, or the run stops and names the tensor. A version
-arrives as a file that an engine of that host maps, and is verified there before anything is paused. Or, with `weights.nccl`, the
-manifest says where workers receive it when the engine is paused.
+tensor has a checksum over its bytes: the installed weights equal the published ones, or the run stops and names the
+tensor. A version arrives as a file that an engine of that host maps, and is verified there before anything is paused.
+With `weights.nccl`, the manifest instead names the source from which workers receive it while the engine is paused.
 """
 
 from __future__ import annotations
@@ -46,18 +46,21 @@ _SPARE_BYTES = 16 * 2**20
 DEFAULT_BUCKET_BYTES = 64 * 2**20
 ENLARGE_HINT = "enlarge /dev/shm (docker run --shm-size) or set weights.directory to a larger file system"
 LOCK_FILE = "lock"
-"""A file in each folder, which its owner holds."""
+"""Name of the file in each folder that its owner locks."""
 
 
 class TransferOffer(msgspec.Struct, frozen=True):
-    """A version as the learner's host gives it away. `transport_data` are what the transport needs beside the manifest."""
+    """An offer of a version by the learner's host.
+
+    `transport_data` is what the transport needs besides the manifest.
+    """
 
     manifest: WeightManifest
     transport_data: list[Any] = []
 
 
 class WeightSender(Protocol):
-    """At the learner. Blocking; one call at a time."""
+    """The learner's end of a weight transport. Blocking; one call at a time."""
 
     def publish_tensors(
         self,
@@ -66,50 +69,53 @@ class WeightSender(Protocol):
         dtype: torch.dtype,
         versions_in_use: Collection[int] = (),
     ) -> TransferOffer:
-        """Give away `tensors` as `version`, in their `choose_stored_dtype`. Versions that engines are `versions_in_use` stay.
+        """Publish `tensors` as `version`, in their `choose_stored_dtype`. The `versions_in_use` by engines are kept.
 
-        Raises `WeightError`, and `OSError`, after which it can be sent again, if the disk does not take it.
+        Raises `WeightError`, and `OSError` if the disk does not accept the version, after which it can be published
+        again.
         """
         ...
 
     def announce_version(self, manifest: WeightManifest) -> TransferOffer:
-        """Give away a version whose file is on this host already."""
+        """Publish a version whose file is on this host already."""
         ...
 
     def close(self) -> None:
-        """Nothing that was sent can be fetched any more. Idempotent."""
+        """Stop serving: no published version can be fetched any more. Idempotent."""
         ...
 
 
 class WeightReceiver(Protocol):
-    """At a generator, on its event loop. One call at a time."""
+    """A generator's end of a weight transport, on its event loop. One call at a time."""
 
     async def fetch_version(
         self, manifest: WeightManifest, transport_data: Sequence[Any], timeout: float
     ) -> WeightManifest:
-        """Bring a version to this host. The manifest that is returned has the path of a file that is here, and stays until
-        the next version is fetched, or a `source`. Raises `WeightError`, `OSError` if the disk does not take it, or
-        `TimeoutError` after `timeout` seconds."""
+        """Fetch a version to this host and return its manifest with a local path, or with a `source`.
+
+        The file at that path stays until the next version is fetched. Raises `WeightError`, `OSError` if the disk does
+        not accept the file, or `TimeoutError` after `timeout` seconds.
+        """
         ...
 
     async def discard_version(self, manifest: WeightManifest) -> None:
-        """The file that `fetch_version` returned is not what was published: it is fetched again when it is asked for next."""
+        """Discard a fetched file that differs from what was published, so that the next call fetches it again."""
         ...
 
     async def close(self) -> None:
-        """Remove what was fetched. Idempotent."""
+        """Remove the fetched files. Idempotent."""
         ...
 
 
 def default_weights_directory() -> Path:
-    """`/dev/shm/r3async-<uid>`, or the same name in the temporary directory where there is no shared memory."""
+    """Return `/dev/shm/r3async-<uid>`, or the same name in the temporary directory if there is no shared memory."""
     shared = Path("/dev/shm")
     base = shared if shared.is_dir() and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
     return base / f"r3async-{os.getuid()}"
 
 
 def claim_directory(directory: Path, files: Files) -> None:
-    """Have `directory`, for this user alone, and remove folders in it whose owner was lost. Raises `WeightError`."""
+    """Create `directory` for this user alone, and remove folders in it whose owner was lost. Raises `WeightError`."""
     make_directory(directory.parent, files=files)
     try:
         files.make_private_directory(directory)
@@ -122,8 +128,10 @@ def claim_directory(directory: Path, files: Files) -> None:
 
 
 def check_free_space(path: Path, nbytes: int, version: int, files: Files, kept_bytes: int = 0) -> None:
-    """Raises `OSError` if the file system of `path` has no space for a version now, and `WeightError` if it never has,
-    `kept_bytes` so many bytes that stay."""
+    """Raise `OSError` if the file system of `path` has no space for a version now, and `WeightError` if it never will.
+
+    `kept_bytes` is the size of the files that stay beside the version.
+    """
     wanted, whole, free = nbytes + _SPARE_BYTES, files.total_bytes(path), files.free_bytes(path)
     needs = f"version {version} needs {nbytes / 2**30:.2f} GiB"
     if kept_bytes + wanted > whole:
@@ -134,16 +142,16 @@ def check_free_space(path: Path, nbytes: int, version: int, files: Files, kept_b
 
 
 def delta_path(path: Path) -> Path:
-    """Beside the file of a version: what makes it of the version before."""
+    """Return the path of a version's delta from the version before, which is beside the version's file."""
     return path.with_suffix(".delta")
 
 
 class VersionFolder:
-    """Files of versions in a folder of its own below `directory`, of which the last `keep` stay.
+    """A new folder below `directory` with the files of versions, of which the last `keep` stay.
 
-    A file that an engine has mapped stays readable to it after it was removed here. The folder is locked while its owner
-    lives; folders whose owner was lost without `close` are removed when the next one starts, so killed runs do not fill the
-    memory. Blocking, and not thread-safe: call it from one thread at a time.
+    A file that an engine has mapped stays readable to it after it was removed here. The folder is locked while its
+    owner lives; folders whose owner was lost without `close` are removed when the next owner starts, so killed runs do
+    not fill the memory. Blocking, and not thread-safe: call it from one thread at a time.
     """
 
     def __init__(self, directory: Path, keep: int, world: World = REAL_WORLD):
@@ -156,18 +164,18 @@ class VersionFolder:
         world.files.create_directory(new, 0o700)
         self._lock = world.files.open(new / LOCK_FILE, exclusive=True)
         self._lock.lock()
-        world.files.rename(new, self.path)  # others look for this name only, and now it is locked
+        world.files.rename(new, self.path)  # others look only for this name, and by now it is locked
         self._versions: list[tuple[int, Path]] = []
         self._closed = False
 
     def write_version(
         self, version: int, nbytes: int, parts: Iterable[Buffer], versions_in_use: Collection[int] = ()
     ) -> Path:
-        """Write the parts, about `nbytes` in all, one after the other into the file of `version`, and forget old versions.
+        """Write the parts, about `nbytes` in all, in order to the file of `version`, and remove old versions.
 
-        Versions that engines are `versions_in_use` stay, beside the last `keep`. The file appears under its name only when it is
-        complete. Raises `WeightError` if the version is not newer than the last one, and `OSError`, after which it can be written
-        again, if the disk does not take it.
+        The `versions_in_use` by engines are kept, besides the last `keep`. The file appears under its name only when it
+        is complete. Raises `WeightError` if the version is not newer than the last one, and `OSError` if the disk does
+        not accept it, after which it can be written again.
         """
         path = self.reserve_version(version, nbytes, versions_in_use)
         write_atomically(path, parts, fsync=False, files=self._files)
@@ -175,8 +183,10 @@ class VersionFolder:
         return path
 
     def reserve_version(self, version: int, nbytes: int, versions_in_use: Collection[int] = ()) -> Path:
-        """Where the file of `version` is to be. What it needs the space of is forgotten, but for the last version. Raises what
-        `write_version` raises."""
+        """Make room for the file of `version` and return its path.
+
+        Old versions are removed if their space is needed, except the last one. Raises the errors of `write_version`.
+        """
         if self._versions and version <= self._versions[-1][0]:
             raise WeightError(f"version {version} cannot follow version {self._versions[-1][0]}: versions only go up")
         beside = nbytes if self._versions else 0
@@ -188,15 +198,15 @@ class VersionFolder:
         return self.path / f"version-{version}.safetensors"
 
     def add_version(self, version: int, path: Path, versions_in_use: Collection[int] = ()) -> None:
-        """The file is there: forget old versions."""
+        """Add a version whose file is written, and remove old versions."""
         self._versions.append((version, path))
         self._remove_old_versions(self.keep, versions_in_use)
 
     def _remove_old_versions(self, keep: int, versions_in_use: Collection[int]) -> None:
-        """All versions but the last `keep`, and those that engines are `versions_in_use`."""
+        """Remove all versions except the last `keep` and the `versions_in_use` by engines."""
         for old in self._versions[:-keep]:
             if old[0] not in versions_in_use:
-                with contextlib.suppress(OSError):  # else with the next version
+                with contextlib.suppress(OSError):  # tried again with the next version
                     self._files.remove(old[1])
                     self._files.remove(delta_path(old[1]))
                     self._versions.remove(old)
@@ -217,10 +227,10 @@ class VersionFolder:
 
 
 class VersionStore(VersionFolder):
-    """Writes versions of a policy where the engines of this host find them, and keeps the last `keep`.
+    """A store of a policy's versions for the engines of this host, which keeps the last `keep`.
 
-    An engine may begin to read version v - 1 while v is written, hence `keep=2`. No more than `bucket_bytes` are held beside
-    the tensors themselves.
+    An engine may begin to read version v - 1 while v is written, hence `keep=2`. No more than `bucket_bytes` are held
+    in memory besides the tensors themselves.
     """
 
     def __init__(
@@ -251,16 +261,16 @@ class VersionStore(VersionFolder):
         dtype: torch.dtype,
         versions_in_use: Collection[int] = (),
     ) -> TransferOffer:
-        """See `WeightSender`: once for all engines of this host."""
+        """Implement `WeightSender.publish_tensors`, with one file for all engines of this host."""
         return self.announce_version(self.write_tensors(version, tensors, dtype, versions_in_use))
 
     def announce_version(self, manifest: WeightManifest) -> TransferOffer:
-        """See `WeightSender`."""
+        """Implement `WeightSender.announce_version`."""
         return TransferOffer(manifest)
 
 
 class SharedMemoryReceiver:
-    """Nothing to bring: the file is on this host."""
+    """A generator's end of the shared-memory transport. It fetches nothing: the file is on this host already."""
 
     async def fetch_version(self, manifest: WeightManifest, parts: Sequence[Any], timeout: float) -> WeightManifest:
         return manifest
@@ -280,24 +290,30 @@ def _remove_abandoned_folders(directory: Path, files: Files) -> None:
                 files.remove_tree(directory / name)
 
 
-# The content of a version: tensors copied into host memory, and the bytes of their file.
+# The contents of a version: tensors copied to host memory, and the bytes of their file.
 
 
 _ALIGN_BYTES = 16
-"""Bytes: where a run of tensors may begin in memory."""
+"""Alignment in bytes of a segment of tensors in memory."""
 
 
 @dataclass(frozen=True)
 class TensorSegment:
-    """Tensors of one dtype that are published in one, one behind the other: `values` `[n]` are all of them."""
+    """A run of tensors that have one dtype and are published in one dtype.
+
+    `values` `[n]` has them one after the other.
+    """
 
     names: list[str]
     values: torch.Tensor
 
 
 class HostWeights(dict[str, "torch.Tensor"]):
-    """Tensors copied into one buffer of host memory, in the order of their file, and used again for the next version: memory
-    that is allocated for each costs more than the copy, and so does each tensor that is handled by itself."""
+    """The tensors of a version, copied to one buffer of host memory in the order of their file.
+
+    The buffer is reused for the next version: allocating it for each version would cost more than the copy, and so
+    would copying tensors one by one.
+    """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         import torch
@@ -320,19 +336,21 @@ class HostWeights(dict[str, "torch.Tensor"]):
             at += values.nbytes
 
     def matches_layout(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Names, shapes and dtypes are those of the buffer, in its order."""
+        """Return True if names, shapes and dtypes are those of the buffer, in its order."""
         return self._layout == _describe_layout(tensors)
 
     def copy_from(self, tensors: Mapping[str, torch.Tensor]) -> Self:
-        """Copy `tensors`, on any device and in any layout, which `matches_layout`."""
+        """Copy `tensors`, on any device and in any memory layout, for which `matches_layout` is True."""
         import torch
 
         torch._foreach_copy_(list(self.values()), [t.detach() for t in tensors.values()])
         return self
 
     def copy_in_buckets(self, tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Self:
-        """The same with tensors of which no more than a bucket, or one, is there at once, in any order. Raises `WeightError` if
-        they are not those of the buffer."""
+        """Copy tensors in any order, holding no more than a bucket of them, or a single one, at once.
+
+        Raises `WeightError` if they are not those of the buffer.
+        """
         import torch
 
         left, held, size = dict.fromkeys(self), dict[str, torch.Tensor](), 0
@@ -357,14 +375,17 @@ class HostWeights(dict[str, "torch.Tensor"]):
         return self
 
     def describe_tensors(self, dtype: torch.dtype) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, dtype as stored, and shape of each tensor, in the order of the file."""
+        """Return name, dtype as stored, and shape of each tensor, in the order of the file."""
         return [
             (name, torch_dtype_name(choose_stored_dtype(name, kind, dtype)), tuple(shape))
             for name, shape, kind in self._layout
         ]
 
     def build_header(self, dtype: torch.dtype) -> bytes:
-        """Of the file, floating-point tensors being stored in `dtype`. Raises `ValueError`; see `encode_safetensors_header`."""
+        """Return the header of the file in which floating-point tensors are stored in `dtype`.
+
+        Raises `ValueError`; see `encode_safetensors_header`.
+        """
         if dtype not in self._headers:
             stored = ((name, choose_stored_dtype(name, kind, dtype), shape) for name, shape, kind in self._layout)
             self._headers[dtype] = encode_safetensors_header(stored)
@@ -372,7 +393,7 @@ class HostWeights(dict[str, "torch.Tensor"]):
 
 
 def copy_to_host(tensors: Mapping[str, torch.Tensor], buffer: HostWeights | None) -> HostWeights:
-    """A copy, in `buffer` if they fit in it."""
+    """Copy tensors to host memory, in `buffer` if it has their layout."""
     if buffer is None or not buffer.matches_layout(tensors):
         buffer = HostWeights(tensors)
     return buffer.copy_from(tensors)
@@ -381,7 +402,10 @@ def copy_to_host(tensors: Mapping[str, torch.Tensor], buffer: HostWeights | None
 def copy_share_to_host(
     iter_share: Callable[[], Iterable[tuple[str, torch.Tensor]]], buffer: HostWeights | None, bucket_bytes: int
 ) -> HostWeights:
-    """A copy of what `iter_share()` gives one by one. The first time it is asked twice, lest all of it be there two times."""
+    """Copy the tensors that `iter_share()` yields one by one to host memory.
+
+    The first time it is called twice, so that all tensors are never in memory twice.
+    """
     if buffer is None:
         buffer = HostWeights({name: tensor.to("meta") for name, tensor in iter_share()})
     return buffer.copy_in_buckets(iter_share(), bucket_bytes)
@@ -392,8 +416,11 @@ def _describe_layout(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, tup
 
 
 def choose_stored_dtype(name: str, tensor_dtype: torch.dtype, engine_dtype: torch.dtype) -> torch.dtype:
-    """In which a tensor of `tensor_dtype` is published for engines of `engine_dtype`: in that, unless it is no floating-point
-    one, or one that engines keep in single precision whatever they compute in."""
+    """Return the dtype in which a tensor of `tensor_dtype` is published for engines of `engine_dtype`.
+
+    It is `engine_dtype`, unless the tensor has no floating-point dtype, or engines keep it in single precision whatever
+    they compute in.
+    """
     return engine_dtype if tensor_dtype.is_floating_point and not _keeps_own_dtype(name) else tensor_dtype
 
 
@@ -402,10 +429,10 @@ def _keeps_own_dtype(name: str) -> bool:
 
 
 class SafetensorsEncoder:
-    """A safetensors file as a series of parts, none larger than `bucket_bytes`, made one by one as it is iterated over.
+    """A safetensors file as a series of parts, none larger than `bucket_bytes`, encoded one by one during iteration.
 
-    Tensors that are not a `HostWeights` are copied into one. The manifest is known when the last part has been taken: the
-    checksums come from the bytes that were given out. Raises `WeightError` for a tensor that safetensors cannot hold, or if
+    Tensors that are not a `HostWeights` are copied to one. The manifest is known after the last part: the checksums are
+    computed over the bytes that were yielded. Raises `WeightError` for a tensor that safetensors cannot hold, or if
     there is none.
     """
 
@@ -419,7 +446,7 @@ class SafetensorsEncoder:
         except ValueError as error:
             raise WeightError(str(error)) from error
         self.entries: dict[str, TensorEntry] = {}
-        """Of what was given out."""
+        """Entries of the tensors yielded so far, by name."""
         runs = self._copy.segments
         self.nbytes = sum(run.values.numel() * self._segment_dtype(run).itemsize for run in runs)
 
@@ -431,7 +458,7 @@ class SafetensorsEncoder:
         yield from self.iter_data()
 
     def iter_data(self) -> Iterator[Buffer]:
-        """The file without its header."""
+        """Yield the file without its header."""
         for run in self._copy.segments:
             stored = self._segment_dtype(run)
             kind, most = torch_dtype_name(stored), max(1, self._bucket_bytes // stored.itemsize)
@@ -469,38 +496,42 @@ class SafetensorsEncoder:
         self.entries[name] = TensorEntry(kind, tuple(self._copy[name].shape), digest.intdigest())
 
     def build_manifest(self, path: str) -> WeightManifest:
-        """What was given out, and is now at `path`."""
+        """Return the manifest of the encoded file, which is now at `path`."""
         assert len(self.entries) == len(self._copy)
         return WeightManifest(version=self._version, path=path, tensors=self.entries, nbytes=self.nbytes)
 
 
-# The learner's host: a version as one file, which one process writes, or several ranks together, and the delta beside it.
+# Versions on the learner's host: one file, which one process or several ranks together write, and the delta beside it.
 #
-# No rank has more than its own part: each writes its tensors into its own region of the file, and tells their checksums.
+# No rank has more than its own part: each writes its tensors to its region of the file, and returns their checksums.
 
 
 CallRanks = Callable[[str, Sequence[tuple[Any, ...]]], list[Any]]
-"""A method of every rank, each with arguments of its own; what they return, in the order of the ranks."""
+"""Function that calls a method of every rank, with different arguments each, and returns the results in rank order."""
 
 
 class ShareDescription(msgspec.Struct, frozen=True):
-    """A rank's part of `version`: name, dtype and shape of each tensor as stored, in the order of its region."""
+    """A rank's part of `version`, with name, dtype and shape of each tensor as stored, in the order of its region."""
 
     version: int
     tensors: list[tuple[str, str, tuple[int, ...]]]
 
 
 class DeltaVersionStore(VersionStore):
-    """A `VersionStore` for hosts that fetch: beside a version is its delta from the one before, if it is worth it. The
-    publication's one part is the identity of that, or None."""
+    """A `VersionStore` for hosts that fetch. It writes a version's delta from the one before beside it, if worthwhile.
+
+    An offer's only transport data is the identity of the version that the delta changes, or None.
+    """
 
     def __init__(self, directory: Path, bucket_bytes: int = DEFAULT_BUCKET_BYTES, world: World = REAL_WORLD):
         super().__init__(directory, bucket_bytes=bucket_bytes, world=world)
         self._last_manifest: WeightManifest | None = None
 
     def announce_version(self, manifest: WeightManifest) -> TransferOffer:
-        """With a part: the identity of the version that the delta beside the file changes, or None. Where the disk takes no delta
-        hosts fetch all of the version."""
+        """Publish a version, offering the identity of the version that the delta beside the file changes, or None.
+
+        If the disk does not accept the delta, hosts fetch the whole version.
+        """
         before, self._last_manifest = self._last_manifest, manifest
         made = False
         with contextlib.suppress(OSError):
@@ -508,7 +539,7 @@ class DeltaVersionStore(VersionStore):
         return TransferOffer(manifest, [digest_version(before) if before is not None and made else None])
 
     def _write_delta(self, before: WeightManifest, manifest: WeightManifest) -> bool:
-        """Whether it is worth it, and there."""
+        """Write the delta, if worthwhile, and return True if it was written."""
         with contextlib.ExitStack() as opened:
             pair = open_delta_pair(opened, before, manifest, self._files.open)
             if pair is None:
@@ -521,7 +552,7 @@ class DeltaVersionStore(VersionStore):
 def open_delta_pair(
     stack: contextlib.ExitStack, before: WeightManifest, manifest: WeightManifest, open_file: Callable[[Path], File]
 ) -> tuple[File, File] | None:
-    """The files of two versions, if both are there and a delta between them is worth it."""
+    """Open the files of two versions, if both exist and a delta between them is worthwhile; else return None."""
     try:
         old, new = (stack.enter_context(open_file(Path(m.path))) for m in (before, manifest))
     except FileNotFoundError:
@@ -530,7 +561,7 @@ def open_delta_pair(
 
 
 class ShardedVersionStore(VersionFolder):
-    """Versions that ranks of this host write together. `deltas`: see `DeltaVersionStore`."""
+    """A folder of versions that ranks of this host write together. `deltas` adds deltas as in `DeltaVersionStore`."""
 
     def __init__(self, directory: Path, call_ranks: CallRanks, ranks: int, *, deltas: bool, world: World = REAL_WORLD):
         super().__init__(directory, keep=2, world=world)
@@ -552,7 +583,7 @@ class ShardedVersionStore(VersionFolder):
             return TransferOffer(manifest)
         try:
             return TransferOffer(manifest, [before and self._write_delta(before, manifest)])
-        except (ActorLostError, OSError):  # of a rank, or of the disk; the version is there, and hosts fetch all of it
+        except (ActorLostError, OSError):  # of a rank, or of the disk; hosts fetch the whole version instead
             return TransferOffer(manifest, [None])
 
     def _write_shares(
@@ -575,7 +606,7 @@ class ShardedVersionStore(VersionFolder):
             written = self._call_ranks("write_snapshot", [(str(aside), start) for start in starts[:-1]])
             self._files.rename(aside, path)
         except BaseException:
-            with contextlib.suppress(OSError):  # what it takes is needed when this is tried again
+            with contextlib.suppress(OSError):  # its space is needed for the next attempt
                 self._files.remove(aside)
             raise
         self.add_version(version, path, versions_in_use)
@@ -611,7 +642,7 @@ class ShardedVersionStore(VersionFolder):
 
 
 def write_share_region(path: str, start: int, encoded: SafetensorsEncoder) -> dict[str, TensorEntry]:
-    """A rank's tensors into its region of the file, a bucket at a time. Returns what is there now."""
+    """Write a rank's tensors to its region of the file, a bucket at a time, and return their entries."""
     write_at(Path(path), start, encoded.iter_data())
     return encoded.entries
 
@@ -619,6 +650,6 @@ def write_share_region(path: str, start: int, encoded: SafetensorsEncoder) -> di
 def write_delta_part(
     before: WeightManifest, manifest: WeightManifest, first: int, last: int, path: str, world: World = REAL_WORLD
 ) -> None:
-    """The blocks `first` to `last` of a delta, into a file of their own."""
+    """Write the blocks `first` to `last` of a delta to a separate file."""
     with world.files.open(Path(before.path)) as old, world.files.open(Path(manifest.path)) as new:
         write_atomically(Path(path), encode_records(old, new, first, last), fsync=False, files=world.files)

@@ -1,12 +1,13 @@
-"""The seam: everything by which the system touches the outside, as protocols that are handed in.
+"""The seam: every way in which the system touches the outside, as protocols whose implementations are passed in.
 
-A process has one `World`: its clock, its threads, the files of its host, message sockets, the actors that it calls, and what it
-knows of processes. There are two implementations: the real one (`r3async.world.real.REAL_WORLD`: Ray, ZeroMQ, the disk), and the
-simulated one (`dev.simulation`: one process, one event loop in virtual time, one seed). Conductor, fleet, watch, saver,
-learner, generator, sender, receiver, spool, checkpoint directory and the run's supervision are the same classes in both.
+A process has one `World`: its clock, its threads, the files of its host, message sockets, the actors that it calls,
+and information about processes. There are two implementations: the real one (`r3async.world.real.REAL_WORLD`: Ray,
+ZeroMQ, the disk), and the simulated one (`dev.simulation`: one process, one event loop in virtual time, one seed).
+Conductor, fleet, watch, saver, learner, generator, sender, receiver, spool, checkpoint directory and the run's
+supervision are the same classes in both.
 
-Tasks, events, `asyncio.sleep`, `asyncio.timeout` and `asyncio.wait` need no protocol: they belong to the running event loop,
-which the world provides. Everything else goes through here. A lint rule forbids the direct calls.
+Tasks, events, `asyncio.sleep`, `asyncio.timeout` and `asyncio.wait` need no protocol: they belong to the running
+event loop, which the world provides. Everything else goes through here. A lint rule forbids the direct calls.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from r3async.world.disk import FileStat
 
 
-# Actors as every world has them: how they are placed, started, called and ended. `cluster.py` has those of a cluster.
+# Actors, as in every world: placement, start, calls and end. `cluster.py` implements them for a cluster.
 
 
 class ActorLostError(RuntimeError):
@@ -37,20 +38,32 @@ class ActorRef(Protocol):
     name: str
 
     async def call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-        """What the actor's method returns or raises (that very exception). Raises `ActorLostError` if its process ends first,
-        `TimeoutError` after `timeout` seconds. Whoever stops waiting does not stop the method."""
+        """Return what the actor's method returns, or raise the very exception that it raises. Raises
+        `ActorLostError` if its process ends first, and `TimeoutError` after `timeout` seconds. A caller that stops
+        waiting does not stop the method."""
         ...
 
 
 class InsufficientResourcesError(RuntimeError):
-    """Others use what is to be reserved. Says what is free where."""
+    """Others use what is to be reserved. The message lists what is free where."""
 
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """A host of a cluster. `cpus` count processes; `free_cpus` and `free_gpus` are reserved by nobody. `memory_bytes`: bytes.
-    `accelerator_type`: Ray's name for its kind of GPU, if it is known. `is_local`: that of the process that asks.
-    `object_store_bytes`: bytes for what is shared there (`Actors.put`)."""
+    """A host of a cluster.
+
+    Attributes:
+        node_id: The host's key.
+        name: The host's name.
+        cpus: Number of CPUs, which counts processes.
+        gpus: Number of GPUs.
+        free_cpus: CPUs that are not reserved.
+        free_gpus: GPUs that are not reserved.
+        memory_bytes: Memory in bytes.
+        accelerator_type: Ray's name for its kind of GPU; "" if it is not known.
+        is_local: True if the calling process runs on it.
+        object_store_bytes: Bytes for shared values (`Actors.put`).
+    """
 
     node_id: str
     name: str
@@ -66,8 +79,14 @@ class ClusterNode:
 
 @dataclass(frozen=True)
 class ResourceBundle:
-    """What is reserved together on the host whose key is `node_id`: CPUs, and whole GPUs. It `can_move` to another host if
-    that one is lost."""
+    """Resources that are reserved together on one host.
+
+    Attributes:
+        cpus: Number of CPUs.
+        gpus: Number of whole GPUs.
+        node_id: Key of the host.
+        can_move: True if the bundle may move to another host when that one is lost.
+    """
 
     cpus: float = 0.0
     gpus: float = 0.0
@@ -76,18 +95,25 @@ class ResourceBundle:
 
 
 class Reservation(Protocol):
-    """Bundles that are reserved until `Actors.release_bundles`, or until the process that asked for them ends. May be sent to
-    actors."""
+    """Bundles that are reserved until `Actors.release_bundles`, or until the process that reserved them ends. A
+    reservation may be sent to actors."""
 
     def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class ActorOptions:
-    """What an actor gets. `threads`: of its computations; 0 if it computes nothing itself. `gpus`: may be a share of one.
-    `max_restarts`: how often its process is started again by itself. `max_concurrency`: calls at once. `concurrency_groups`:
-    further threads by name, for methods that are given them (`Actors.begin_call`). `same_node`: on the node of whoever spawns it.
-    `reserved_bundle`: of what is reserved, the bundle of that number."""
+    """Resources and options of an actor.
+
+    Attributes:
+        threads: Threads of its computations; 0 if it computes nothing itself.
+        gpus: Number of GPUs; may be a share of one.
+        max_restarts: Times that its process is restarted automatically.
+        max_concurrency: Maximum number of calls at once.
+        concurrency_groups: Names of further threads, for methods that are assigned to them (`Actors.begin_call`).
+        same_node: True to place it on the node of the process that spawns it.
+        reserved_bundle: A reservation, and the number of the bundle in it that the actor uses.
+    """
 
     threads: int = 1
     gpus: float = 0.0
@@ -99,66 +125,73 @@ class ActorOptions:
 
 
 class Actors(Protocol):
-    """Starting, calling and ending actors."""
+    """Starting, calling and ending of actors."""
 
     def join_cluster(self, address: str | None, actor_count: int) -> None:
-        """Join the cluster at `address`, or that which the environment names, or start one on this host with capacity for so many
-        actors. Blocking; idempotent. Raises `ConnectionError` that says why it is not connected."""
+        """Join the cluster at `address`, or the one that the environment names, or start one on this host with
+        capacity for `actor_count` actors. Blocking; idempotent. Raises `ConnectionError` with the reason if it
+        cannot connect."""
         ...
 
     def list_nodes(self) -> list[ClusterNode]:
-        """The hosts of the cluster that are there, always in the same order."""
+        """Return the live hosts of the cluster, always in the same order."""
         ...
 
     def reserve_bundles(
         self, plan: Callable[[Sequence[ClusterNode]], Sequence[ResourceBundle]], timeout: float
     ) -> Reservation:
-        """Reserve what `plan` chooses on the hosts that it is given, all of it or nothing. Blocking. While `plan` raises
-        `InsufficientResourcesError`, or others were faster, it is asked again; after `timeout` that is raised. Raises
-        whatever else `plan` raises at once."""
+        """Reserve the bundles that `plan` chooses on the hosts it is given, all of them or none. Blocking.
+
+        While `plan` raises `InsufficientResourcesError`, or others reserve first, it is called again; after
+        `timeout` seconds that error is raised. Any other error of `plan` is raised at once.
+        """
         ...
 
     def release_bundles(self, reservation: Reservation, bundle: int | None = None) -> None:
-        """What runs there ends; of one `bundle` alone, if it is one that moves, and of all without. Idempotent."""
+        """End what runs in the reservation: in a single `bundle`, if that one can move, or in all without `bundle`.
+        Idempotent."""
         ...
 
     def host_address(self, interface: str = "") -> str:
-        """Of this host, under which the others of the cluster reach it; that of a network `interface`, if it is named. Raises
-        `ConnectionError` if there is none of that name, with those that there are."""
+        """Return the address under which the other hosts of the cluster reach this one, or the address of a network
+        `interface`, if it is named. Raises `ConnectionError`, with the existing interfaces, if there is none of that
+        name."""
         ...
 
     def spawn_actor(self, actor_class: type, *args: Any, name: str, actor_options: ActorOptions = ...) -> ActorRef:
-        """Begin to start a process that makes `actor_class(world, *args)`, `world` being its own. Returns at once."""
+        """Begin to start a process that creates `actor_class(world, *args)`, where `world` is the process's own.
+        Returns at once."""
         ...
 
     def current_actor(self) -> ActorRef:
-        """The actor that asks."""
+        """Return the actor that calls this."""
         ...
 
     def kill_actor(self, actor: ActorRef, *, restart: bool = False) -> None:
-        """End its process at once; with `restart`, if it may be, it is started again."""
+        """End the actor's process at once; with `restart`, it is started again if its options allow it."""
         ...
 
     def put(self, value: Any) -> Any:
-        """Share a value with the processes of the cluster. Returns a reference, which can be sent. As an argument of a call it
-        arrives as the value; within another value, as a reference for `get`."""
+        """Share a value with the processes of the cluster, and return a reference, which can be sent. As an argument
+        of a call it arrives as the value; within another value, as a reference for `get`."""
         ...
 
     def get(self, reference: Any, timeout: float | None = None) -> Any:
-        """What was `put`, or the result of a call that was begun. Blocking. Raises what `ActorRef.call` raises."""
+        """Return a value that was `put`, or the result of a call that was begun. Blocking. Raises what
+        `ActorRef.call` raises."""
         ...
 
     def begin_call(self, actor: ActorRef, method: str, *args: Any, concurrency_group: str = "", **kwargs: Any) -> Any:
         """Begin a call, for a thread without an event loop. Returns a reference for `wait_for_call` and `get`.
-        `concurrency_group`: see `ActorOptions`."""
+        `concurrency_group` is one of `ActorOptions.concurrency_groups`."""
         ...
 
     def wait_for_call(self, calls: Sequence[Any], timeout: float | None = None) -> tuple[list[Any], list[Any]]:
-        """Block until a call has ended. Returns those that have, and the others."""
+        """Block until a call has ended. Returns the calls that have ended, and the others."""
         ...
 
     def leave_cluster(self) -> None:
-        """Leave the cluster, ending it if `join_cluster` started it. Idempotent."""
+        """Leave the cluster, and end it if `join_cluster` started it. Idempotent."""
         ...
 
 
@@ -172,14 +205,15 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Clock(Protocol):
-    """Two clocks, in seconds. Durations and deadlines are measured with `monotonic`; records carry `time`, which may step."""
+    """Two clocks, in seconds. Durations and deadlines are measured with `monotonic`; records carry `time`, which may
+    jump."""
 
     def monotonic(self) -> float:
-        """Seconds that only go forward, from an unknown beginning."""
+        """Return seconds that only increase, from an unknown origin."""
         ...
 
     def time(self) -> float:
-        """Seconds since 1970."""
+        """Return the seconds since 1970."""
         ...
 
 
@@ -187,14 +221,15 @@ class Clock(Protocol):
 
 
 class WorkerThread(Protocol):
-    """One background thread: what it is given runs in order, one call at a time."""
+    """One background thread, which runs its calls in order, one at a time."""
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """What `function` returns or raises. Cancelled before its turn, it is not called."""
+        """Return what `function` returns, or raise what it raises, in this thread. A call that is cancelled before
+        its turn is not made."""
         ...
 
     async def close(self) -> None:
-        """Wait for the call that runs; those that wait are not made. Idempotent."""
+        """Wait for the running call; calls that are still waiting are not made. Idempotent."""
         ...
 
 
@@ -202,20 +237,20 @@ class Threads(Protocol):
     """Blocking work, kept off the event loop."""
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """In some thread."""
+        """Return what `function` returns, or raise what it raises, in any thread."""
         ...
 
     def new_worker(self, name: str) -> WorkerThread:
-        """A thread of its own, always the same one."""
+        """Return a new worker with its own thread, which never changes."""
         ...
 
     def repeat_until_done(self, name: str, seconds: float, function: Callable[[], bool]) -> None:
-        """Call `function` every `seconds` beside everything else, first after `seconds`, until it returns True. Returns at
-        once. Needs no event loop: any thread may call it."""
+        """Call `function` every `seconds` in the background, first after `seconds`, until it returns True. Returns
+        at once. Needs no event loop: any thread may call it."""
         ...
 
     def new_lock(self) -> AbstractContextManager[Any]:
-        """A new lock, which one thread holds at a time: for short work that does not wait for another thread."""
+        """Return a new lock, which one thread holds at a time: for short work that does not wait for another thread."""
         ...
 
 
@@ -228,32 +263,34 @@ class File(Protocol):
     def size(self) -> int: ...
 
     def read(self, start: int = 0, length: int | None = None) -> bytes:
-        """Bytes from `start` on; fewer than `length` only at the end."""
+        """Return the bytes from `start` on; fewer than `length` only at the end."""
         ...
 
     def map_bytes(self, start: int = 0, length: int | None = None) -> memoryview:
-        """The same, read-only and without a copy where possible. Stays readable when the file is closed or removed."""
+        """Return the bytes from `start` on as a read-only view, without a copy where possible. It stays readable
+        when the file is closed or removed."""
         ...
 
     def append(self, buffers: Sequence[Buffer]) -> int:
-        """Write the pieces at the end. Returns how many bytes that are; after an error, some of them may be there."""
+        """Write the buffers at the end, and return the number of bytes written. After an error, some of them may
+        have been written."""
         ...
 
     def truncate(self, size: int) -> None: ...
 
     def fsync(self) -> None:
-        """Its content, and its length, survive a power failure when this returns. Its name does after `fsync_directory`."""
+        """Make the file's content and length survive a power failure. Its name needs `fsync_directory`."""
         ...
 
     def lock(self, *, shared: bool = False, timeout: float = 0.0) -> None:
-        """`flock`. Raises `BlockingIOError` if another open file holds it, and does for `timeout` seconds. The end of the process
-        releases it."""
+        """Lock the file with `flock`. Raises `BlockingIOError` if another open file still holds the lock after
+        `timeout` seconds. The end of the process releases it."""
         ...
 
     def unlock(self) -> None: ...
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the file. Idempotent."""
         ...
 
     def __enter__(self) -> File: ...
@@ -262,65 +299,73 @@ class File(Protocol):
 
 
 class Files(Protocol):
-    """The file systems of this host. Every method may raise `OSError`. What is not synced may be lost with the machine."""
+    """The file systems of this host. Every method may raise `OSError`. Data that are not synced may be lost with the
+    machine."""
 
     def open(self, path: Path, *, create: bool = False, exclusive: bool = False, mode: int = 0o644) -> File:
-        """For reading and appending; `create` makes the file if it lacks, `exclusive` refuses one that exists. Without
-        either, for reading only."""
+        """Open a file for reading, or with `create` or `exclusive` for reading and appending.
+
+        Args:
+            path: The file.
+            create: Create the file if it does not exist.
+            exclusive: Create the file, and refuse one that exists.
+            mode: Permissions of a file that is created.
+        """
         ...
 
     def stat(self, path: Path) -> FileStat | None:
-        """None if nothing has that name."""
+        """Return the status of a file or directory, or None if the path does not exist."""
         ...
 
     def list_names(self, directory: Path) -> list[str]:
-        """Names in it, sorted; none if it is not there."""
+        """Return the names in a directory, sorted; none if it does not exist."""
         ...
 
     def create_directory(self, directory: Path, mode: int = 0o777) -> None:
-        """One new directory. Raises `FileExistsError`."""
+        """Create one new directory. Raises `FileExistsError`."""
         ...
 
     def make_private_directory(self, directory: Path) -> None:
-        """Make `directory` for this user alone (0700), or see that it is his, and that nobody else writes there. Raises
-        `PermissionError`."""
+        """Create `directory` for this user alone (0700), or check that this user owns it and that nobody else can
+        write there. Raises `PermissionError`."""
         ...
 
     def rename(self, path: Path, new_path: Path) -> None:
-        """Atomic. A file that has the name `new_path` is replaced; a directory must not."""
+        """Rename a file or directory atomically. A file at `new_path` is replaced; a directory must not exist there."""
         ...
 
     def remove(self, path: Path) -> None:
-        """A file, or an empty directory. Nothing happens if nothing has that name."""
+        """Remove a file, or an empty directory. Does nothing if the path does not exist."""
         ...
 
     def remove_tree(self, path: Path) -> None:
-        """Whatever has that name, and everything in it. Nothing happens if nothing has it."""
+        """Remove a file, or a directory with everything in it. Does nothing if the path does not exist."""
         ...
 
     def fsync_directory(self, directory: Path) -> None:
-        """Names made, renamed or removed in it survive a power failure when this returns."""
+        """Make the names that were created, renamed or removed in a directory survive a power failure."""
         ...
 
     def free_bytes(self, path: Path) -> int:
-        """Bytes that this user may still write on the disk of `path`."""
+        """Return the bytes that this user may still write on the disk of `path`."""
         ...
 
     def total_bytes(self, path: Path) -> int:
-        """Bytes that the whole disk of `path` can hold."""
+        """Return the bytes that the whole disk of `path` can hold."""
         ...
 
 
 # -- message sockets ---------------------------------------------------------------------------------------------------
 
 MAX_FRAME = 128 * 2**10
-"""Bytes. A peer that sends a larger one is disconnected: a stranger can have this much taken, and no more."""
+"""Maximum size of a frame in bytes. A peer that sends a larger one is disconnected, so this is the most memory that
+a stranger can make a process use."""
 TURN_SECONDS = 0.0005
-"""How long one socket, or one kind of work, may keep the event loop before others have their turn."""
+"""Seconds that one socket, or one kind of work, may keep the event loop before others have their turn."""
 
 
 class ReceivedFrame(Protocol):
-    """A part of a message that has come. It has a length, and is a buffer itself."""
+    """A part of a received message. It has a length, and is a buffer itself."""
 
     @property
     def buffer(self) -> memoryview: ...
@@ -330,28 +375,29 @@ class ReceivedFrame(Protocol):
 
 
 MessageHandler = Callable[[list[Any]], None]
-"""Called on the event loop with the `ReceivedFrame`s of a message; a router's first one names the peer."""
+"""Function that is called on the event loop with the `ReceivedFrame`s of a message. The first frame that a router
+receives names the peer."""
 
 
 class MessageSocket(Protocol):
     """A socket that the running event loop serves."""
 
     endpoint: str
-    """Of a router that is bound: where dealers reach it. Of a dealer: where it connects to."""
+    """Address at which dealers reach a bound router, or to which a dealer connects."""
     denial_reason: str
-    """Of a dealer: why the router does not let it in, once that is certain; else "". """
+    """Reason why the router does not let this dealer in, once that is certain; else ""."""
 
     def send(self, frames: Sequence[Buffer]) -> int:
-        """Without waiting. Returns 0, or the errno of what prevented it: `EHOSTUNREACH` if a router does not know the peer that
-        its first frame names."""
+        """Send a message without waiting. Returns 0, or the errno of what prevented it: `EHOSTUNREACH` if a router
+        does not know the peer that its first frame names."""
         ...
 
     def receive_pending(self, seconds: float = ...) -> None:
-        """Handle what has come, for `seconds` seconds or a little more."""
+        """Handle received messages, for `seconds` seconds or a little more."""
         ...
 
     def close(self) -> None:
-        """Idempotent; what is on its way may be lost."""
+        """Close the socket. Idempotent; messages on their way may be lost."""
         ...
 
 
@@ -361,16 +407,24 @@ class Sockets(Protocol):
     def bind_router(
         self, address: str, on_message: MessageHandler, *, keys: Any, refused_peers: Counter[str]
     ) -> MessageSocket:
-        """Bound at `address`, on a free port if it names none. `refused_peers` counts peers without a known key, by reason
-        (`REFUSED_NO_KEY` …). Raises `OSError` with what prevented it."""
+        """Return a router bound at `address`, on a free port if it names none. Raises `OSError` with what prevented
+        it.
+
+        Args:
+            address: The address to bind to.
+            on_message: Called with each message.
+            keys: The router's keys, and those of the peers that may connect.
+            refused_peers: Counts peers without a known key, by reason (`REFUSED_NO_KEY` …).
+        """
         ...
 
     def connect_dealer(self, endpoint: str, identity: bytes, on_message: MessageHandler, *, keys: Any) -> MessageSocket:
-        """Connects, and connects again whenever the connection is lost. Raises `OSError` for an endpoint that is none."""
+        """Return a dealer that connects, and connects again whenever the connection is lost. Raises `OSError` for an
+        invalid endpoint."""
         ...
 
     async def close(self) -> None:
-        """All sockets are closed, and their addresses free, when this returns. Idempotent."""
+        """Close all sockets. Their addresses are free when this returns. Idempotent."""
         ...
 
 
@@ -378,7 +432,8 @@ class Sockets(Protocol):
 
 
 class MetricsServer(Protocol):
-    """Where a process serves its figures: what `read_metrics()` returns whenever they are asked for, in a thread."""
+    """The endpoint at which a process serves its metrics: what `read_metrics()` returns at each request, in a
+    thread."""
 
     read_metrics: Callable[[], Mapping[str, Any]]
 
@@ -393,31 +448,36 @@ class Processes(Protocol):
     def host(self) -> str: ...
 
     def redirect_output(self, log_path: Path) -> None:
-        """Send what this process, and its children, print to `log_path`; a signal has it write its stacks there."""
+        """Send the output of this process, and of its children, to `log_path`; a signal makes it write its stacks
+        there."""
         ...
 
     def serve_metrics(self, open_endpoint: Callable[[], MetricsServer | None]) -> None:
-        """Serve this process's memory and CPU time from now on, where `open_endpoint` opens an endpoint. A simulated process
-        serves nothing."""
+        """Serve this process's memory and CPU time from now on, if `open_endpoint` opens an endpoint. A simulated
+        process serves nothing."""
         ...
 
     def add_metrics_source(self, read_metrics: Callable[[], Mapping[str, Any]]) -> None:
-        """Where this process serves its figures, also those that `read_metrics()` returns."""
+        """Serve the metrics that `read_metrics()` returns as well, where this process serves metrics."""
         ...
 
     def measure_event_loop(self, on_lag: Callable[[float, float], None]) -> Callable[[], None]:
-        """Until what is returned is called, account for the running event loop's time by stage (`stages.py`), and `on_lag` many
-        times a second how many seconds late a sleeping task wakes up, and how many of these, at most, the loop's thread computed;
-        in the others it waited for a core, or in a call that blocks. A simulated loop is never late."""
+        """Account for the running event loop's time by stage (`stages.py`) until the returned function is called.
+
+        Many times a second `on_lag` is called with two numbers: how many seconds late a sleeping task woke up, and
+        how many of these, at most, the loop's thread computed. During the others it waited for a core, or in a
+        blocking call. A simulated loop is never late.
+        """
         ...
 
     def stage_seconds(self) -> tuple[dict[str, float], dict[str, float]]:
-        """By stage: this process's processor time, and the loop's wall time since `measure_event_loop`. None of a simulated
-        one."""
+        """Return seconds by stage: this process's processor time, and the loop's wall time since
+        `measure_event_loop`. Both are empty for a simulated process."""
         ...
 
     def cpu_seconds(self, other_pids: Sequence[int] = ()) -> float:
-        """Processor time of this process so far, and of `other_pids` here, by pid. A simulated one computes nothing."""
+        """Return the seconds of processor time of this process so far, and of the processes on this host with
+        `other_pids`. A simulated process computes nothing."""
         ...
 
     def dump_stacks(self, path: Path, reason: str) -> Path:
@@ -425,19 +485,21 @@ class Processes(Protocol):
         ...
 
     def request_stack_dump(self, pid: int, host: str) -> bool:
-        """Have an actor's process write what its threads do to its log. False if it is on another host, or not there."""
+        """Make an actor's process write the stacks of its threads to its log. Returns False if it is on another
+        host, or does not exist."""
         ...
 
     def is_alive(self, pid: int, host: str) -> bool:
-        """Whether an actor's process is there. False if it is on another host."""
+        """Return whether an actor's process exists. False if it is on another host."""
         ...
 
     def kill_process(self, pid: int, host: str) -> bool:
-        """End an actor's process at once, also a stopped one. False if it is on another host, or not there."""
+        """End an actor's process at once, even a stopped one. Returns False if it is on another host, or does not
+        exist."""
         ...
 
 
-# -- all of it ---------------------------------------------------------------------------------------------------------
+# -- the world ---------------------------------------------------------------------------------------------------------
 
 
 class World(Protocol):
@@ -460,13 +522,13 @@ class World(Protocol):
 
     @property
     def record_flusher(self) -> RecordFlusher:
-        """Of the records of this process that the disk does not take yet."""
+        """The flusher of this process's records that the disk has not taken yet."""
         ...
 
     def open_sockets(self) -> Sockets:
-        """New sockets, which are closed together."""
+        """Return new sockets, which are closed together."""
         ...
 
     def unique_id(self) -> str:
-        """32 hexadecimal digits that nobody had before."""
+        """Return 32 hexadecimal digits that were never used before."""
         ...

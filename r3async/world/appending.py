@@ -1,9 +1,9 @@
 """Files that records are appended to: a record is in the file whole, or waits in memory until the disk takes it.
 
-A record never ends a run. A write that fails or is cut short (ENOSPC, EDQUOT, EIO, EFBIG, …) is cut back, so no reader meets half
-a line; the record, and every later one of that file, waits in order, in at most `MAX_WAITING_BYTES`. The process's
-`RecordFlusher` tries again until all are written, and reports when that begins and when it ends. Beyond the limit records are
-lost, and counted.
+A record never ends a run. A write that fails or is cut short (ENOSPC, EDQUOT, EIO, EFBIG, …) is truncated, so no
+reader sees half a line; the record, and every later one of that file, waits in order, in at most
+`MAX_WAITING_BYTES`. The process's `RecordFlusher` retries until all are written, and reports when the waiting begins
+and when it ends. Beyond the limit records are lost, and counted.
 """
 
 from __future__ import annotations
@@ -22,33 +22,45 @@ from r3async.world.files import make_directory
 from r3async.world.real import REAL_WORLD
 
 MAX_WAITING_BYTES = 16 * 2**20
-"""Of one file's records in memory."""
+"""Maximum number of bytes of one file's records that wait in memory."""
 RETRY_SECONDS = 0.5
 LOCK_TIMEOUT_SECONDS = 0.02
-"""To wait for another process's write."""
+"""Seconds to wait for another process's write."""
 _NO_LOCK_ERRNOS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 EventReporter = Callable[..., object]
-"""`report(event, **facts)`"""
+"""Function that reports an event: `report(event, **facts)`."""
 
 
 class FilePosition(NamedTuple):
-    """How far a file is: `whole_bytes` of whole records in it, and the records behind them that it has not taken yet."""
+    """The state of a file of records.
+
+    Attributes:
+        whole_bytes: Bytes of whole records in the file.
+        waiting_records: The records after them that the file has not taken yet.
+    """
 
     whole_bytes: int
     waiting_records: list[bytes]
 
 
 class AppendFile:
-    """Appends whole records to the file at `path`, which is opened, and its directory made, with the first of them.
+    """A file to which whole records are appended.
 
-    Threads may share one, and processes a file: each write holds a lock on it (`flock`), so a tail without an end is what a
-    killed process left, and is cut off. Nothing is buffered but what the disk refused: a written record survives the process's
-    end (not the machine's). `max_waiting_bytes`: at most that much waits in memory.
+    The file is opened, and its directory created, with the first record. Threads may share one object, and processes
+    a file: each write holds a lock on it (`flock`), so an incomplete last record is what a killed process left, and
+    is cut off. Only what the disk refused is buffered: a written record survives the process's end (not the
+    machine's).
+
+    Args:
+        path: The file.
+        world: The world whose files, threads and flusher are used.
+        flusher: Retries refused records; by default the world's.
+        max_waiting_bytes: Maximum number of bytes that wait in memory.
     """
 
     terminator = b"\n"
-    """Of every record. Without one, the file belongs to this object alone."""
+    """Terminator of every record. Without one, only this object may write to the file."""
 
     def __init__(
         self,
@@ -60,7 +72,7 @@ class AppendFile:
     ):
         self.path = Path(path)
         self.lost_records = 0
-        """Records that memory had no capacity for."""
+        """Number of records for which memory had no capacity."""
         self._files = world.files
         self._flusher = world.record_flusher if flusher is None else flusher
         self._max_waiting_bytes = max_waiting_bytes
@@ -71,7 +83,8 @@ class AppendFile:
         self._lock = world.threads.new_lock()
 
     def append(self, record: bytes) -> bool:
-        """Whether it is in the file. If not, it waits in memory, or is lost. Never raises `OSError`."""
+        """Append a record, and return whether it is in the file. If not, it waits in memory, or is lost. Never
+        raises `OSError`."""
         record += self.terminator
         error: OSError | None = None
         with self._lock:
@@ -88,7 +101,8 @@ class AppendFile:
         return False
 
     def flush(self) -> OSError | None:
-        """Write what waits, in order, as far as the disk takes it. Returns what it still refuses with."""
+        """Write the waiting records, in order, as far as the disk takes them. Returns the error of the first one
+        refused, or None."""
         with self._lock:
             while self._waiting_records:
                 if (error := self._write_record(self._waiting_records[0])) is not None:
@@ -98,16 +112,16 @@ class AppendFile:
 
     @property
     def waiting_count(self) -> int:
-        """Records that wait."""
+        """The number of waiting records."""
         return len(self._waiting_records)
 
     def current_position(self) -> FilePosition:
-        """What is in the file, and what waits; together, everything that was appended and not lost."""
+        """Return the records in the file and those that wait; together, everything that was appended and not lost."""
         with self._lock:
             return FilePosition(whole_record_bytes(self.path, files=self._files), list(self._waiting_records))
 
     def close(self) -> None:
-        """Let go of the file. Records that wait are still written."""
+        """Close the file. Records that wait are still written."""
         with self._lock:
             self._close_file()
 
@@ -125,12 +139,12 @@ class AppendFile:
                 try:
                     self._file.append([record])
                 except OSError:
-                    with contextlib.suppress(OSError):  # else before the next write
+                    with contextlib.suppress(OSError):  # otherwise it is truncated before the next write
                         self._file.truncate(start)
                     raise
                 self._size = start + len(record)
         except OSError as error:
-            if self.terminator:  # opened again: it may have been mounted again, or replaced
+            if self.terminator:  # reopen: the disk may have been mounted again, or the file replaced
                 self._close_file()
             return error
         return None
@@ -140,7 +154,7 @@ class AppendFile:
         return self._files.open(self.path, create=True)
 
     def _truncate_partial(self, file: File) -> int:
-        """Where the next record begins: behind the last whole one."""
+        """Cut off an incomplete last record, and return the position of the next one."""
         size = file.size()
         start = _last_record_end(file, size, self.terminator) if self.terminator else min(size, self._size)
         if start < size:
@@ -149,7 +163,7 @@ class AppendFile:
 
 
 def whole_record_bytes(path: Path, end: bytes = b"\n", *, files: Files = REAL_WORLD.files) -> int:
-    """Length of the file up to the end of its last whole record; 0 for one that is not there."""
+    """Return the length of the file up to the end of its last whole record; 0 if the file does not exist."""
     try:
         file = files.open(path)
     except FileNotFoundError:
@@ -173,13 +187,14 @@ def _last_record_end(file: File, size: int, end: bytes, block: int = 4096) -> in
 
 @contextlib.contextmanager
 def _file_lock(file: File) -> Iterator[None]:
-    """Raises `BlockingIOError` if another process does not end its write: it may have been stopped."""
+    """Hold the file's lock. Raises `BlockingIOError` if another process does not finish its write: it may have been
+    stopped."""
     try:
         file.lock(timeout=LOCK_TIMEOUT_SECONDS)
     except OSError as error:
         if error.errno not in _NO_LOCK_ERRNOS:
             raise
-        yield  # a file system without locks: as well as it can be done
+        yield  # a file system without locks: best effort
         return
     try:
         yield
@@ -189,10 +204,10 @@ def _file_lock(file: File) -> Iterator[None]:
 
 
 class RecordFlusher:
-    """The files of one process that have records waiting; a thread tries again while there are any.
+    """The files of one process that have waiting records; a thread retries while there are any.
 
-    `report` is called with `records_kept` when the first record has to wait, `records_lost` when memory is used up, and
-    `records_written` when the disk has taken all. Without one, a line on stderr says the same.
+    The reporter is called with `records_kept` when the first record has to wait, `records_lost` when memory is used
+    up, and `records_written` when the disk has taken all. Without a reporter, a line on stderr gives the same facts.
     """
 
     def __init__(
@@ -207,17 +222,17 @@ class RecordFlusher:
         self._lock = world.threads.new_lock()
         self._retry_lock = world.threads.new_lock()
         self._waiting_files: dict[AppendFile, int] = {}
-        """With the records that each had lost before."""
+        """Files with waiting records, each with the number of records that it had lost before."""
         self._waiting_since = 0.0
         self._reported: set[str] = set()
         self._is_retrying = False
 
     def set_reporter(self, report: EventReporter) -> None:
-        """From now on, tell `report`: the process has opened its events."""
+        """Report to `report` from now on, as the process has opened its events."""
         self._reporter = report
 
     def add_waiting_file(self, file: AppendFile, error: OSError | None, *, lost: bool = False) -> None:
-        """`file` has a record that waits, or has lost one."""
+        """Register `file`, which has a waiting record, or has lost one."""
         with self._lock:
             if not self._waiting_files:
                 self._waiting_since = self._clock()
@@ -231,13 +246,13 @@ class RecordFlusher:
             self._report_event("records_lost", file=str(file.path), hint=hint)
 
     def _report_failure(self, file: AppendFile, error: OSError | None) -> None:
-        # One that waits for another process's write is no failure of the disk.
+        # Waiting for another process's write is no failure of the disk.
         if error is not None and not isinstance(error, BlockingIOError) and self._is_first_report("records_kept"):
             hint = "the run continues; records wait in memory until the disk takes them: free bytes there"
             self._report_event("records_kept", file=str(file.path), error=str(error), hint=hint)
 
     def retry_writes(self) -> bool:
-        """Write what can be written. Whether nothing waits any more."""
+        """Write what can be written. Returns True if nothing waits any more."""
         with self._retry_lock:
             with self._lock:
                 files = list(self._waiting_files)
@@ -256,7 +271,8 @@ class RecordFlusher:
         return True
 
     async def finish_writes(self, seconds: float) -> int:
-        """Try for so long to have everything written. Returns how many records still wait; and stderr gets a line."""
+        """Retry for at most `seconds` until everything is written. Returns how many records still wait; if any do,
+        stderr gets a line."""
         deadline = self._clock() + seconds
         while not await self._threads.run(self.retry_writes):
             if self._clock() >= deadline:
@@ -265,21 +281,21 @@ class RecordFlusher:
         return 0
 
     def count_unwritten(self) -> int:
-        """How many records wait, which the process that ends now has not written; and stderr gets a line."""
+        """Return how many records still wait when this process ends and are lost with it. Writes a line to stderr."""
         with self._lock:
             left = {f.path.name: f.waiting_count for f in self._waiting_files if f.waiting_count}
         _print_stderr(f"records that the disk did not take are lost with this process: {left}")
         return sum(left.values())
 
     def file_position(self, path: Path) -> FilePosition:
-        """Of the file of lines at `path`, which only this process appends to."""
+        """Return the position of the file of lines at `path`, which only this process appends to."""
         with self._lock:
             files = [file for file in self._waiting_files if file.path == path]
         return files[0].current_position() if files else FilePosition(whole_record_bytes(path, files=self._disk), [])
 
     async def fsync_files(self, directory: Path, names: Sequence[str]) -> None:
-        """What is in these files of `directory`, whoever appends to them, survives a power failure when this returns. A disk that
-        does not do it is reported."""
+        """Make the content of these files of `directory`, whoever appends to them, survive a power failure. A disk
+        that fails to do so is reported."""
         try:
             await self._threads.run(self._fsync_files, directory, names)
         except OSError as error:

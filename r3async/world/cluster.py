@@ -1,4 +1,4 @@
-"""Ray: actors, placement and calls, and the network addresses of this host."""
+"""Actors, placement and calls on Ray, and the network addresses of this host."""
 
 from __future__ import annotations
 
@@ -26,24 +26,25 @@ from r3async.world import (
 
 # Actors as processes of a Ray cluster. The only file that calls Ray.
 #
-# Ray is imported when it is first needed: a command that starts no actor does not pay for it.
+# Ray is imported when it is first needed: commands that start no actor do not spend the time.
 
 
 DEFAULT_OPTIONS = ActorOptions()
 SPARE_ACTORS = 16
-"""Of a cluster that is started here: a run may have that many more than it begins with."""
+"""Number of actors that a run may have beyond those it begins with, on a cluster that is started here."""
 RESERVE_RETRY_SECONDS = 0.25
-"""Between two looks at what is free."""
+"""Seconds between two attempts to reserve resources."""
 RESERVE_TIMEOUT_SECONDS = 2.0
-"""Ray reserves what is free in milliseconds; what it cannot in this time, others have taken."""
+"""Seconds after which a reservation counts as failed. Ray reserves free resources in milliseconds; what it cannot
+reserve in this time, others have taken."""
 
 
 STARTUP_TIMEOUT_TEXT = "timed out during startup"
-"""Of what `ray.init` raises where the node did not report itself."""
+"""Part of the error that `ray.init` raises if the node did not report itself."""
 
 
 class RayActorRef:
-    """See `world.ActorRef`."""
+    """An actor of a Ray cluster, as a `world.ActorRef`."""
 
     def __init__(self, name: str, handle: Any):
         self.name, self._handle = name, handle
@@ -61,7 +62,7 @@ class RayActorRef:
 
 
 def _raise_actor_error(name: str, error: Exception) -> None:
-    """The exception that the actor raised, or that it was lost."""
+    """Raise the exception that the actor raised, or `ActorLostError` if it was lost."""
     from ray.exceptions import ActorUnavailableError, GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
     if isinstance(error, RayActorError | ActorUnavailableError | ObjectLostError):
@@ -75,7 +76,12 @@ def _raise_actor_error(name: str, error: Exception) -> None:
 
 @dataclass(frozen=True)
 class RayReservation:
-    """`placement_groups`: Ray's placement groups. `bundle_locations`: the group of each bundle, and its number in it."""
+    """A reservation of bundles on a Ray cluster.
+
+    Attributes:
+        placement_groups: Ray's placement groups.
+        bundle_locations: For each bundle, the index of its group and its index in it.
+    """
 
     placement_groups: tuple[Any, ...]
     bundle_locations: tuple[tuple[int, int], ...]
@@ -85,7 +91,7 @@ class RayReservation:
 
 
 class RayActors:
-    """See `world.Actors`."""
+    """Actors on a Ray cluster, as `world.Actors`."""
 
     def __init__(self) -> None:
         self._owns_cluster = False
@@ -101,7 +107,7 @@ class RayActors:
                 ray.init(address=address, log_to_driver=True, logging_level="error")
             else:
                 # Local actors share few cores on purpose: logical CPUs only count actors.
-                # "local": one of its own, also where somebody has started a head on this host.
+                # "local": a separate cluster, even if somebody has started a head on this host.
                 capacity = max(actor_count, os.cpu_count() or 1) + SPARE_ACTORS
                 with _without_dashboard(), _block_hangup_signal():
                     _start_local_ray(capacity)
@@ -239,7 +245,8 @@ def _cluster_node(node: Any, free: Any, home: str) -> ClusterNode:
 
 
 def _reserve_placement_groups(bundles: Sequence[ResourceBundle]) -> RayReservation:
-    """Those that stay in one group, whose hosts are certain; each that moves in one of its own, whose host is a wish."""
+    """Reserve the bundles. Those that stay share one group, with fixed hosts; each one that can move has its own
+    group, whose host is only preferred."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
     staying = [bundle for bundle in bundles if not bundle.can_move]
@@ -280,7 +287,8 @@ def _scheduling_strategy(reservation: Reservation, bundle: int) -> Any:
 
 
 def _start_local_ray(capacity: int) -> None:
-    """A Ray of our own on this machine. Its node has 30 s to report itself, however busy the machine is: once more, then."""
+    """Start a separate Ray on this machine. Its node has 30 s to report itself, which may be too short on a busy
+    machine; then it is started once more."""
     import psutil
     import ray
 
@@ -300,7 +308,7 @@ def _start_local_ray(capacity: int) -> None:
         except Exception as error:
             if last or STARTUP_TIMEOUT_TEXT not in str(error):
                 raise
-        # Ray leaves what it started.
+        # Ray leaves the processes that it started.
         for process in set(here.children()) - before:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.name() in ("gcs_server", "raylet"):
@@ -309,8 +317,8 @@ def _start_local_ray(capacity: int) -> None:
 
 @contextlib.contextmanager
 def _without_dashboard() -> Iterator[None]:
-    """Inside, `ray.init` starts no process for a dashboard, which it would wait for also where that is left out, and none that
-    asks for further machines. A Ray that has other names for them starts them."""
+    """Make `ray.init` start no dashboard process, which it would otherwise wait for even without a dashboard, and no
+    process that requests further machines. A version of Ray that has other names for them still starts them."""
     from ray._private import node, services
 
     with contextlib.ExitStack() as stack:
@@ -326,8 +334,8 @@ def _without_dashboard() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _block_hangup_signal() -> Iterator[None]:
-    """What is started inside never gets SIGHUP: a closed terminal sends it to all processes of the command, which alone is to end
-    them. Ray does the same for SIGINT."""
+    """Block SIGHUP in everything that is started inside. A closed terminal sends it to all processes of the command,
+    and the command alone is to end them. Ray does the same for SIGINT."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         yield
@@ -350,7 +358,7 @@ def _ray_handle(actor: ActorRef) -> Any:
 
 
 def list_interfaces() -> dict[str, list[str]]:
-    """The addresses of each interface, IPv4 first."""
+    """Return the addresses of each interface, IPv4 first."""
     kinds = (socket.AF_INET, socket.AF_INET6)
     return {
         name: [a.address.partition("%")[0] for kind in kinds for a in addresses if a.family == kind]
@@ -359,7 +367,7 @@ def list_interfaces() -> dict[str, list[str]]:
 
 
 def interface_address(interface: str) -> str:
-    """The first address of an interface. Raises `ConnectionError` with those that there are."""
+    """Return the first address of an interface. Raises `ConnectionError` with the existing interfaces."""
     here = list_interfaces()
     if not (addresses := here.get(interface)):
         names = ", ".join(name for name, has in here.items() if has)
@@ -368,12 +376,12 @@ def interface_address(interface: str) -> str:
 
 
 def find_interface(address: str) -> str:
-    """The interface that has an address; "" if none has."""
+    """Return the interface that has an address; "" if none has."""
     return next((name for name, addresses in list_interfaces().items() if address in addresses), "")
 
 
 def use_interface(name: str) -> None:
-    """Collectives (NCCL, gloo) that this process begins from now on use that interface. A variable that is set already says
-    otherwise, and stays."""
+    """Make collectives (NCCL, gloo) that this process begins from now on use the interface `name`. A variable that
+    is set already takes precedence."""
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         os.environ.setdefault(variable, name)

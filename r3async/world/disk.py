@@ -1,4 +1,4 @@
-"""The files of this host, by the operating system."""
+"""The files of this host, through the operating system."""
 
 from __future__ import annotations
 
@@ -17,16 +17,22 @@ from pathlib import Path
 from r3async.world import Buffer
 
 WRITEV_BUFFERS = 512
-"""Of one call of `writev`; the system's own limit is 1,024."""
+"""Number of buffers in one call of `writev`; the system's limit is 1,024."""
 
 LOCK_RETRY_SECONDS = 0.001
-"""Between two tries to lock a file that another one holds."""
+"""Seconds between two attempts to lock a file that is locked by another process."""
 
 
 @dataclass(frozen=True)
 class FileStat:
-    """What `Files.stat` says. `size` in bytes. `modified`: a number that orders files by when they were last written. `mode`: its
-    permissions."""
+    """Status of a file or directory, as `Files.stat` returns it.
+
+    Attributes:
+        size: Size in bytes.
+        modified: A number that orders files by when they were last written.
+        is_directory: True for a directory.
+        mode: Permissions.
+    """
 
     size: int
     modified: int
@@ -35,7 +41,7 @@ class FileStat:
 
 
 class SystemFile:
-    """See `world.File`."""
+    """An open file of the operating system, as a `world.File`."""
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
@@ -107,7 +113,7 @@ class SystemFile:
 
 
 class SystemFiles:
-    """See `world.Files`."""
+    """The file systems of this host, as `world.Files`."""
 
     def open(self, path: Path, *, create: bool = False, exclusive: bool = False, mode: int = 0o644) -> SystemFile:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT if create or exclusive else os.O_RDONLY
@@ -130,8 +136,8 @@ class SystemFiles:
         os.mkdir(directory, mode)
 
     def make_private_directory(self, directory: Path) -> None:
-        # In a place like /dev/shm anyone may have made a folder, or a link, of the name that we would use: who owns the folder
-        # can put something else in the place of what is ours.
+        # In a place like /dev/shm anyone may have created a folder, or a link, with the name that we use, and the owner of a
+        # folder can replace our files in it.
         try:
             os.mkdir(directory, 0o700)
         except FileExistsError:
@@ -175,8 +181,8 @@ class SystemFiles:
 
 
 def write_at(path: Path, start: int, buffers: Iterable[Buffer]) -> None:
-    """Write the pieces into a file that is long enough, one behind the other from `start` on. Several processes may do so at
-    once, each in a region of its own; none of them maps what it writes. Raises `OSError`."""
+    """Write the buffers one after the other into an existing file that is long enough, from `start` on. Several
+    processes may do so at once, each in its own region; none of them maps what it writes. Raises `OSError`."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         for piece in buffers:
@@ -189,7 +195,8 @@ def write_at(path: Path, start: int, buffers: Iterable[Buffer]) -> None:
 
 
 def _remove_path(path: Path, remove_directory: Callable[[Path], object]) -> None:
-    """`remove_directory` removes one; a link to it is a file."""
+    """Remove a file, or a directory with `remove_directory`. A link to a directory counts as a file. Does nothing if
+    the path does not exist."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         if os.path.isdir(path) and not os.path.islink(path):
             remove_directory(path)

@@ -1,4 +1,4 @@
-"""Directories and small files that outlive a power failure, and waits for a disk that is full."""
+"""Directories and small files that survive a power failure, and retries on a full disk."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from r3async.world import Buffer, File, Files, World
 from r3async.world.real import REAL_WORLD
 
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-"""The disk, or what this user may have of it, is used up."""
+"""Error numbers for a disk, or a user's quota, that is used up."""
 
 
 def make_directory(directory: Path, mode: int = 0o777, *, files: Files = REAL_WORLD.files) -> None:
-    """Make `directory` and the parents that it lacks; each new name is on the disk when this returns. One that exists is kept.
+    """Create `directory` and its missing parents; each new name is on the disk when this returns. An existing
+    directory is kept.
 
-    Raises `OSError`, `FileExistsError` where something else has the name.
+    Raises `OSError`, and `FileExistsError` if something else has the name.
     """
     directory = Path(directory)
     if _is_directory(directory, files):
-        # It may be there since a call of this that made it and then failed: its name is not on the disk yet.
+        # An earlier call may have created it and then failed: its name may not be on the disk yet.
         with contextlib.suppress(PermissionError):
             files.fsync_directory(directory.parent)
         return
@@ -37,9 +38,11 @@ def make_directory(directory: Path, mode: int = 0o777, *, files: Files = REAL_WO
 
 
 def fsync_with_parents(directory: Path, *, files: Files = REAL_WORLD.files) -> None:
-    """Have the names in `directory`, its own, and those of all directories above it on the disk, as far as this user may.
+    """Sync the names in `directory`, its own name, and those of all directories above it to the disk, as far as this
+    user may.
 
-    For one that was there: whoever made it may have been killed before it was synced. Raises `OSError`.
+    This is for a directory that existed already: the process that created it may have been killed before it was
+    synced. Raises `OSError`.
     """
     for path in (directory, *directory.parents):
         with contextlib.suppress(PermissionError):
@@ -52,13 +55,14 @@ def _is_directory(path: Path, files: Files) -> bool:
 
 
 def read_file(path: Path, *, files: Files = REAL_WORLD.files) -> bytes:
-    """All of it. Raises `OSError`."""
+    """Return the whole content of a file. Raises `OSError`."""
     with files.open(path) as file:
         return file.read()
 
 
 def replace_file(path: Path, data: Buffer, mode: int = 0o644, *, files: Files = REAL_WORLD.files) -> None:
-    """Write `path` aside and rename it there: whole, on the disk, or as it was. Raises `OSError`."""
+    """Replace `path` through a temporary file that is renamed to it: afterwards it is whole and on the disk, or as
+    it was. Raises `OSError`."""
     write_atomically(path, [data], mode, fsync=True, files=files)
     files.fsync_directory(path.parent)
 
@@ -66,8 +70,9 @@ def replace_file(path: Path, data: Buffer, mode: int = 0o644, *, files: Files = 
 def write_atomically(
     path: Path, parts: Iterable[Buffer], mode: int = 0o644, *, fsync: bool, files: Files = REAL_WORLD.files
 ) -> None:
-    """Write the parts aside, one after the other, and rename that to `path`: whole, or as it was. `fsync`: its content,
-    though not its name, is on the disk then. Raises `OSError`, and what `parts` raises."""
+    """Write the parts, one after the other, to a temporary file that is renamed to `path`: afterwards it is whole,
+    or as it was. With `fsync` its content, though not its name, is on the disk. Raises `OSError`, and what `parts`
+    raises."""
     scratch, file = _open_scratch_file(path, mode, files)
     try:
         with file:
@@ -83,8 +88,8 @@ def write_atomically(
 
 
 def replace_directory(new: Path, directory: Path, *, files: Files = REAL_WORLD.files) -> None:
-    """Rename `new`, which is complete, to `directory`. What has that name is moved aside first, for a directory cannot be
-    renamed over, and then removed. Raises `OSError`."""
+    """Rename `new`, which is complete, to `directory`. What has that name is first moved aside, as a rename cannot
+    replace a directory, and then removed. Raises `OSError`."""
     old = directory.with_name(f".{directory.name}.old")
     files.remove_tree(old)
     if files.stat(directory) is not None:
@@ -95,7 +100,8 @@ def replace_directory(new: Path, directory: Path, *, files: Files = REAL_WORLD.f
 
 
 def _open_scratch_file(path: Path, mode: int, files: Files) -> tuple[Path, File]:
-    """A new file beside `path`; one that another process is writing, or left when it was killed, is not touched."""
+    """Open a new file beside `path`. A file that another process is writing, or left when it was killed, is not
+    touched."""
     number = 0
     while True:
         scratch = path.with_name(f".{path.name}.{number}")
@@ -104,7 +110,7 @@ def _open_scratch_file(path: Path, mode: int, files: Files) -> tuple[Path, File]
         number += 1
 
 
-# Work on a disk that is full, or fails: it is tried again until the disk does it, and nothing is lost in between.
+# Retries of work on a disk that is full, or fails, until the disk does it; nothing is lost in between.
 
 
 P = ParamSpec("P")
@@ -114,16 +120,22 @@ RETRY_SECONDS = 1.0
 
 
 def is_disk_error(error: BaseException) -> bool:
-    """Whether the disk, or the operating system, did not do something that it may do later: no space, no descriptor, a device
-    that fails. An answer that did not come in time, and a connection that broke, are something else."""
+    """Return whether the disk, or the operating system, refused something that may succeed later: no space, no
+    descriptor, a failing device. A missing answer (`TimeoutError`) and a broken connection do not count."""
     return isinstance(error, OSError) and not isinstance(error, TimeoutError | ConnectionError)
 
 
 class DiskRetrier:
-    """Has work done by a disk that may not take it yet. One for each disk and kind of work; on one event loop.
+    """A retrier of work that the disk refuses. Use one for each disk and kind of work, on one event loop.
 
-    `report(event, **facts)` is called with the event `stalled_event` when work is refused first, and with `resumed_event`
-    when it is done after all. `facts`: what both say."""
+    Args:
+        world: The world whose clock is used.
+        report: Called as `report(event, **facts)`.
+        stalled_event: Event when work is first refused.
+        resumed_event: Event when the work is done after all.
+        retry_seconds: Seconds between two attempts.
+        facts: Facts that both events carry.
+    """
 
     def __init__(
         self,
@@ -139,11 +151,11 @@ class DiskRetrier:
         self._stalled_event, self._resumed_event, self._facts = stalled_event, resumed_event, facts
         self._waiting_since: tuple[float, str] | None = None
         self.waited_seconds = 0.0
-        """How long work has waited in all."""
+        """Total seconds that work has waited."""
 
     @property
     def current_wait(self) -> dict[str, Any] | None:
-        """Why work waits (`why`), and for how many `waited_seconds`; None while none does."""
+        """The reason why work waits (`why`), and for how many `waited_seconds`; None while no work waits."""
         if self._waiting_since is None:
             return None
         since, error = self._waiting_since
@@ -152,7 +164,8 @@ class DiskRetrier:
     async def run_with_retries(
         self, hint: str, work: Callable[P, Awaitable[R]], *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """What `work` returns, once the disk does it. Raises what else it raises. `hint`: what a person can do."""
+        """Return what `work` returns, once the disk does it. Raises any other error of `work`. `hint` tells a person
+        what to do."""
         began, failed = self._clock(), False
         try:
             while True:

@@ -1,5 +1,5 @@
-"""This process, the processes of actors on this host, and what a process prints: on a full disk a `print` must not raise, and
-text of models, environments and exceptions is made safe for a terminal."""
+"""This process, the processes of actors on this host, and the output of a process: on a full disk a `print` must not
+raise, and text of models, environments and exceptions is made safe for a terminal."""
 
 from __future__ import annotations
 
@@ -30,21 +30,23 @@ from r3async.world import MetricsServer, stages
 T = TypeVar("T")
 
 HOST_NAME_VARIABLE = "R3ASYNC_HOST"
-"""Environment variable: this host's name, where hosts have equal ones. Processes of one name share memory and files."""
+"""Environment variable with this host's name, for hosts whose names are equal. Processes of one name share memory
+and files."""
 
 GRPC_KEEPALIVE_VARIABLE = "RAY_grpc_keepalive_timeout_ms"
 GRPC_KEEPALIVE_SECONDS = 120
-"""Lines that are cut for less than that break no connection of our actors' processes. Ray's nodes have a setting of their own."""
+"""Seconds for which a cut line breaks no connection of our actors' processes. Ray's nodes have a separate setting."""
 
 LAG_INTERVAL_SECONDS = 0.05
-"""Between two measurements of how late the event loop is."""
+"""Seconds between two measurements of how late the event loop is."""
 
 
 def actor_environment(threads: int) -> dict[str, str]:
-    """Environment variables of an actor that computes with that many threads.
+    """Return the environment variables of an actor that computes with `threads` threads.
 
-    Ray starts its workers at nice 15: any other work on the host would starve the learner and the engines. Its servers let go of
-    a connection whose line is cut for 20 s, and the other end is not told: it waits for its answer, for minutes.
+    Ray starts its workers at nice 15: any other work on the host would starve the learner and the engines. Its
+    servers drop a connection whose line is cut for 20 s, and the other end is not notified: it waits for its answer,
+    for minutes.
     """
     return {
         GRPC_KEEPALIVE_VARIABLE: os.environ.get(GRPC_KEEPALIVE_VARIABLE, str(1000 * GRPC_KEEPALIVE_SECONDS)),
@@ -56,8 +58,8 @@ def actor_environment(threads: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def pause_garbage_collector() -> Iterator[None]:
-    """While torch, vLLM or a model is loaded: a million objects are made that stay, and the collector would walk them again
-    and again, for a tenth to a fifth of the time."""
+    """Pause the garbage collector while torch, vLLM or a model is loaded. Loading creates a million objects that
+    stay, and the collector would walk them again and again, for a tenth to a fifth of the time."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -69,8 +71,8 @@ def pause_garbage_collector() -> Iterator[None]:
 
 @contextlib.contextmanager
 def hide_main_module() -> Iterator[None]:
-    """Processes that are spawned meanwhile do not import the program that runs: without `if __name__ == "__main__":` in it, it
-    would run again in each of them."""
+    """Hide the main module from processes that are spawned inside, so that they do not import the running program:
+    without `if __name__ == "__main__":` in it, it would run again in each of them."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -85,9 +87,9 @@ def _shared_loop() -> tuple[asyncio.Runner, threading.Lock]:
 
 
 def run_on_shared_loop(call: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, for what calls code of the user's: on one event loop of this process, however often. What their module
-    keeps between calls, such as an HTTP client, belongs to the loop on which it was first used. Where another thread runs that
-    loop just now, it is one of its own."""
+    """Run `call` as `asyncio.run` does, but on one event loop of this process for every call: for calls into the
+    user's code. What a user's module keeps between calls, such as an HTTP client, belongs to the loop on which it
+    was first used. If another thread is running that loop, `call` gets a new one."""
     runner, lock = _shared_loop()
     if not lock.acquire(blocking=False):
         return asyncio.run(call)
@@ -98,14 +100,15 @@ def run_on_shared_loop(call: Coroutine[Any, Any, T]) -> T:
 
 
 def add_user_module_path() -> None:
-    """Let `module:name` of a configuration name a module beside which the run was started. Ours come first."""
+    """Let `module:name` of a configuration name a module in the directory where the run was started. Our modules
+    come first."""
     path = os.environ.get(USER_PATH_VARIABLE, os.getcwd())
     if path not in sys.path:
         sys.path.append(path)
 
 
 class SystemProcesses:
-    """See `world.Processes`."""
+    """This process and those of actors, through the operating system, as `world.Processes`."""
 
     def __init__(self) -> None:
         self._metrics_server: MetricsServer | None = None
@@ -129,7 +132,7 @@ class SystemProcesses:
             os.dup2(descriptor, 2)
             os.close(descriptor)
         ignore_output_errors()
-        # The stacks of all threads, also where the event loop, or all of Python, is held up.
+        # Dump the stacks of all threads, even if the event loop, or all of Python, is blocked.
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
 
     def serve_metrics(self, open_endpoint: Callable[[], MetricsServer | None]) -> None:
@@ -184,7 +187,8 @@ class SystemProcesses:
 
 
 def _find_worker(pid: int) -> psutil.Process | None:
-    """Process ids are used again: only what calls itself a worker of Ray and is of this user."""
+    """Return the process with this id if it calls itself a worker of Ray and belongs to this user, as process ids
+    are reused; else None."""
     try:
         process = psutil.Process(pid)
         command = process.cmdline()
@@ -205,11 +209,11 @@ def _signal_worker(pid: int, number: signal.Signals) -> bool:
 
 
 def find_processes_by_env(env_value: str) -> list[psutil.Process]:
-    """Those that have `env_value` in their environment, which all inherit that a process starts, whatever session or parent they
-    have now. One that has ended and is not waited for has none. Linux only."""
+    """Return the processes that have `env_value` in their environment, which every child process inherits, whatever
+    session or parent it has now. A process that has ended and is not waited for has none. Linux only."""
     found = []
     for pid in psutil.pids():
-        # Of thousands of processes, psutil would look at six times as long.
+        # With thousands of processes, psutil would take six times as long.
         with contextlib.suppress(psutil.Error, OSError):
             if env_value.encode() in Path(f"/proc/{pid}/environ").read_bytes():
                 found.append(psutil.Process(pid))
@@ -217,7 +221,8 @@ def find_processes_by_env(env_value: str) -> list[psutil.Process]:
 
 
 class _LogFile(io.RawIOBase):
-    """Writes to a descriptor. What the disk does not take is left out, and the log says how much once it takes more."""
+    """A raw stream to a descriptor. Data that the disk does not take are dropped, and the log states how much once
+    it takes more."""
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
@@ -248,15 +253,16 @@ class _LogFile(io.RawIOBase):
 
 
 def ignore_command_output_errors() -> None:
-    """The same for a command whose output and errors are files, or a terminal that may be closed; others, and what tests capture,
-    stay."""
+    """Ignore output errors as `ignore_output_errors` does, for a command whose output and errors are files, or a
+    terminal that may be closed. Other streams, and those that tests capture, stay unchanged."""
     mine = sys.stdout is sys.__stdout__ and sys.stderr is sys.__stderr__
     if mine and all(os.isatty(number) or stat.S_ISREG(os.fstat(number).st_mode) for number in (1, 2)):
         ignore_output_errors()
 
 
 def ignore_output_errors() -> None:
-    """From now on, nothing raises that Python code writes to `sys.stdout` or `sys.stderr`; descriptors stay as they are."""
+    """Make writes of Python code to `sys.stdout` or `sys.stderr` raise nothing from now on; descriptors stay as they
+    are."""
     sys.stdout, sys.stderr = (
         io.TextIOWrapper(
             io.BufferedWriter(_LogFile(descriptor)),
@@ -292,14 +298,15 @@ _COLOR_CODES = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def escape_control_characters(text: str, *, keep_newlines: bool = True) -> str:
-    """`text` with every character that a terminal would obey, or that hides or turns around what is written, as `\\uXXXX`.
+    """Return `text` with every character that a terminal would obey, or that hides or reverses what is written, as
+    `\\uXXXX`.
 
-    Newline and tab stay, unless `keep_newlines` is false. What comes out stays as it is if it is given in again, and JSON
+    Newline and tab stay, unless `keep_newlines` is false. The result is unchanged if it is escaped again, and JSON
     stays the same JSON.
     """
     return text.translate(_LINE_ESCAPES if keep_newlines else _ESCAPES)
 
 
 def clean_log_output(text: str) -> str:
-    """The same of a program's output, whose colours are taken out and whose lines may end as on Windows."""
+    """Return a program's output with control characters escaped, colours removed, and Windows line ends replaced."""
     return escape_control_characters(_COLOR_CODES.sub("", text).replace("\r\n", "\n"))

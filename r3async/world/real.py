@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 
 
 EXIT_FLUSH_SECONDS = 1.0
-"""For records that wait when the process exits."""
+"""Seconds to write records that wait when the process exits."""
 
 
 class RealWorld:
-    """See `World`. One for each process; sent to another process, it becomes that one's."""
+    """The `World` of a process of the real system. There is one for each process; sent to another process, it
+    becomes that process's world."""
 
     clock = time
-    """The module is one."""
+    """The module `time` satisfies `Clock`."""
     threads = SystemThreads()
     files = SystemFiles()
 
@@ -68,7 +69,7 @@ def _flush_at_exit(keeper: RecordFlusher) -> None:
 
 
 class _RealWorldReference:
-    """Unpickles to this process's world."""
+    """A stand-in that unpickles to this process's world."""
 
     def __new__(cls) -> RealWorld:  # type: ignore[misc]
         return REAL_WORLD

@@ -1,4 +1,4 @@
-"""ZeroMQ: sockets with CURVE keys, who may talk to the learner, and limits on strangers."""
+"""ZeroMQ sockets with CURVE keys, access control for the learner, and limits on strangers."""
 
 from __future__ import annotations
 
@@ -33,40 +33,42 @@ from r3async.world import (
 from r3async.world.real import REAL_WORLD
 from r3async.world.stages import stage
 
-# Message sockets by ZeroMQ, on the running event loop. Every connection is encrypted, and only known keys are let in.
+# Message sockets on ZeroMQ, on the running event loop. Every connection is encrypted, and only known keys are let in.
 #
-# libzmq asks a ZAP handler (rfc.zeromq.org/spec/27) inside the same context about each CURVE handshake that is sound: the peer
+# libzmq asks a ZAP handler (rfc.zeromq.org/spec/27) inside the same context about each valid CURVE handshake: the peer
 # has the router's public key, and proved that it has the secret of its own. A peer without a key, or with another router's,
 # never gets that far; the socket's monitor reports it. Neither learns anything of the run.
 
 
-# Why a router does not let a peer in.
+# Reasons for which a router refuses a peer.
 REFUSED_NO_KEY = "no key shown"
 REFUSED_OTHER_LEARNER = "the key of another learner"
 REFUSED_UNKNOWN_KEY = "a key that is not known here"
 REFUSED_BROKEN_HANDSHAKE = "a broken handshake"
 UNKNOWN_KEY_HINT = "this key: with `transport.keys`, its `.public` file has to be in the learner's directory"
-"""Why a dealer is not let in, in what it says of itself."""
+"""Reason that a dealer gives as its `denial_reason` when the router does not know its key."""
 
 COPY_BELOW_BYTES = 2**16
-"""Smaller frames are copied when they are sent: that is faster than to keep track of them."""
+"""Size in bytes below which frames are copied when they are sent: that is faster than keeping track of them."""
 CURVE_OVERHEAD_BYTES = 64
-"""More than what CURVE adds to a frame."""
+"""Bytes that CURVE adds to a frame, at most."""
 HANDSHAKE_TIMEOUT_MS = 5000
-"""A peer that has not proved its key by then is disconnected."""
+"""Milliseconds after which a peer that has not proved its key is disconnected."""
 MAX_NEW_PEERS = 256
-"""Connections that one socket lets in within `HANDSHAKE_TIMEOUT_MS`, about: those of a moment are seen together."""
+"""Connections that one socket lets in within about `HANDSHAKE_TIMEOUT_MS`; those that come at the same moment are
+seen together."""
 RESERVED = 256
-"""Descriptors that are left to files and to peers that are let in already."""
+"""Descriptors that are reserved for files and for peers that are let in already."""
 MOST_DESCRIPTORS = 2**20
-"""Where the system has no limit."""
+"""Limit of descriptors that is used where the system has none."""
 APART_SECONDS = (0.1, 3.0)
-"""See `ConnectionLimiter`."""
+"""Range, in seconds, of the random delay before a `ConnectionLimiter` opens again."""
 CONNECT_MS, RECONNECT_MS = 500, 250
-"""A dealer that nobody has answered by then tries again after so long at most. The kernel tries after 1, 3, 7, 15 and 31 s:
-strangers who come anew would be let in before who has waited."""
+"""Milliseconds after which a dealer without an answer gives up an attempt to connect, and the longest pause before
+the next one. The kernel retries after 1, 3, 7, 15 and 31 s: strangers who connect anew would be let in before a
+dealer that has waited."""
 CLOSE_SECONDS = 5.0
-# Plain numbers: a flag of pyzmq costs as much to put together as a small frame to send.
+# Plain integers: combining flags of pyzmq costs as much as sending a small frame.
 DONTWAIT = int(zmq.DONTWAIT)
 DONTWAIT_SNDMORE = int(zmq.DONTWAIT | zmq.SNDMORE)
 
@@ -79,15 +81,15 @@ MONITOR_EVENT_STRUCT = struct.Struct("=HI")
 CRYPTOGRAPHIC_ERROR = 0x11000001
 MECHANISM_MISMATCH_ERROR = 0x11000002
 
-# Of Linux, which Python has no names for.
+# Constants of Linux that Python has no names for.
 SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
 _DROP_INSTRUCTION = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0), 8)
 DROP_ALL_FILTER = struct.pack("HP", 1, ctypes.addressof(_DROP_INSTRUCTION))
-"""A program of the kernel's packet filter, of one instruction."""
+"""A program of one instruction for the kernel's packet filter."""
 
 
 class ZeroMqSockets:
-    """See `world.Sockets`. At most one router."""
+    """The ZeroMQ sockets of a sender or receiver, as `world.Sockets`. At most one router."""
 
     def __init__(self) -> None:
         self._context = zmq.Context()
@@ -128,8 +130,8 @@ def apply_client_keys(socket: zmq.Socket[Any], keys: ClientKeys) -> None:
 
 @contextlib.contextmanager
 def undo_on_error() -> Iterator[contextlib.ExitStack]:
-    """For what is made of several sockets: if one of them cannot be, what the stack has is undone, and what ZeroMQ failed with,
-    such as a lack of descriptors, is an `OSError`."""
+    """Undo the creation of several sockets if one of them fails: the callbacks of the yielded stack are called, and
+    an error of ZeroMQ, such as a lack of descriptors, is raised as an `OSError`."""
     with contextlib.ExitStack() as undo:
         try:
             yield undo
@@ -158,11 +160,13 @@ def open_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
 
 
 class LoopSocket:
-    """A ZeroMQ socket on the running event loop: `on_message(frames)` is called for each message, on the loop's thread.
+    """A ZeroMQ socket on the running event loop: `on_message(frames)` is called for each message, on the loop's
+    thread.
 
-    No future, task or copy is made per message (`zmq.asyncio` makes several: a third of its throughput at 200 KB). The
-    file descriptor of a ZeroMQ socket only shows that something *changed*, so after it was readable, and after every
-    send, all that is there has to be read, or it would lie there until the next change; `receive_pending` makes sure.
+    No future, task or copy is made per message (`zmq.asyncio` makes several: a third of its throughput at 200 KB).
+    The file descriptor of a ZeroMQ socket only shows that something *changed*, so after it was readable, and after
+    every send, everything that has arrived has to be read, or it would stay unread until the next change;
+    `receive_pending` makes sure of that.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[zmq.Frame]], None]):
@@ -180,7 +184,8 @@ class LoopSocket:
         return self._socket.closed
 
     def send(self, frames: Sequence[Buffer]) -> int:
-        """See `world.MessageSocket`. Large frames are not copied: they must not change until they are sent."""
+        """Implement `world.MessageSocket.send`. Large frames are not copied: they must not change until they are
+        sent."""
         if self._socket.closed:
             return zmq.ENOTSOCK
         error, last = 0, len(frames) - 1
@@ -195,7 +200,8 @@ class LoopSocket:
         return error
 
     def receive_pending(self, seconds: float = TURN_SECONDS) -> None:
-        """Handle what is there, for `seconds` seconds or a little more; the rest in the loop's next round."""
+        """Handle messages that have arrived, for `seconds` seconds or a little more; the rest follow in the loop's
+        next round."""
         with stage("messages"):
             self._receive_until(time.perf_counter() + seconds)
 
@@ -210,7 +216,7 @@ class LoopSocket:
             try:
                 self._on_message(frames)
             except BaseException:
-                self._schedule_receive()  # what lies behind it would wait for the next change, and its senders for an answer
+                self._schedule_receive()  # later messages would wait for the next change, and their senders for an answer
                 raise
             if time.perf_counter() > until:
                 self._schedule_receive()
@@ -236,7 +242,7 @@ class LoopSocket:
 
 
 class RouterSocket(LoopSocket):
-    """Bound at `address`. Raises `OSError`."""
+    """A router bound at `address`. Raises `OSError`."""
 
     def __init__(
         self,
@@ -266,7 +272,7 @@ class RouterSocket(LoopSocket):
 
 
 class DealerSocket(LoopSocket):
-    """Connects to `endpoint`. Raises `OSError`."""
+    """A dealer that connects to `endpoint`. Raises `OSError`."""
 
     def __init__(
         self, context: zmq.Context[Any], endpoint: str, identity: bytes, on_message: MessageHandler, keys: ClientKeys
@@ -300,28 +306,33 @@ class DealerSocket(LoopSocket):
 
 
 class ConnectionLimiter:
-    """Of a socket that listens: a connection is let in only if fewer than `MAX_NEW_PEERS` were within the time of a
-    handshake. So as many, at most, are there of peers that have not proved their key, and others have descriptors. Who waits
-    outside is let in when the kernel, or a dealer, tries again.
+    """A limit on the new connections of a listening socket.
 
-    It opens when all of those have had their time, and some of `APART_SECONDS` later: who was turned out tries again at once, and
-    after one second and three. Opened at once, or in step with them, it would let in the same ones for ever, and nobody else.
+    A connection is let in only if fewer than `MAX_NEW_PEERS` were within the time of a handshake. So at most that
+    many peers that have not proved their key are connected, and other peers have descriptors. Peers that wait
+    outside are let in when the kernel, or a dealer, tries again.
 
-    A filter on the listening socket drops what would open a connection; those that are open do not see it."""
+    The limiter opens when all of those have had their time, plus a random delay from `APART_SECONDS`: a peer that
+    was turned away retries at once, and after one second and three. If the limiter opened at once, or in step with
+    them, it would let in the same peers forever, and nobody else.
+
+    A filter on the listening socket drops packets that would open a connection; open connections do not see it.
+    """
 
     def __init__(self) -> None:
         self._accepted_at: deque[float] = deque()
         self._listener: OsSocket | None = None
         self.opens_at: float | None = None
-        """Of `time.monotonic`; None while it is open."""
+        """Time at which it opens, on `time.monotonic`; None while it is open."""
 
     def add_listener(self, descriptor: int) -> None:
-        """ZeroMQ's own. A copy is made at once: when the door has to be closed, there may be no descriptor left for one."""
+        """Watch the listening socket of ZeroMQ with this descriptor. The descriptor is duplicated at once: when the
+        limiter has to close, there may be none left for a duplicate."""
         with contextlib.suppress(OSError):  # without a copy all are let in, and counted
             self._listener = OsSocket(fileno=os.dup(descriptor))
 
     def count_accepted(self) -> None:
-        """One more has come in."""
+        """Count one more connection that was let in."""
         now = time.monotonic()
         self._accepted_at.append(now)
         while self._accepted_at[0] <= now - HANDSHAKE_TIMEOUT_MS / 1000:
@@ -332,8 +343,8 @@ class ConnectionLimiter:
             self._shut_out()
 
     def keep_reserve(self) -> None:
-        """Close it if few descriptors are left, whoever has them. Where other threads compute, a connection takes 10 ms to be
-        counted, and thousands can come in that time."""
+        """Close it if few descriptors are left, whoever uses them. Where other threads compute, a connection takes
+        10 ms to be counted, and thousands can come in that time."""
         if self.opens_at is None and self._listener is not None and not _has_descriptors(self._listener):
             self._shut_out()
 
@@ -360,7 +371,7 @@ class ConnectionLimiter:
 
 
 def _has_descriptors(one: OsSocket) -> bool:
-    """Raise the limit as far as this process may, if it has to be, and return whether `RESERVED` are left."""
+    """Raise the process's limit of descriptors as far as it may, if needed, and return whether `RESERVED` are left."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         lowest = os.dup(one.fileno())  # the kernel gives the lowest number that is free
@@ -375,9 +386,12 @@ def _has_descriptors(one: OsSocket) -> bool:
 
 
 class Authenticator:
-    """Guards one server socket of `context`, from before it binds until `close`. `refused_peers` counts by reason.
+    """The guard of one server socket of `context`, from before it binds until `close`. `refused_peers` counts
+    refused peers by reason.
 
-    Connections are counted by a thread: an event loop that is busy for a second would let thousands in before it looks."""
+    Connections are counted in a thread: an event loop that is busy for a second would let thousands in before it
+    looks.
+    """
 
     def __init__(
         self, context: zmq.Context[Any], server: zmq.Socket[bytes], keys: ServerKeys, refused_peers: Counter[str]
@@ -398,7 +412,7 @@ class Authenticator:
         self._watching.start()
 
     def close(self) -> None:
-        """Before the server's socket is closed. Idempotent."""
+        """Stop guarding the server's socket, before that is closed. Idempotent."""
         if not self._server.closed:
             self._server.disable_monitor()
         self._watching.join(CLOSE_SECONDS)
@@ -442,13 +456,13 @@ class Authenticator:
             )
 
 
-# CURVE keys: who may talk to the learner, and how an end shows which one it is.
+# CURVE keys: which peers may connect to the learner, and how each end proves its identity.
 #
 # Every connection has keys, loopback included. Each start of a run makes its own (`generate_keys`): the learner keeps the
 # server's, and the conductor hands the client's to the generators through Ray. None of them is written to a file.
 #
-# Who sets `transport.keys` has them in a directory instead. It holds `learner.public`, `learner.secret`, and the same two
-# for each generator identity (`generator` if nothing else is asked for). A file is one line, the key in Z85. The learner
+# With `transport.keys` they are in a directory instead. It holds `learner.public`, `learner.secret`, and the same two
+# for each generator identity (`generator` by default). A file is one line, the key in Z85. The learner
 # needs its secret and every `*.public`: these are the keys it lets in. A generator needs `learner.public` and its own
 # secret. Secrets are created 0600, and refused otherwise.
 
@@ -459,12 +473,17 @@ KEY_CHARS = 40
 
 
 class TransportError(RuntimeError):
-    """Sending or binding cannot continue; the message says what to change."""
+    """A failure because of which sending or binding cannot continue; the message says what to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """The learner's: `allowed_public_keys` are the public keys (raw, 32 bytes) that may connect."""
+    """Keys of the learner.
+
+    Attributes:
+        secret_key: Its secret key, in Z85.
+        allowed_public_keys: Public keys that may connect (raw, 32 bytes each).
+    """
 
     secret_key: bytes = field(repr=False)
     allowed_public_keys: frozenset[bytes]
@@ -472,14 +491,19 @@ class ServerKeys:
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """A generator's."""
+    """Keys of a generator.
+
+    Attributes:
+        secret_key: Its secret key, in Z85.
+        server_public_key: The learner's public key, in Z85.
+    """
 
     secret_key: bytes = field(repr=False)
     server_public_key: bytes
 
 
 def generate_keys() -> tuple[ServerKeys, ClientKeys]:
-    """Keys of one learner and its generators, never seen before."""
+    """Return new keys of one learner and its generators."""
     server_public, server_secret = zmq.curve_keypair()
     client_public, client_secret = zmq.curve_keypair()
     server = ServerKeys(server_secret, frozenset([z85.decode(client_public)]))
@@ -487,19 +511,20 @@ def generate_keys() -> tuple[ServerKeys, ClientKeys]:
 
 
 def derive_public_key(secret: bytes) -> bytes:
-    """That of a secret one, in Z85."""
+    """Return the public key of a secret one, in Z85."""
     return zmq.curve_public(secret)
 
 
 def decode_key(key: bytes) -> bytes:
-    """32 bytes of a key in Z85."""
+    """Return the 32 bytes of a key in Z85."""
     return z85.decode(key)
 
 
 def resolve_learner_keys(
     settings: TransportConfig, files: Files = REAL_WORLD.files
 ) -> tuple[ServerKeys, ClientKeys | None]:
-    """The learner's keys, and those that it hands to generators: None where they have their own from `transport.keys`.
+    """Return the learner's keys, and those that it hands to generators: None if generators have their own from
+    `transport.keys`.
 
     Raises `TransportError` that names the file.
     """
@@ -509,7 +534,8 @@ def resolve_learner_keys(
 def resolve_generator_keys(
     settings: TransportConfig, from_learner: ClientKeys | None, files: Files = REAL_WORLD.files
 ) -> ClientKeys:
-    """Those of `transport.keys`, if that is set, else what the learner `from_learner` over. Raises `TransportError`."""
+    """Return the keys of `transport.keys`, if that is set, else those that the learner handed over (`from_learner`).
+    Raises `TransportError`."""
     if settings.keys:
         return load_client_keys(Path(settings.keys), files=files)
     if from_learner is None:
@@ -520,7 +546,7 @@ def resolve_generator_keys(
 def create_key_files(
     directory: Path, names: tuple[str, ...] = (LEARNER_KEY_NAME, GENERATOR_KEY_NAME), files: Files = REAL_WORLD.files
 ) -> list[Path]:
-    """Make the directory (0700) and the keys in it that do not exist yet. Returns the files that were made.
+    """Create the directory (0700) and the keys in it that do not exist yet. Returns the files that were created.
 
     Never replaces a key: that would lock out everyone who has the old one.
     """
@@ -545,7 +571,7 @@ def create_key_files(
 
 
 def load_server_keys(directory: Path, files: Files = REAL_WORLD.files) -> ServerKeys:
-    """Raises `TransportError` that names the file."""
+    """Return the learner's keys from a directory. Raises `TransportError` that names the file."""
     secret = _read_key_file(files, directory / f"{LEARNER_KEY_NAME}.secret", secret=True)
     names = [
         name
@@ -556,7 +582,7 @@ def load_server_keys(directory: Path, files: Files = REAL_WORLD.files) -> Server
 
 
 def load_client_keys(directory: Path, name: str = GENERATOR_KEY_NAME, files: Files = REAL_WORLD.files) -> ClientKeys:
-    """Raises `TransportError` that names the file."""
+    """Return a generator's keys from a directory. Raises `TransportError` that names the file."""
     secret = _read_key_file(files, directory / f"{name}.secret", secret=True)
     return ClientKeys(secret, _read_key_file(files, directory / f"{LEARNER_KEY_NAME}.public"))
 

@@ -1,14 +1,15 @@
-"""Where the time of a process goes: the wall time and processor time of its threads, by named stage.
+"""Accounting of a process's time: the wall time and processor time of its threads, by named stage.
 
-An event loop's time is booked while one of its tasks makes a step: to the stage that the task was made in, or to what
-`with stage("encode"):` names inside it, also across an `await`. What lies between two steps is the loop's own (`loop`: selector,
-timers, callbacks) or nobody's (`idle`). Of a thread of `world.Threads`, what it is given is booked to its lane, or in a shared
-thread to the stage of whoever gave it. Whatever else the process computes (threads of Ray, ZeroMQ and torch) is `runtime`. So
-the stages' processor times add up to the process's, and the wall times of a loop to what has passed.
+An event loop's time is booked while one of its tasks makes a step: to the stage in which the task was created, or to
+the one that `with stage("encode"):` names inside it, even across an `await`. The time between two steps is the
+loop's own (`loop`: selector, timers, callbacks) or unused (`idle`). For a thread of `world.Threads`, calls are
+booked to its lane, or in a shared thread to the stage of the caller. Everything else that the process computes
+(threads of Ray, ZeroMQ and torch) is `runtime`. So the stages' processor times add up to the process's, and the wall
+times of a loop to the time that has passed.
 
 A step costs a look at the clock before and after it. The processor-time clock is 30 times as slow, and is read when
-`CPU_READ_SECONDS` have passed since it was last; in between, processor time follows wall time. Nothing is measured on a
-thread that is not accounted for: there, `stage` does nothing.
+`CPU_READ_SECONDS` have passed since the last reading; in between, processor time follows wall time. Nothing is
+measured on a thread that is not accounted for: there, `stage` does nothing.
 """
 
 from __future__ import annotations
@@ -24,14 +25,20 @@ R = TypeVar("R")
 
 CPU_READ_SECONDS = 0.004
 LOOP_STAGE, IDLE_STAGE, CALLS_STAGE, RUNTIME_STAGE = "loop", "idle", "calls", "runtime"
-"""Stages that nothing else is called. `calls`: tasks that were made outside of any stage, as those for calls of other actors."""
+"""Reserved names of stages. `calls`: tasks that were created outside of any stage, such as those for calls of other
+actors."""
 SHARED_THREADS_STAGE = "threads"
-"""What a shared thread does for nobody's stage."""
+"""Stage of a shared thread for calls that come from no stage."""
 
 
 class StageMeter:
-    """Of one thread, which alone calls it: `wall_seconds` and `cpu_seconds` by stage, in seconds. `base_stage`: the stage
-    of what has none."""
+    """A meter of one thread's time, which only that thread calls.
+
+    Attributes:
+        base_stage: The stage of time that belongs to no other.
+        wall_seconds: Wall time by stage, in seconds.
+        cpu_seconds: Processor time by stage, in seconds.
+    """
 
     def __init__(self, base_stage: str):
         self.base_stage = self.current_stage = base_stage
@@ -40,22 +47,22 @@ class StageMeter:
         self.thread = threading.current_thread()
         self.is_running = False
         self._uncharged_wall: dict[str, float] = {}
-        """Wall times since the processor-time clock was read."""
+        """Wall times by stage since the processor-time clock was last read, in seconds."""
         self._switched_at = self._cpu_read_at = self.cpu_clock_at_read = 0.0
 
     def start(self, stage: str) -> None:
-        """Measure from now on."""
+        """Measure from now on, beginning in `stage`."""
         self.current_stage, self.is_running = stage, True
         self._switched_at = self._cpu_read_at = time.perf_counter()
         self.cpu_clock_at_read = time.thread_time()
 
     def stop(self) -> None:
-        """What the thread does from now on is not measured."""
+        """Stop measuring the thread."""
         self.bring_up_to_date()
         self.current_stage, self.is_running = self.base_stage, False
 
     def switch_stage(self, stage: str) -> str:
-        """What follows belongs to `stage`. Returns what the thread did until now."""
+        """Book the time from now on to `stage`, and return the stage until now."""
         now, before = time.perf_counter(), self.current_stage
         self._uncharged_wall[before] = self._uncharged_wall.get(before, 0.0) + now - self._switched_at
         self._switched_at, self.current_stage = now, stage
@@ -64,13 +71,13 @@ class StageMeter:
         return before
 
     def bring_up_to_date(self) -> None:
-        """`wall_seconds` and `cpu_seconds` are as of now."""
+        """Bring `wall_seconds` and `cpu_seconds` up to the current time."""
         self.switch_stage(self.current_stage)
         self._read_cpu_clock(self._switched_at)
 
     def _read_cpu_clock(self, now: float) -> None:
-        """Read the processor-time clock. Stages get as much of it as they took of wall time, or their share of it if others had
-        the core meanwhile; the base gets the rest."""
+        """Read the processor-time clock. Stages get as much of it as they took of wall time, or their share of it if
+        other threads had the core meanwhile; the base stage gets the rest."""
         cpu, base = time.thread_time(), self.base_stage
         spent, self.cpu_clock_at_read, self._cpu_read_at = cpu - self.cpu_clock_at_read, cpu, now
         busy = sum(seconds for name, seconds in self._uncharged_wall.items() if name != base)
@@ -85,11 +92,11 @@ class StageMeter:
 
 _thread_local = threading.local()
 _meters: list[StageMeter] = []
-"""Of this process."""
+"""Meters of this process."""
 
 
 class stage:
-    """`with stage("encode"):` what is done inside belongs to that stage."""
+    """A context manager that books the time inside to a stage: `with stage("encode"):`."""
 
     __slots__ = ("_meter", "_name", "_outer_stage")
 
@@ -111,7 +118,7 @@ class stage:
 
 
 class _MeteredCoroutine(Coroutine[Any, Any, Any]):
-    """A coroutine whose steps are booked to the stage in which it was suspended; `stage` at first."""
+    """A coroutine whose steps are booked to the stage in which it was suspended; at first to `stage`."""
 
     __slots__ = ("__weakref__", "_coroutine", "_meter", "_stage")
 
@@ -149,25 +156,28 @@ class _MeteredCoroutine(Coroutine[Any, Any, Any]):
     def __iter__(self) -> Any:
         return self
 
-    def __getattr__(self, name: str) -> Any:  # where it stands (`cr_frame`, `cr_await`), and what it is called
+    def __getattr__(self, name: str) -> Any:  # where it is suspended (`cr_frame`, `cr_await`), and its name
         return getattr(self._coroutine, name)
 
 
 def in_stage(name: str, coroutine: Coroutine[Any, Any, R]) -> Coroutine[Any, Any, R]:
-    """`coroutine`, whose steps belong to the stage `name`. On a thread that is not accounted for it stays as it is."""
+    """Return `coroutine` with its steps booked to the stage `name`. On a thread that is not accounted for, it is
+    returned unchanged."""
     meter = getattr(_thread_local, "meter", None)
     return coroutine if meter is None or not meter.is_running else _MeteredCoroutine(meter, name, coroutine)
 
 
 def create_stage_task(name: str, coroutine: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
-    """A new task, whose steps belong to the stage `name`."""
+    """Create a task whose steps are booked to the stage `name`."""
     return asyncio.create_task(in_stage(name, coroutine))
 
 
 def start_accounting() -> Callable[[], None]:
-    """From now on, account for this thread's time, which is that of the running event loop. Calling what is returned ends it.
+    """Account for this thread's time from now on, which is the time of the running event loop. Calling the returned
+    function ends it.
 
-    Tasks that exist already are the loop's own, except for what they `await booked(...)`. Does nothing where it is done already.
+    Tasks that exist already are the loop's own, except for what they `await booked(...)`. Does nothing where
+    accounting is running already.
     """
     loop = asyncio.get_running_loop()
     meter = getattr(_thread_local, "meter", None)
@@ -202,7 +212,7 @@ def start_accounting() -> Callable[[], None]:
 
 
 class MeteredExecutor(ThreadPoolExecutor):
-    """An executor whose calls belong to its lane, or without one to the stage in which they are given to it."""
+    """An executor whose calls belong to its lane, or without a lane to the stage in which they are submitted."""
 
     def __init__(self, worker_name: str = ""):
         super().__init__(1 if worker_name else None, thread_name_prefix=worker_name or SHARED_THREADS_STAGE)
@@ -231,11 +241,12 @@ def _run_metered(name: str, function: Callable[..., R], *args: Any, **kwargs: An
         meter.stop()
 
 
-# -- all of it ---------------------------------------------------------------------------------------------------------
+# -- totals ------------------------------------------------------------------------------------------------------------
 
 
 def cpu_seconds_by_stage() -> dict[str, float]:
-    """Of this process so far, by stage; they add up to its processor time. Its loop's thread calls this."""
+    """Return the processor time of this process so far, in seconds by stage; the values add up to its total. Its
+    loop's thread calls this."""
     own, totals = getattr(_thread_local, "meter", None), dict[str, float]()
     if own is not None and own.is_running:
         own.bring_up_to_date()
@@ -251,7 +262,8 @@ def cpu_seconds_by_stage() -> dict[str, float]:
 
 
 def wall_seconds_by_stage() -> dict[str, float]:
-    """Of this event loop since `start_accounting`, by stage; they add up to what has passed. Its thread calls this."""
+    """Return the wall time of this event loop since `start_accounting`, in seconds by stage; the values add up to
+    the time that has passed. Its thread calls this."""
     meter = getattr(_thread_local, "meter", None)
     if meter is None:
         return {}

@@ -1,4 +1,5 @@
-"""Threads of this process, and what each of them and every asyncio task is doing: written down before a stall is acted upon."""
+"""Threads of this process, and stack dumps of every thread and asyncio task, which are written before a stall is
+acted upon."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ R = TypeVar("R")
 
 
 class SystemWorkerThread:
-    """See `world.WorkerThread`. The thread is started with the first call."""
+    """A thread of this process, as a `world.WorkerThread`. It is started with the first call."""
 
     def __init__(self, name: str):
         self._executor = MeteredExecutor(name)
@@ -37,7 +38,7 @@ class SystemWorkerThread:
 
 
 class SystemThreads:
-    """See `world.Threads`."""
+    """The threads of this process, as `world.Threads`."""
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return await asyncio.to_thread(function, *args, **kwargs)
@@ -59,10 +60,10 @@ class SystemThreads:
 
 
 def dump_stacks(path: Path, reason: str = "") -> Path:
-    """Append the stacks of all threads, and of all tasks of the running event loop, to `path`; returns it.
+    """Append the stacks of all threads, and of all tasks of the running event loop, to `path`; return `path`.
 
-    Call it on the event loop's thread to see its tasks; elsewhere threads only. Never raises for what it finds; what
-    the disk does not take goes to stderr.
+    On the event loop's thread the dump has its tasks; elsewhere it has threads only. Never raises for what it finds;
+    what the disk does not take goes to stderr.
     """
     out = io.StringIO()
     out.write(f"==== {time.strftime('%Y-%m-%d %H:%M:%S')} {reason}\n")
@@ -84,8 +85,9 @@ def dump_stacks(path: Path, reason: str = "") -> Path:
 
 
 def _describe_awaits(awaited: Any) -> Iterator[str]:
-    """From a task's outermost coroutine to what it waits for at last, with the line at which each stands. asyncio's own listing
-    ends at the first coroutine that is compiled, as Ray's are, and has no frame."""
+    """Yield a line for each coroutine from a task's outermost one to what it finally waits for, with the source line
+    at which each is suspended. asyncio's own listing ends at the first coroutine that is compiled, as Ray's are, and
+    has no frame."""
     while awaited is not None:
         frame = next((f for k in ("cr_frame", "gi_frame", "ag_frame") if (f := getattr(awaited, k, None))), None)
         name = getattr(awaited, "__qualname__", None)

@@ -1,1 +1,1 @@
-"""Predicts how fast a cluster would train: `r3async plan PRESET --capacity`."""
+"""Predict how fast a cluster would train: `r3async plan PRESET --capacity`."""

@@ -1,4 +1,4 @@
-"""What a predicted cluster is made of, how long everything takes there, and what comes of it."""
+"""A simulated cluster: its parts, the time that each operation takes, and the resulting prediction."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from r3async.schedule.admission import AdmissionController, GroupLease, max_grou
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """Of a positive quantity: log-normal with this `median` and `sigma` (0: always the median), cut at `most`; or, if there are
-    `values`, one of them."""
+    """A distribution of a positive quantity.
+
+    It is log-normal with this `median` and `sigma` (0: always the median), cut at `most`. If there are `values`, one
+    of them is drawn instead.
+    """
 
     median: float = 0.0
     sigma: float = 0.0
@@ -32,8 +35,11 @@ class Distribution(msgspec.Struct, frozen=True):
 
 
 class EngineSpeed(msgspec.Struct, frozen=True):
-    """Seconds a token of one request: `step_seconds + running * request_seconds`. `prefill_seconds`: a token of a prompt, of
-    which the engine does one at a time."""
+    """The speed of an engine; a token of one request takes `step_seconds + running * request_seconds`.
+
+    Attributes:
+        prefill_seconds: Seconds per prompt token, processed one at a time.
+    """
 
     step_seconds: float
     request_seconds: float = 0.0
@@ -44,9 +50,17 @@ class EngineSpeed(msgspec.Struct, frozen=True):
 
 
 class LearnerSpeed(msgspec.Struct, frozen=True):
-    """Seconds a step: `fixed + tokens * token_seconds`, tokens being those fed forward; and what publishing takes. `snapshot`
-    holds up the learner, `write` and `transfer` nobody, `pause` every engine. `waits`: the learner trains on only when the
-    engines have its weights, as systems without a copy do."""
+    """The speed of the learner; a step takes `fixed + tokens * token_seconds`, counting the tokens fed forward.
+
+    The other durations are those of publishing weights, in seconds.
+
+    Attributes:
+        snapshot: Blocks the learner.
+        write: Blocks nothing.
+        transfer: Blocks nothing.
+        pause: Blocks every engine.
+        waits: The learner continues only when the engines have its weights, as in systems that keep no copy.
+    """
 
     fixed: float
     token_seconds: float = 0.0
@@ -58,17 +72,30 @@ class LearnerSpeed(msgspec.Struct, frozen=True):
 
 
 class Sharing(msgspec.Struct, frozen=True):
-    """Engines and learner on the same cores. `engine`: so many times longer a token takes while the learner trains. `learner`: so
-    many times longer a step takes while all engines have requests, and in proportion while some have."""
+    """The slowdown of engines and learner that share the same cores.
+
+    Attributes:
+        engine: Factor on the time of a token while the learner trains.
+        learner: Factor on the time of a step while all engines have requests; proportionally less while only some
+            have.
+    """
 
     engine: float = 1.0
     learner: float = 1.0
 
 
 class Model(msgspec.Struct, frozen=True):
-    """A run. Tokens are counted, seconds measured. `turns`: of an episode; `answer`, `prompt`: tokens of a turn that are sampled,
-    and that its prompt has more than was fed before; `tool`: seconds of the environment after an answer. `lost`: seconds between
-    two failures of one generator (0: none), `restart`: seconds until it plays again. `bytes_per_token`: on the wire."""
+    """A run to simulate. Durations are in seconds.
+
+    Attributes:
+        turns: Turns of an episode.
+        answer: Sampled tokens of a turn.
+        prompt: Tokens that a turn's prompt adds to what was fed before.
+        tool: Seconds that the environment takes after an answer.
+        lost: Seconds between two failures of one generator (0: none).
+        restart: Seconds until a failed generator plays again.
+        bytes_per_token: Bytes of a token on the wire.
+    """
 
     generators: int
     places: int
@@ -91,29 +118,36 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """Of the steps after the first `settle`. Shares of time; ages in versions; rates a second."""
+    """The predicted figures of the steps after the first `settle`.
+
+    Idle times are shares, ages are in versions, and token and byte figures are rates per second.
+    """
 
     seconds_per_step: float
     learner_idle: float
     engine_idle: float
     """Share of engine time without a request."""
     mean_running: float
-    """Requests in an engine."""
+    """Mean number of running requests per engine."""
     mean_age: float
     max_age: int
     generated_tokens: float
     trained_tokens: float
     network_bytes: float
     lost_tokens: float
-    """Share of what was generated that was lost with a generator."""
+    """Share of the generated tokens that were lost with a generator."""
     leases: float
-    """Calls of `AdmissionController.lease_group` a group."""
+    """Calls of `AdmissionController.lease_group` per group."""
     step_ends: list[float]
-    """Virtual seconds."""
+    """Virtual time at the end of each step, in seconds."""
 
 
 class Episode:
-    """One that is played. `version`: the oldest that may sample it; once it has begun, that which began it."""
+    """An episode being played.
+
+    Attributes:
+        version: The oldest version that may sample it; after its start, the version that it started with.
+    """
 
     __slots__ = ("engine", "group", "index", "left", "serial", "tokens", "version")
 
@@ -123,8 +157,12 @@ class Episode:
 
 
 class Engine:
-    """One of the cluster. `progress`: tokens that each request which ran all the time has made, as of `at`. `held`: episodes
-    that wait for weights."""
+    """An engine of the simulated cluster.
+
+    Attributes:
+        progress: Tokens that a request running since the beginning would have generated, as of time `at`.
+        held: Episodes that wait for weights.
+    """
 
     __slots__ = (
         "alive",
@@ -150,7 +188,11 @@ class Engine:
 
 
 class Step:
-    """The one that the learner makes. `left`: seconds that it would still take, as of `at`, if no engine had requests."""
+    """The step that the learner is making.
+
+    Attributes:
+        left: Seconds that it would still take, as of time `at`, if no engine had requests.
+    """
 
     __slots__ = ("at", "groups", "left", "turn")
 
@@ -158,19 +200,24 @@ class Step:
         self.groups, self.left, self.at, self.turn = groups, seconds, now, 0
 
 
-# How fast a cluster trains: the production scheduler over engines and a learner that only take time.
+# A discrete-event simulation of a cluster: the production scheduler over engines and a learner that only take time.
 #
-# What is leased when, and what is trained next, is decided by the very classes of a run: `AdmissionController` (slots, leases,
-# the bound on age) and `ConsumedGroups` (the window). Engines, tools, the learner and the delivery of weights are durations
-# drawn from distributions. One virtual clock; no event loop, so that a thousand engines cost seconds.
+# The classes of a real run decide what is leased when and what is trained next: `AdmissionController` (slots, leases,
+# the staleness bound) and `ConsumedGroups` (the window). Engines, tools, the learner and the delivery of weights are
+# durations drawn from distributions. There is one virtual clock and no event loop, so that a thousand engines cost
+# seconds.
 #
 # An engine is a processor that its requests share: a token of each of `b` running requests takes `step_seconds + b *
-# request_seconds`. A turn is a request of so many tokens, after which its environment takes its time. Where engines and learner
-# share a host's cores, each is slower while the other works (`Sharing`).
+# request_seconds`. A turn is a request for a number of tokens, after which its environment takes its time. Where
+# engines and learner share a host's cores, each is slower while the other works (`Sharing`).
 
 
 class Cluster:
-    """One run; see `predict`. `groups`: to be leased in all, if the run has an end."""
+    """One simulated run; see `predict`.
+
+    Args:
+        groups: Total number of groups to lease, if the run has an end.
+    """
 
     def __init__(self, model: Model, seed: int = 0, groups: int | None = None):
         self.model, self.now = model, 0.0
@@ -190,15 +237,15 @@ class Cluster:
         self._engines = {f"generator-{i}": Engine(f"generator-{i}") for i in range(model.generators)}
         self._arrived: dict[int, dict[int, Episode]] = {}
         self._complete: dict[int, bool] = {}
-        """Groups that have arrived whole and wait to be trained."""
+        """Groups that have arrived completely and wait to be trained."""
         self._free = dict.fromkeys(self._engines, True)
         """Engines that may have a place for another episode."""
         self._busy, self._idle_from, self._writing = False, 0.0, False
         self._training: Step | None = None
         self._working = 0
-        """Engines that have requests."""
+        """Number of engines that have requests."""
         self._copied = 0
-        """Version whose weights wait to be written."""
+        """Version whose weights wait to be written; 0 if none does."""
         self._installed_version = 0
         self.version = 0
         self._since = [0, 0]
@@ -214,7 +261,7 @@ class Cluster:
         heapq.heappush(self._events, (self.now + seconds, next(self._serial), what))
 
     def run(self, steps: int, settle: int = 0) -> Prediction:
-        """Until so many steps are made."""
+        """Simulate until `steps` steps are made, and return the prediction for those after the first `settle`."""
         for engine in self._engines.values():
             self._may_fail(engine)
         self._lease_all()
@@ -242,12 +289,12 @@ class Cluster:
         engine.at = self.now
 
     def _token(self, engine: Engine) -> float:
-        """Seconds that each of its requests takes for one."""
+        """Return the seconds that each of the engine's requests takes for one token."""
         alone = self.model.engine.token(len(engine.requests))
         return alone if self._training is None else alone * self.model.sharing.engine
 
     def _expect(self, engine: Engine) -> None:
-        """Be there when the engine's next request ends, unless something comes between."""
+        """Schedule the end of the engine's next request; a change in between invalidates it."""
         engine.turn += 1
         if engine.requests:
             turn, left = engine.turn, engine.requests[0][0] - engine.progress
@@ -412,11 +459,11 @@ class Cluster:
             self._expect_step(step)
 
     def _slowness(self) -> float:
-        """So many times longer than alone the learner takes now."""
+        """Return the factor by which the learner is slower now than alone."""
         return 1 + (self.model.sharing.learner - 1) * self._working / len(self._engines)
 
     def _works(self, more: int) -> None:
-        """An engine has its first request (1), or has answered its last (-1)."""
+        """Record that an engine has its first request (1) or has answered its last (-1)."""
         step, shared = self._training, self.model.sharing.learner != 1
         if step is not None and shared:
             step.left -= (self.now - step.at) / self._slowness()
@@ -426,7 +473,7 @@ class Cluster:
             self._expect_step(step)
 
     def _expect_step(self, step: Step) -> None:
-        """Be there when it is made, unless an engine begins or ends to work."""
+        """Schedule the end of the step; an engine that begins or stops working in between invalidates it."""
         step.turn += 1
         turn = step.turn
         self._after(max(0.0, step.left) * self._slowness(), lambda: self._stepped(step, turn))
@@ -448,7 +495,7 @@ class Cluster:
         self._copy()
 
     def _copy(self) -> None:
-        """One copy waits at most: the version before has to be written first."""
+        """Copy the weights. At most one copy waits, because the version before has to be written first."""
         if self._writing:
             self._copied = self.version
             return  # the learner stays busy until the copy is made
@@ -466,7 +513,7 @@ class Cluster:
         self._train()
 
     def _written(self, version: int) -> None:
-        """Weights are written and delivered one version after the other."""
+        """Deliver a written version; weights are written and delivered one version after the other."""
         self._after(self.model.learner.transfer, lambda: self._install(version))
 
     def _install(self, version: int) -> None:
@@ -490,7 +537,7 @@ class Cluster:
         if self._copied:
             self._copy()
 
-    # -- what came of it -----------------------------------------------------------------------------------------
+    # -- the prediction ------------------------------------------------------------------------------------------
 
     def _totals(self) -> tuple[float, float, float]:
         for engine in self._engines.values():
@@ -522,7 +569,10 @@ class Cluster:
 
 
 def predict(model: Model, *, steps: int = 32, settle: int = 8, seed: int = 0, ends: bool = False) -> Prediction:
-    """What `steps` steps of a run of `model` take; figures of those after the first `settle`, in which the pipeline fills. With
-    `ends` the run has these steps alone: what they do not need is not generated, so that engines are idle towards the end."""
+    """Predict the first `steps` steps of a run of `model`.
+
+    The figures are those of the steps after the first `settle`, in which the pipeline fills. With `ends`, the run
+    has only these steps: nothing beyond their need is generated, so engines are idle towards the end.
+    """
     groups = steps * model.groups_per_step if ends and not model.tokens_per_step else None
     return Cluster(model, seed, groups).run(steps, settle)

@@ -1,4 +1,4 @@
-"""`r3async plan PRESET --capacity` and `--published`: what a cluster would do, said to a person."""
+"""The commands `r3async plan PRESET --capacity` and `--published`: predict a cluster and print the result."""
 
 from __future__ import annotations
 
@@ -19,8 +19,15 @@ Say = Callable[[str], object]
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What is asked for. `generators`, `staleness`: to be compared; the preset's own if empty. `ranks`: of the learner, 0 for the
-    preset's. `lost`: seconds between two failures of a generator. `run`: whose durations are taken, instead of estimates."""
+    """The options of `--capacity`.
+
+    Attributes:
+        generators: Numbers of generators to compare; empty for the preset's own.
+        staleness: Bounds to compare; empty for the preset's own.
+        ranks: Ranks of the learner; 0 for the preset's own.
+        lost: Seconds between two failures of a generator.
+        run: Directory of a run whose measured durations replace the estimates.
+    """
 
     generators: tuple[int, ...] = ()
     staleness: tuple[int, ...] = ()
@@ -36,7 +43,7 @@ class Settings(msgspec.Struct, frozen=True):
 def capacity_command(
     preset: str, overrides: Sequence[str], settings: Settings, *, json: bool = False, say: Say, note: Say
 ) -> None:
-    """Say the table and the advice. Raises `ConfigError`."""
+    """Print the table and the advice. Raises `ConfigError`."""
     if settings.hardware not in HARDWARE:
         raise ConfigError(f"--hardware {settings.hardware!r} must be one of {', '.join(HARDWARE)}")
     if settings.steps < 12:
@@ -86,7 +93,11 @@ def _model(config: Config, settings: Settings) -> Model:
 
 
 def _compare(model: Model, settings: Settings, steps: int, note: Say) -> None:
-    """How well the run itself is met, which was to make so many steps: what its durations predict, and what it took."""
+    """Print how well the prediction from the run's own durations matches the time that the run took.
+
+    Args:
+        steps: Number of steps that the run was configured for.
+    """
     from r3async.record.reading import read_json_objects
 
     assert settings.run is not None
@@ -101,7 +112,7 @@ def _compare(model: Model, settings: Settings, steps: int, note: Say) -> None:
 
 
 def published_command(*, json: bool = False, say: Say, note: Say) -> None:
-    """Every published curve, predicted."""
+    """Predict every published curve and print the table."""
     cases = [make() for make in CASES.values()]
     for case in cases:
         note(f"{case.name}. Source: {case.source}. Given: {case.inputs}. Assumed: {case.assumed}.")
@@ -110,7 +121,7 @@ def published_command(*, json: bool = False, say: Say, note: Say) -> None:
 
 
 def numbers(text: str, option: str) -> tuple[int, ...]:
-    """`1,2,4`. Raises `ConfigError`."""
+    """Parse a comma-separated list of numbers such as `1,2,4`. Raises `ConfigError`."""
     try:
         found = tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:

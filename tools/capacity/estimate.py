@@ -1,8 +1,9 @@
-"""What a cluster costs before anybody has run it: durations from the model's size and the hardware's rates.
+"""Estimate the durations of a cluster that nobody has run yet, from the model's size and the hardware's rates.
 
-An engine reads its weights once a decoded token, whatever its batch, and computes with the active ones for each request. A
-learner computes six operations a parameter and token, eight where it computes activations again. Shares of the peak rates are
-those that such systems usually reach (`Hardware`). Measured durations (`calibrate`) replace all of it.
+An engine reads its weights once per decoded token, whatever its batch, and computes with the active ones for each
+request. A learner computes six operations per parameter and token, or eight where it recomputes activations. The
+shares of the peak rates are those that such systems usually reach (`Hardware`). Measured durations (`calibrate`)
+replace all of this.
 """
 
 from __future__ import annotations
@@ -26,12 +27,20 @@ from ..plan import count_wire_bytes
 from .cluster import Distribution, EngineSpeed, LearnerSpeed, Model, Sharing
 
 BYTES = 2
-"""Of a parameter in bf16."""
+"""Bytes of a parameter in bf16."""
 
 
 class Hardware(msgspec.Struct, frozen=True):
-    """Of one GPU: operations and bytes a second at peak, bytes a second on its network, and the shares of these that training
-    (`trains`), prefill (`computes`) and decoding (`reads`) reach."""
+    """The rates of one GPU and the shares of them that are reached in practice.
+
+    Attributes:
+        operations: Peak operations per second.
+        memory: Peak bytes per second of its memory.
+        network: Bytes per second of its network.
+        trains: Share reached in training.
+        computes: Share reached in prefill.
+        reads: Share reached in decoding.
+    """
 
     name: str
     operations: float
@@ -51,14 +60,16 @@ HARDWARE = {
     "cpu": Hardware("two CPU cores", 150e9, 20e9, 1e9),
 }
 STEP_SECONDS = 0.5
-"""Of a training step that no token makes longer: optimizer, collectives, packing."""
+"""Seconds of a training step that do not depend on its tokens: optimizer, collectives, packing."""
 TOKEN_SECONDS = 0.004
-"""Of an engine's step that no weight makes longer."""
+"""Seconds of an engine step that do not depend on the weights."""
 
 
 def estimate(config: Config, *, generators: int, ranks: int, hardware: Hardware = H100) -> Model:
-    """The model of `config` on so many generators and learner ranks, a GPU each. Answers are log-normal with a median of a
-    quarter of `episode.max_new_tokens`; environments answer at once."""
+    """Return the model of `config` on this many generators and learner ranks, one GPU each.
+
+    Answers are log-normal with a median of a quarter of `episode.max_new_tokens`; environments answer at once.
+    """
     shape, _ = find_model_shape(config)
     schedule, episode = config.schedule, config.episode
     version = BYTES * shape.num_parameters
@@ -93,29 +104,29 @@ def estimate(config: Config, *, generators: int, ranks: int, hardware: Hardware 
     )
 
 
-# What a cluster costs, from a run that was made: its timeline and metrics become the durations of `cluster.Model`.
+# Calibration: the timeline and metrics of a finished run become the durations of `cluster.Model`.
 
 
 MOST_VALUES = 4096
-"""Of a measured distribution: so many are kept, evenly spread over what was measured in order of size."""
+"""Maximum number of values kept of a measured distribution, evenly spread over the sorted values."""
 LIKE = 1.36
-"""Kolmogorov's bound at 5 %, times the root of how many were measured: a sample of the distribution is nearer to it."""
+"""Kolmogorov's bound at 5 %, times the square root of the sample size; a sample of the distribution stays below it."""
 APART = 0.1
-"""Of a call's time: with less of it beside training, the call counts as alone, with all but this as beside it."""
+"""Share of a call's time. Overlapping training by less than it, a call counts as alone; by all but it, as beside."""
 FEW = 50
-"""Fewer values say nothing of a distribution's shape, or of how much longer something takes."""
+"""Minimum number of values that say something about a distribution's shape, or about a slowdown."""
 FEW_STEPS = 12
 MOST_LOST = 0.8
 
 
 class CalibrationError(ValueError):
-    """The run does not say enough."""
+    """A run whose records are not sufficient for calibration."""
 
 
 def calibrate(run_dir: Path, config: Config, settle: int = 2) -> Model:
-    """The model of the run in `run_dir`, from its steps after the first `settle`. Raises `CalibrationError`.
+    """Return the model of the run in `run_dir`, from its steps after the first `settle`. Raises `CalibrationError`.
 
-    Engine calls and environments are those of one episode a group (`timeline.jsonl`, `observe.timeline`).
+    Engine calls and environments are those of one episode per group (`timeline.jsonl`, `observe.timeline`).
     """
     rows = read_json_objects(run_dir / "metrics.jsonl")
     if len(rows) <= settle:
@@ -125,7 +136,7 @@ def calibrate(run_dir: Path, config: Config, settle: int = 2) -> Model:
 
 
 def fit(config: Config, rows: Sequence[Mapping[str, Any]], spans: Sequence[Span]) -> Model:
-    """As `calibrate`, from metrics and spans of the same time."""
+    """Return the model of a run from metrics and spans of the same time. Raises `CalibrationError`."""
     calls = [span for span in spans if span.what == "call" and span.tokens]
     if not calls:
         raise CalibrationError("the timeline has no engine call: it needs observe.timeline, and steps that were made")
@@ -154,8 +165,11 @@ def fit(config: Config, rows: Sequence[Mapping[str, Any]], spans: Sequence[Span]
 
 
 def measured(values: Sequence[float]) -> Distribution:
-    """The distribution of what was measured: log-normal up to the largest value if the sample could be of that one, for rare
-    values then have their share; else the sample itself. Zero if nothing was measured."""
+    """Return the distribution of measured values, or zero if there are none.
+
+    It is a log-normal up to the largest value if the sample fits one, because rare values then get their share;
+    otherwise it is the sample.
+    """
     ordered = sorted(float(value) for value in values)
     if not ordered:
         return Distribution()
@@ -166,7 +180,7 @@ def measured(values: Sequence[float]) -> Distribution:
 
 
 def log_normal(ordered: Sequence[float]) -> Distribution | None:
-    """The log-normal of these values, cut at their largest; None if they are of another kind."""
+    """Fit a log-normal to these sorted values, cut at the largest. Return None if they do not fit one."""
     if len(ordered) < FEW or ordered[0] <= 0:
         return None
     logs = [math.log(value) for value in ordered]
@@ -181,12 +195,12 @@ def log_normal(ordered: Sequence[float]) -> Distribution | None:
 
 
 def covered(span: Span, others: Sequence[Span]) -> float:
-    """Seconds of `span` that `others`, which do not overlap each other, cover."""
+    """Return the seconds of `span` that `others` cover; these must not overlap each other."""
     return sum(max(0.0, min(span.end, other.end) - max(span.start, other.start)) for other in others)
 
 
 def apart(calls: Sequence[Span], training: Sequence[Span]) -> tuple[list[Span], list[Span]]:
-    """The calls that were made while the learner did not train, and those that were made while it did."""
+    """Split the calls into those made while the learner did not train and those made while it did."""
     alone: list[Span] = []
     beside: list[Span] = []
     for call in calls:
@@ -199,7 +213,11 @@ def apart(calls: Sequence[Span], training: Sequence[Span]) -> tuple[list[Span], 
 
 
 def slower(speed: EngineSpeed, alone: Sequence[Span], beside: Sequence[Span]) -> float:
-    """So many times longer calls take while the learner trains; `speed` is that of calls made `alone`."""
+    """Return the factor by which calls take longer while the learner trains.
+
+    Args:
+        speed: The speed of the calls made `alone`.
+    """
     if min(len(alone), len(beside)) < FEW:
         return 1.0
     expected = sum(
@@ -210,8 +228,11 @@ def slower(speed: EngineSpeed, alone: Sequence[Span], beside: Sequence[Span]) ->
 
 
 def held_up(training: Sequence[Span], busy: Sequence[Span]) -> float:
-    """Share of the learner's speed that it loses while all engines have requests: least squares of the seconds of its steps
-    over those in which engines were `busy` meanwhile."""
+    """Return the share of its speed that the learner loses while all engines have requests.
+
+    It is found by least squares of the seconds of the learner's steps over those in which engines were `busy`
+    meanwhile.
+    """
     engines = len({span.who for span in busy})
     if not engines or len(training) < FEW_STEPS:
         return 0.0
@@ -223,7 +244,10 @@ def held_up(training: Sequence[Span], busy: Sequence[Span]) -> float:
 
 
 def turns_of(calls: Sequence[Span]) -> list[int]:
-    """The turns of as many episodes as began: as many had more than `k` turns as there are calls of turn `k`."""
+    """Return the number of turns of each episode that began.
+
+    The number of episodes with more than `k` turns equals the number of calls of turn `k`.
+    """
     reached = Counter(span.turn or 0 for span in calls)
     lengths: list[int] = []
     for turn in sorted(reached):
@@ -232,8 +256,10 @@ def turns_of(calls: Sequence[Span]) -> list[int]:
 
 
 def engine_speed(calls: Sequence[Span]) -> EngineSpeed:
-    """Least squares of the calls' seconds over their tokens, tokens times requests that ran beside, and prompt tokens; none
-    below zero."""
+    """Fit the speed of the engine to the calls' seconds by least squares, with no coefficient below zero.
+
+    The regressors are tokens, tokens times the requests that ran at once, and prompt tokens.
+    """
     seconds = np.asarray([span.end - span.start for span in calls])
     tokens = np.asarray([span.tokens or 0 for span in calls], float)
     columns = {
@@ -253,8 +279,11 @@ def engine_speed(calls: Sequence[Span]) -> EngineSpeed:
 
 
 def learner_speed(rows: Sequence[Mapping[str, Any]], spans: Sequence[Span], lost: float = 0.0) -> LearnerSpeed:
-    """A step's seconds over its tokens where these differ enough to tell, and medians of the rest. `lost`: see `held_up`; what
-    engines made steps longer is left out."""
+    """Fit a step's seconds over its tokens where the steps differ enough, and take medians of the rest.
+
+    Args:
+        lost: The share from `held_up`; the time that engines added to the steps is left out.
+    """
     busy = [span for span in spans if span.what == "busy"]
     engines = max(1, len({span.who for span in busy}))
     beside = {span.step: covered(span, busy) / engines for span in spans if span.what == "train"}

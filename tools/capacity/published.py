@@ -1,7 +1,8 @@
-"""Curves that others published, predicted from the settings that they published.
+"""Predict published curves from the settings published with them.
 
-Each case is calibrated on its synchronous point alone: the seconds a decoded token takes are found so that the prediction for
-that point is what was measured. The others are predicted. What was not published, and is assumed, is said in `assumed`.
+Each case is calibrated on its synchronous point alone: the seconds per decoded token are chosen so that the
+prediction for that point equals the measurement. The other points are predicted. `assumed` lists what was not
+published and is assumed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ FIRST_GUESS, SECANTS, CLOSE = 0.01, 6, 0.001
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """`label`: what varies. `seconds`: a step, as published. `model`: of it, but for the engine's seconds a token."""
+    """A published measurement.
+
+    Attributes:
+        label: What varies between the points.
+        seconds: Seconds per step, as published.
+        model: The model of the point, except for the engine's seconds per token.
+    """
 
     label: str
     seconds: float
@@ -26,7 +33,11 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 class Case(msgspec.Struct, frozen=True):
-    """`points`: the first is the one that is calibrated on."""
+    """A published curve.
+
+    Attributes:
+        points: The measurements; the prediction is calibrated on the first.
+    """
 
     name: str
     source: str
@@ -36,7 +47,12 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """`error`: of the prediction, as a share of what was measured. `calibrated`: this point says nothing of the model."""
+    """A predicted point beside its measurement.
+
+    Attributes:
+        error: Error of the prediction, as a share of the measurement.
+        calibrated: The prediction was calibrated on this point, so it says nothing about the model.
+    """
 
     case: str
     label: str
@@ -47,7 +63,10 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def marin() -> Case:
-    """67B mixture of experts, 32 GPUs train and 8 generate; weights are copied while nobody trains or generates."""
+    """Return Marin's case, a 67B mixture of experts: 32 GPUs train and 8 generate.
+
+    Weights are copied while nobody trains or generates.
+    """
     published = {0: 8524, 1: 5583, 2: 5093, 3: 4913, 4: 4301}
     model = Model(
         generators=8,
@@ -74,9 +93,13 @@ def marin() -> Case:
 
 
 def verl(cards: int, shared: float, trained: float, points: dict[str, tuple[float, float, int]]) -> Case:
-    """A 7B dense model on so many GPUs: shared by both sides in turn, then half for each. `shared`: seconds a step of the
-    former, of which `trained` are training. `points`: of the latter, by label, the seconds of a step, those of its training,
-    and the bound."""
+    """Return the case of a 7B dense model on this many GPUs: shared by both sides in turn, then half for each.
+
+    Args:
+        shared: Seconds per step with shared GPUs.
+        trained: Seconds of those that are training.
+        points: By label, the seconds per step with split GPUs, the seconds of its training, and the bound.
+    """
     groups, samples, half = 512, 16, cards // 2
     model = Model(
         generators=cards,
@@ -121,7 +144,10 @@ def verl(cards: int, shared: float, trained: float, points: dict[str, tuple[floa
 
 
 def verl_on(cards: int) -> Case:
-    """As published: old_log_prob, update_actor and what is neither these nor gen of the shared row."""
+    """Return verl's published case on this many GPUs.
+
+    Training is old_log_prob, update_actor and the part of the shared row that is neither these nor gen.
+    """
     stale = "staleness 0.5, partial rollouts"
     if cards == 32:
         return verl(32, 790.10, 790.10 - 357.41, {stale: (294.77, 313.81, 1)})
@@ -131,8 +157,11 @@ def verl_on(cards: int) -> Case:
 
 
 def areal() -> Case:
-    """A 1.5B dense model on 128 GPUs: shared by both sides in turn, then 96 generate and 32 train. What is published is hours
-    of the bounds 0 and 4, and trained tokens a second of all: 41.0 h of 250 steps at 128.7k are 76.0M tokens a step."""
+    """Return AReaL's case, a 1.5B dense model on 128 GPUs: shared by both sides in turn, then 96 generate and 32 train.
+
+    The published figures are hours for the bounds 0 and 4, and trained tokens per second for all bounds: 41.0 h of
+    250 steps at 128.7k are 76.0M tokens per step.
+    """
     throughput = {0: 128.7e3, 1: 269.3e3, 4: 356.6e3, 8: 371.7e3}
     most = 396.8e3
     groups, samples, engines, ranks, cards = 512, 16, 96, 32, 128
@@ -189,7 +218,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 def reproduce(case: Case, say: Callable[[str], object] = lambda _: None) -> list[Row]:
-    """Predict all points. A step of several batches of one version counts as one, as the source counts."""
+    """Predict all points. Several batches of one version count as one step, as the source counts."""
     token = calibrated_token(case.points[0])
     rows = []
     for number, point in enumerate(case.points):
@@ -208,8 +237,10 @@ def seconds_of(point: Measured, token: float) -> float:
 
 
 def calibrated_token(point: Measured) -> float:
-    """Seconds of a decoded token with which the point takes as long as was measured, by secants: a step's time is nearly linear
-    in it."""
+    """Find the seconds per decoded token with which the point takes as long as was measured.
+
+    The secant method converges quickly because the time of a step is nearly linear in it.
+    """
     token, before = FIRST_GUESS, 2 * FIRST_GUESS
     took, took_before = seconds_of(point, token), seconds_of(point, before)
     for _ in range(SECANTS):
@@ -223,7 +254,7 @@ def calibrated_token(point: Measured) -> float:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The table of docs/scaling.md."""
+    """Return the table of docs/scaling.md."""
     said = ["| case | point | measured s / step | predicted | error |", "|---|---|---|---|---|"]
     said += [
         f"| {r.case} | {r.label} | {r.measured:.1f} | {r.predicted:.1f} | {'calibrated' if r.calibrated else f'{r.error:+.0%}'} |"

@@ -1,4 +1,4 @@
-"""`r3async plan PRESET --capacity`: what a cluster that nobody has would do, by bound and size, as a table and a picture."""
+"""Tabulate and draw predicted clusters by staleness bound and size: `r3async plan PRESET --capacity`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import msgspec
 from .cluster import Model, Prediction, predict
 
 IDLE = 0.1
-"""A learner that waits for less than this share of its time is kept busy."""
+"""Share of its time below which a waiting learner counts as busy."""
 SLOWER = 1.05
-"""As fast as another, if it takes no longer than so many times its seconds a step."""
+"""Factor on the seconds per step up to which one cluster counts as fast as another."""
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One cluster."""
+    """One predicted cluster."""
 
     max_staleness: int
     generators: int
@@ -24,7 +24,11 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """`advice`: in words, the smallest bound and the fewest generators that are as fast as any here."""
+    """The predicted clusters and a recommendation.
+
+    Attributes:
+        advice: In words, the fewest generators and the smallest bound that are as fast as any here.
+    """
 
     simulate: str
     model: Model
@@ -42,7 +46,7 @@ def sweep(
     seed: int = 0,
     say: Callable[[str], object] = lambda _: None,
 ) -> Report:
-    """Predict every combination. An engine has places for what slots let it play, as in `model` at most."""
+    """Predict every combination. An engine has places for what the slots let it play, and at most those of `model`."""
     points = []
     for count in generators:
         for bound in staleness:
@@ -54,7 +58,7 @@ def sweep(
 
 
 def best(points: Sequence[Point]) -> Point:
-    """Of those that are as fast as the fastest: the one with the fewest generators, then the smallest bound."""
+    """Return the cluster with the fewest generators, then the smallest bound, of those as fast as the fastest."""
     fastest = min(p.prediction.seconds_per_step for p in points)
     able = [p for p in points if p.prediction.seconds_per_step <= SLOWER * fastest]
     return min(able, key=lambda p: (p.generators, p.max_staleness))
@@ -75,7 +79,7 @@ def advise(points: Sequence[Point]) -> str:
 
 
 def lines(report: Report) -> list[str]:
-    """A table for people."""
+    """Return a readable table."""
     head = (
         f"{'generators':>10} {'staleness':>9} {'s/step':>8} {'learner idle':>12} {'engine idle':>11} "
         f"{'running':>8} {'age':>5} {'max':>4} {'tokens/s':>9} {'MB/s':>7} {'lost':>6}"
@@ -95,7 +99,7 @@ COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#4
 
 
 def picture(report: Report) -> str:
-    """An SVG: seconds a step against the bound on staleness, a line for each number of generators."""
+    """Return an SVG of seconds per step against the staleness bound, with one line per number of generators."""
     points = report.points
     bounds = sorted({p.max_staleness for p in points})
     most = max(p.prediction.seconds_per_step for p in points) * 1.08 or 1.0

@@ -1,4 +1,4 @@
-"""`r3async diagnose` of a run that ended because a probe of its weights failed, as soon as its processes have ended."""
+"""Run `r3async diagnose` for a run that a failed weight probe ended, once its processes have ended."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from pathlib import Path
 from r3async.weights.probe import FAILED_MODEL_DIRECTORY
 
 DIAGNOSE_TIMEOUT_SECONDS = 300.0
-"""A model of a few gigabytes takes a fraction of it."""
+"""Seconds before the diagnosis is stopped; a model of a few gigabytes takes a fraction of it."""
 MAX_WEIGHT_BYTES = 2 * 2**30
-"""Bytes of the weights. A larger model is loaded three times only if a person asks for it."""
+"""Maximum bytes of the weights. A larger model is loaded three times only at the user's request."""
 DIAGNOSIS_FILE = "diagnosis.txt"
-"""Beside the weights."""
+"""File for the diagnosis, in the directory of the weights."""
 
 
 def diagnose_failed_run(run: Path, print_line: Callable[[str], object], show_phase: Callable[[str], object]) -> None:
-    """Say where engine and learner part with the version that the run's probe failed with, if it has one, and write it beside
-    that. In a process of its own, `DIAGNOSE_TIMEOUT_SECONDS` at most; a model above `MAX_WEIGHT_BYTES` is left to the person.
-    Does not raise: the run has failed, and for another reason."""
+    """Print where engine and learner diverge with the weights of the failed probe, and save the text beside them.
+
+    Does nothing if no version was kept. The diagnosis runs in a separate process for at most
+    `DIAGNOSE_TIMEOUT_SECONDS`; a model above `MAX_WEIGHT_BYTES` is left to the user. Does not raise, because the run
+    has already failed for another reason.
+    """
     kept = run / FAILED_MODEL_DIRECTORY
     if not (kept / "config.json").is_file():
         return

@@ -1,4 +1,4 @@
-"""What is not a stage of the forward pass: dtype, weights as they are held, sampling, cache, and routes as they are returned."""
+"""Checks beyond the stages of the forward pass: dtype, installed weights, sampling, cache, and returned routes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .reference import ReferenceModel
 from .simple import try_temperature
 
 SAMPLED_TOLERANCE = 1e-3
-"""Nats by which a log-prob that came with a token may differ from its score in float32: decoding adds up in another order."""
+"""Nats by which a token's returned log-prob may differ from its score in float32: decoding sums in another order."""
 SAMPLED_TOLERANCE_ROUNDED = 0.15
-"""The same in other dtypes, of the mean."""
+"""Mean number of nats by which such log-probs may differ in other dtypes."""
 MAX_REROUTED_SHARE, MAX_REROUTED_SHARE_ROUNDED = 0.02, 0.25
-"""Share of tokens whose routes may be others than those of a second pass, in float32 and in other dtypes."""
+"""Share of tokens whose routes may differ from those of a second pass, in float32 and in other dtypes."""
 MAX_UNEXPLAINED_ROUTES = 0.2
-"""Share of tokens up to which other routes still explain these."""
+"""Share of tokens that an alternative explanation of the routes may leave unexplained."""
 
 
 def check_dtype(outputs: StageOutputs) -> Iterator[Divergence]:
@@ -33,7 +33,10 @@ def check_dtype(outputs: StageOutputs) -> Iterator[Divergence]:
 
 
 def check_weights(outputs: StageOutputs, stages: Collection[Divergence]) -> Iterator[Divergence]:
-    """Tensors that are not held as they were given, but for those of `stages` that part: these tokens need not show them."""
+    """Report tensors that are not held as they were given, except those of the divergent `stages`.
+
+    The tokens need not show such a tensor.
+    """
     shown = {(layer, parting.stage) for parting in stages for layer in parting.layers}
     hidden = [name for name in outputs.stale_tensors if locate_tensor(name) not in shown]
     if hidden:
@@ -44,15 +47,17 @@ def check_weights(outputs: StageOutputs, stages: Collection[Divergence]) -> Iter
 
 
 def check_sampling(reference: ReferenceModel, outputs: StageOutputs) -> Iterator[Divergence]:
-    """Log-probs that came with sampled tokens, against those of its own hidden states at that temperature. Nothing is said if its
-    scores part already."""
+    """Compare the log-probs of sampled tokens with those of the witness's own hidden states at that temperature.
+
+    A difference that the witness's scores already have is not reported again.
+    """
     sampled, x = outputs.sampled, outputs.tensors.get("final_norm.out")
     if sampled is None or x is None:
         return
     n = len(sampled.logprobs)
     start = len(outputs.token_ids) - n - 1  # the token before the first
     x, ids = x[start:], outputs.token_ids[start:]
-    # What its own scores were off from the files' is another stage's.
+    # The error of its own scores against the files belongs to another stage.
     off = outputs.logprobs[start:] - _compute_head_logprobs(reference, x, ids, 1.0)
     expected = _compute_head_logprobs(reference, x, ids, sampled.temperature) + off / sampled.temperature
     found = measure_errors(expected, sampled.logprobs, "sampling")
@@ -96,8 +101,10 @@ def _compute_head_logprobs(reference: ReferenceModel, input: Tensor, token_ids: 
 
 
 def check_routes(reference: ReferenceModel, outputs: StageOutputs) -> Iterator[Divergence]:
-    """The routes that came with an answer, against those of another pass over the same tokens. Those of positions that a cache of
-    older weights served are theirs."""
+    """Compare the routes returned with an answer with those of another pass over the same tokens.
+
+    Routes of positions that a cache of older weights served are those of the older weights.
+    """
     sampled = outputs.sampled
     if sampled is None or sampled.routes is None or sampled.stale_cached:
         return
@@ -118,7 +125,11 @@ def check_routes(reference: ReferenceModel, outputs: StageOutputs) -> Iterator[D
 def _explain_reroutes(
     layers: Sequence[int], rows: Tensor, used: Sequence[Tensor], column: int
 ) -> Iterator[Explanation]:
-    """What explains the routes `rows` `[T, K]` of a column; `used`: what each router chose."""
+    """Explain the routes `rows` `[T, K]` of a column.
+
+    Args:
+        used: The experts that each router chose.
+    """
     shifted = "rows of routes are one token off"
     others: list[tuple[str, str, str, float]] = [
         (

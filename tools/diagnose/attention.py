@@ -54,7 +54,10 @@ def try_rope_scale(case: DivergentStage) -> Experiments:
 
 
 def try_rope_pairs(case: DivergentStage) -> Experiments:
-    """Other pairs are the same as other rows of the projections: products of queries and keys do not change."""
+    """Try the other pairing of rotated values.
+
+    Other pairs are equivalent to other rows of the projections: products of queries and keys do not change.
+    """
 
     def order(size: int, back: bool) -> Tensor:
         apart = torch.cat([torch.arange(0, size, 2), torch.arange(1, size, 2)])
@@ -194,7 +197,7 @@ def _round_to_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _truncate_to_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Towards zero, to an 8-bit dtype: the number before it, in its bits, where rounding went away from zero."""
+    """Round towards zero to an 8-bit dtype: take the bit pattern one below where rounding went away from zero."""
     nearest = tensor.to(dtype)
     away = nearest.to(tensor.dtype).abs() > tensor.abs()
     return (nearest.view(torch.uint8) - away.to(torch.uint8)).view(dtype).to(tensor.dtype)

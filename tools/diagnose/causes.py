@@ -1,5 +1,7 @@
-"""Why a stage parts: the table of causes. Each is an experiment that changes the stage of the files, and explains what a witness
-gave, or not."""
+"""The table of causes of a divergent stage.
+
+Each cause is an experiment that changes the stage of the files, and either explains what a witness gave or not.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from .judge import DivergentStage, Explanation
 NORM_STAGES = ("input_norm", "post_norm", "final_norm")
 MATRIX_STAGES = ("embedding", "attention", "router", "mlp", "head")
 MAX_REMAINING_SHARE = 0.3
-"""An experiment that leaves more of the difference explains nothing."""
+"""Share of the difference that an experiment may leave and still count as an explanation."""
 
 CAUSES = (
     Cause("norm epsilon", NORM_STAGES, simple.try_norm_epsilon, FIX_CONFIG),
@@ -61,7 +63,7 @@ CAUSES = (
 
 @torch.no_grad()
 def explain_case(case: DivergentStage) -> list[Explanation]:
-    """What explains a case, the best first; of equals the one that comes first in the table."""
+    """Return the explanations of a case, the best first; of equal ones, the first in the table comes first."""
     if case.stage == "choice":
         return explain_choice(case) or list(_explain_unknown(case))
     found = [(1, each) for each in _explain_stale(case)]
@@ -98,7 +100,7 @@ _STAGE_PATTERNS = (
 
 
 def locate_tensor(tensor: str) -> tuple[int, str]:
-    """Layer and stage of a tensor of a checkpoint."""
+    """Return the layer and stage of a checkpoint tensor; the layer is -1 outside the layers."""
     layer = re.search(r"layers\.(\d+)\.", tensor)
     stage = next((stage for pattern, stage in _STAGE_PATTERNS if re.search(pattern, tensor)), "weights")
     return (int(layer[1]) if layer else -1), stage
@@ -114,7 +116,7 @@ def _explain_stale(case: DivergentStage) -> Iterator[Explanation]:
 
 
 def _explain_unknown(case: DivergentStage) -> Iterator[Explanation]:
-    """What can be said where nothing explains it."""
+    """Describe a case that nothing explains."""
     bad = case.token_errors > case.tolerance
     first = int(bad.nonzero()[0])
     evidence = f"{int(bad.sum())} of {len(bad)} tokens differ, the first at {first}"
@@ -126,7 +128,7 @@ def _explain_unknown(case: DivergentStage) -> Iterator[Explanation]:
 
 
 def _find_bad_experts(case: DivergentStage) -> list[int]:
-    """Experts all of whose tokens differ, if those are all that do."""
+    """Return the experts all of whose tokens differ, if their tokens are all that differ; else an empty list."""
     assert case.expert_ids is not None
     bad = case.token_errors > case.tolerance
     blamed = [e for e in case.expert_ids.unique().tolist() if bool(bad[(case.expert_ids == e).any(1)].all())]

@@ -1,4 +1,4 @@
-"""Causes in the choice of experts: not a number that is off, but other ids."""
+"""Causes of a different choice of experts: other ids rather than inexact numbers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MAX_UNEXPLAINED_SHARE = 0.2
 
 
 def explain_choice(case: DivergentStage) -> list[Explanation]:
-    """What explains the experts that were chosen, the best first."""
+    """Return the explanations of the chosen experts, the best first."""
     tries = (_try_first_experts(case), *_try_scores(case), *_try_other_layers(case), _try_permutation(case))
     found = [each for each in tries if each is not None and each.left <= MAX_UNEXPLAINED_SHARE]
     return sorted(found, key=lambda each: each.left)
 
 
 def compute_mismatch_share(ids: Tensor, others: Tensor) -> float:
-    """Share of rows `[T, K]` whose sets differ."""
+    """Return the share of rows `[T, K]` whose sets of experts differ."""
     if ids.shape != others.shape:
         return 1.0
     return float((ids.sort(1).values != others.sort(1).values).any(1).float().mean())
@@ -39,7 +39,7 @@ def _try_first_experts(case: DivergentStage) -> Explanation | None:
 
 
 def _try_scores(case: DivergentStage) -> Iterator[Explanation]:
-    """What the files choose by, without what config.json adds to it."""
+    """Try the router's scores without what config.json adds to them."""
     router: Any = get_router(case.reference.copy_module(case.layer, "router").mlp)
     with torch.no_grad():
         logits = router(case.input)[0].float()
@@ -81,7 +81,7 @@ def _try_other_layers(case: DivergentStage) -> Iterator[Explanation]:
 
 
 def _try_permutation(case: DivergentStage) -> Explanation | None:
-    """Whether each expert stands for another one: the one that most often comes where it should."""
+    """Test whether each expert stands for another one: the one that most often appears in its place."""
     if case.output.shape != case.expected.shape:
         return None
     experts = int(max(case.output.max(), case.expected.max())) + 1

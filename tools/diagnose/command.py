@@ -1,4 +1,4 @@
-"""`r3async diagnose`: from a run or a model directory to a diagnosis."""
+"""The command `r3async diagnose`: from a run or a model directory to a diagnosis."""
 
 from __future__ import annotations
 
@@ -34,8 +34,13 @@ PrintLine = Callable[[str], object]
 
 
 class DiagnosisTarget(NamedTuple):
-    """`model`: the directory whose weights are compared. `start_model`: what the run's engines began with, and have their
-    tokenizer from. `run`: if it is one."""
+    """The model to diagnose.
+
+    Attributes:
+        model: The directory whose weights are compared.
+        start_model: The model that the run's engines started with, which also provides their tokenizer.
+        run: The run's directory, if the target is a run.
+    """
 
     model: Path
     start_model: Path
@@ -46,8 +51,10 @@ class DiagnosisTarget(NamedTuple):
 def find_diagnosis_target(
     name: str, preset: str | None, overrides: Overrides, scratch: Path, print_line: PrintLine, root: Path
 ) -> DiagnosisTarget:
-    """A model directory; or a run, with the version that a probe failed with if that ended it, or its newest model: what it saved
-    at its end, its newest checkpoint, or its start model.
+    """Find a model directory, or the model of a run.
+
+    The model of a run is the version that a failed probe kept, if that ended the run; otherwise its newest model:
+    the one saved at its end, its newest checkpoint, or its start model.
 
     Raises `ConfigError` or `CheckpointError`.
     """
@@ -89,7 +96,7 @@ def _export_newest(run: Path, scratch: Path, print_line: PrintLine) -> Path | No
 
 
 def _limit_tokens(config: Config, model: Path) -> Config:
-    """With no more tokens than the model has positions."""
+    """Limit the episode's tokens to the number of positions of the model."""
     positions = decode_python_json((model / "config.json").read_bytes()).get("max_position_embeddings")
     longest = min(config.episode.max_total_tokens, positions or config.episode.max_total_tokens)
     if longest == config.episode.max_total_tokens:
@@ -99,7 +106,7 @@ def _limit_tokens(config: Config, model: Path) -> Config:
 
 
 def make_prompt(model: Path, config: Config, vocabulary: int) -> np.ndarray:
-    """int32 `[T]`: the text of the probe as the model's tokenizer has it; of a model without one, ids at random."""
+    """Return the probe's text in the model's tokens, int32 `[T]`; random ids for a model without a tokenizer."""
     longest = max(2, min(PROMPT_TOKENS, config.episode.max_total_tokens // 2))
     try:
         from transformers import AutoTokenizer
@@ -127,9 +134,12 @@ async def _run_engine(
 
 
 def run_diagnosis(target: DiagnosisTarget, scratch: Path, print_line: PrintLine = lambda line: None) -> Diagnosis:
-    """Load both, feed them the same tokens, and compare every stage with the files.
+    """Load engine and learner, feed them the same tokens, and compare every stage with the files.
 
-    `scratch`: an empty directory. Raises `ConfigError`, `LearnerError`, `EngineError` or `WeightError`.
+    Args:
+        scratch: An empty directory.
+
+    Raises `ConfigError`, `LearnerError`, `EngineError` or `WeightError`.
     """
     began, config = time.monotonic(), to_single_rank(target.config)
     before = [

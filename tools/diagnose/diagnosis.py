@@ -1,4 +1,4 @@
-"""What is found of an engine and a learner, together; and how it is said."""
+"""The combined diagnosis of an engine and a learner, and its text."""
 
 from __future__ import annotations
 
@@ -13,8 +13,14 @@ from .reference import ReferenceModel
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
-    """`partings`: in the order in which things are computed, the engine's first. `mean_difference`, `max_difference`: of the
-    log-probs of engine and learner, in nats, for `tokens` tokens; each with its own routing."""
+    """The result of a diagnosis.
+
+    The differences are those of the log-probs of engine and learner, in nats, over `tokens` tokens, each with its
+    own routing.
+
+    Attributes:
+        partings: Divergences in the order of computation, the engine's first.
+    """
 
     model: str
     backend: str
@@ -31,7 +37,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
 
 def examine_outputs(reference: ReferenceModel, outputs: StageOutputs) -> list[Divergence]:
-    """Where a witness parts from the files."""
+    """Find where a witness diverges from the files."""
     stages = merge_cases(list(find_divergent_stages(reference, outputs)), explain_case)
     found = [*check_dtype(outputs), *stages, *check_weights(outputs, stages), *check_routes(reference, outputs)]
     return found + list(check_sampling(reference, outputs))
@@ -40,12 +46,16 @@ def examine_outputs(reference: ReferenceModel, outputs: StageOutputs) -> list[Di
 def compare_sides(
     reference: ReferenceModel, engine: StageOutputs, learner: StageOutputs, input_divergences: Sequence[Divergence] = ()
 ) -> list[Divergence]:
-    """Where either parts from the files; `input_divergences`: in what they are given."""
+    """Find where engine and learner diverge from the files.
+
+    Args:
+        input_divergences: Divergences in their inputs, which come first.
+    """
     return [*input_divergences, *examine_outputs(reference, engine), *examine_outputs(reference, learner)]
 
 
 def describe_diagnosis(done: Diagnosis) -> str:
-    """For people."""
+    """Describe a diagnosis as readable text."""
     difference = f"mean |difference| of {done.tokens} log-probs {done.mean_difference:.3g} nats"
     difference += f", the largest {done.max_difference:.3g}"
     lines = [f"{done.model}, vLLM and {done.backend}: {difference} ({done.stages} stages, {done.seconds:.1f} s)"]

@@ -1,4 +1,4 @@
-"""What experiments are made of: changes of a stage of the files, tried until one gives what a witness gave."""
+"""Building blocks of experiments: changes to a stage of the files, tried until one reproduces what a witness gave."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .reference import StageTrial
 
 TrialChange = Callable[[StageTrial], object]
 Experiments = Iterator[tuple[TrialChange, str]]
-"""Changes to try, each with the evidence if it explains the difference."""
+"""Changes to try, each with the evidence to report if it explains the difference."""
 
 FIX_STALE = (
     "its weights did not arrive as they were published: restart that engine, see weights.probe_every, and compare the "
@@ -26,14 +26,21 @@ FIX_QUANTISED = "train and generate with the same rounding, or remove the quanti
 
 
 class Cause(NamedTuple):
-    """`make_experiments` of a case that is of one of the `stages`; each costs one stage of one layer. `fix`: what to do then."""
+    """A possible cause of a divergence.
+
+    Attributes:
+        stages: The stages in which it can occur.
+        make_experiments: Yields the experiments for a case of one of these stages; each costs one stage of one
+            layer.
+        fix: What to do if this is the cause.
+    """
 
     name: str
     stages: tuple[str, ...]
     make_experiments: Callable[[DivergentStage], Experiments]
     fix: str
     is_fitted: bool = False
-    """Its experiment takes the weights from what was seen: it says that they are others, and not why."""
+    """True if the experiment fits the weights to what was observed: it shows that they differ, but not why."""
 
 
 def change_weights(trial: StageTrial, change: Callable[[Tensor], Tensor]) -> None:
@@ -46,12 +53,15 @@ def change_weights(trial: StageTrial, change: Callable[[Tensor], Tensor]) -> Non
 
 
 def bind_value(change: Callable[[StageTrial, Any], object], value: Any) -> TrialChange:
-    """That change, with that value."""
+    """Return the change with this value bound to it."""
     return lambda trial: change(trial, value)
 
 
 def find_minimum(case: DivergentStage, change: Callable[[StageTrial, float], object], values: Iterable[float]) -> float:
-    """The value, positive, that leaves least: of `values`, then between the neighbours of the best, to six digits."""
+    """Return the positive value that leaves the smallest error.
+
+    The search takes the best of `values`, then the range between its neighbours, to six digits.
+    """
 
     def left(value: float) -> float:
         return case.compute_remaining_error(bind_value(change, value))

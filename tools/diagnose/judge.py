@@ -1,4 +1,4 @@
-"""Which stages of a witness part from the files by more than rounding explains; and what explains them."""
+"""Find the stages of a witness that diverge from the files by more than rounding, and their explanations."""
 
 from __future__ import annotations
 
@@ -12,18 +12,27 @@ from torch import Tensor
 from .reference import MODEL_STAGES, ReferenceModel, StageTrial
 
 ROUNDING_FACTOR = 4.0
-"""So many times the difference that the witness's dtype alone makes is rounding too: kernels add up in another order."""
+"""Factor on the difference that the witness's dtype alone causes, below which it is rounding.
+
+Kernels sum in another order.
+"""
 MIN_TOLERANCE = 1e-4
-"""Relative, of one token: what float32 explains, with its own order of summation. In nats for log-probs."""
+"""Relative difference of a token that float32 explains with a different order of summation; in nats for log-probs."""
 MAX_FLIPPED_SHARE = 0.1
-"""Share of tokens whose experts may be others below float32: near ties."""
+"""Share of tokens whose experts may differ below float32, because of near ties."""
 
 
 @dataclass(frozen=True)
 class StageOutputs:
-    """What one program computed of `token_ids` int64 `[T]`: `tensors` by stage (`activations.ActivationRecorder`), `logprobs`
-    float32 `[T - 1]` of the tokens after the first, at temperature 1. `dtype` that it computes in; `expected_dtype` what its
-    settings say. `stale_tensors`: tensors that it does not hold as it was given them."""
+    """Everything that one program computed of `token_ids` int64 `[T]`.
+
+    Attributes:
+        tensors: Tensors by stage (`activations.ActivationRecorder`).
+        logprobs: float32 `[T - 1]`, the log-probs of the tokens after the first, at temperature 1.
+        dtype: The dtype that it computes in.
+        expected_dtype: The dtype in its settings.
+        stale_tensors: Tensors that it does not hold as they were given to it.
+    """
 
     name: str
     token_ids: Tensor
@@ -37,9 +46,13 @@ class StageOutputs:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """The last tokens of a witness's text, which it sampled itself at `temperature`, and `logprobs` float32 `[n]` their
-    log-probs. `stale_cached`: positions that it took from a prefix cache of older weights. `routes` int64
-    `[T - 1, MoE layers, K]` that came with them."""
+    """The last tokens of a witness's text, which it sampled itself at `temperature`.
+
+    Attributes:
+        logprobs: float32 `[n]`, the log-probs of these tokens.
+        stale_cached: Number of positions that it took from a prefix cache of older weights.
+        routes: int64 `[T - 1, MoE layers, K]`, returned with the tokens.
+    """
 
     logprobs: Tensor
     temperature: float
@@ -48,7 +61,11 @@ class SampledTokens:
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """`left`: what remains of the difference if `cause` holds, relative to what there was."""
+    """A possible explanation of a divergence.
+
+    Attributes:
+        left: The remaining share of the difference if `cause` holds.
+    """
 
     cause: str
     evidence: str
@@ -57,8 +74,14 @@ class Explanation(msgspec.Struct, frozen=True):
 
 
 class Divergence(msgspec.Struct, frozen=True):
-    """A stage that computes otherwise than the files, in `layers` (-1: it is of none). `error` of the worst token of the first of
-    them: relative, or in nats; `tolerance` is what rounding explains. The likeliest explanation is the first."""
+    """A stage that computes differently from the files.
+
+    Attributes:
+        layers: The layers concerned; -1 for a stage outside the layers.
+        error: Error of the worst token of the first of them: relative, or in nats.
+        tolerance: The error that rounding explains.
+        explanations: Possible explanations, the likeliest first.
+    """
 
     witness: str
     stage: str
@@ -80,8 +103,12 @@ class Divergence(msgspec.Struct, frozen=True):
 
 @dataclass
 class DivergentStage:
-    """A stage of a layer that parts: `output` is what the witness gave, `expected` the files; see `StageTrial` for what
-    went in."""
+    """A stage of a layer that diverges; see `StageTrial` for its inputs.
+
+    Attributes:
+        output: The output of the witness.
+        expected: The output of the files.
+    """
 
     reference: ReferenceModel
     outputs: StageOutputs
@@ -95,7 +122,7 @@ class DivergentStage:
     gates: Tensor | None = None
     token_errors: Tensor = field(default_factory=lambda: torch.zeros(0))
     token_ids: Tensor | None = None
-    """Where they are not the witness's."""
+    """Token ids, if they are not the witness's."""
 
     @property
     def max_error(self) -> float:
@@ -110,7 +137,7 @@ class DivergentStage:
         return trial
 
     def compute_remaining_error(self, change: Callable[[StageTrial], object]) -> float:
-        """The error that is left if the stage is changed so; infinite if it cannot be."""
+        """Return the error that remains after `change`; infinite if the stage cannot be changed this way."""
         trial = self.make_trial()
         try:
             change(trial)
@@ -121,8 +148,11 @@ class DivergentStage:
 
 
 def measure_errors(expected: Tensor, output: Tensor, stage: str) -> Tensor:
-    """float32 `[T]`: of each token. Relative to its expected length, or to a tenth of the usual one if that is more; of log-probs
-    the difference in nats. What is not a number differs infinitely."""
+    """Return the error of each token, as float32 `[T]`.
+
+    It is relative to the token's expected norm, or to a tenth of the mean norm if that is larger. For log-probs it
+    is the difference in nats. A value that is not finite has an infinite error.
+    """
     if expected.shape != output.shape:
         return torch.full((len(output),), torch.inf)
     if stage in LOGPROB_STAGES:
@@ -153,7 +183,7 @@ def _make_trial(
 
 
 def find_divergent_stages(reference: ReferenceModel, outputs: StageOutputs) -> Iterator[DivergentStage]:
-    """The stages that part, in the order in which they are computed."""
+    """Yield the divergent stages in the order in which they are computed."""
     seen, before, case = outputs.tensors, None, None
     if (case := _compare_stage(reference, outputs, -1, "embedding", outputs.token_ids, "embedding.out")) is not None:
         yield case
@@ -175,7 +205,7 @@ def find_divergent_stages(reference: ReferenceModel, outputs: StageOutputs) -> I
                     else _compare_stage(reference, outputs, layer, stage, inputs, f"{name}.out", given)
                 )
             if stage == "router" and case is not None:
-                gates = seen.get(f"{layer}.gates.out")  # what follows from its scores is no further fault
+                gates = seen.get(f"{layer}.gates.out")  # effects of its scores are not a further fault
             if case is not None:
                 yield case
             if stage.endswith("norm"):
@@ -230,7 +260,7 @@ def _compare_residual(
     stream: Tensor | None,
     added: Tensor | None,
 ) -> DivergentStage | None:
-    """Whether what goes into a norm is the stream before it, with what the stage before it gave."""
+    """Check that the input of a norm is the residual stream before it plus the output of the stage before it."""
     name = f"{layer}.{stage}.in" if layer >= 0 else f"{stage}.in"
     y = outputs.tensors.get(name)
     if y is None or stream is None:
@@ -244,7 +274,7 @@ def _compare_residual(
 
 
 def _compare_choice(reference: ReferenceModel, outputs: StageOutputs, layer: int) -> DivergentStage | None:
-    """Whether the experts that were chosen are the best by what the files choose by, near ties apart."""
+    """Check that the chosen experts are the best by the scores of the files, except for near ties."""
     x, ids = outputs.tensors.get(f"{layer}.mlp.in"), outputs.tensors.get(f"{layer}.choice.out")
     if x is None or ids is None:
         return None
@@ -269,7 +299,7 @@ def _compare_choice(reference: ReferenceModel, outputs: StageOutputs, layer: int
 def merge_cases(
     cases: Sequence[DivergentStage], explain: Callable[[DivergentStage], list[Explanation]]
 ) -> list[Divergence]:
-    """Cases of the same stage as one, in the order of the first of each, which is the one that is explained."""
+    """Merge the cases of each stage into one, ordered by the first case of each, which is the one that is explained."""
     by_stage: dict[str, list[DivergentStage]] = {}
     for case in cases:
         by_stage.setdefault(case.stage, []).append(case)

@@ -13,11 +13,11 @@ from .judge import DivergentStage
 from .reference import StageTrial
 
 MAX_SOLVED_TOKENS = 64
-"""Tokens of which the shares of all experts are found out."""
+"""Number of tokens for which the shares of all experts are solved."""
 
 
 def _try_gate_form(case: DivergentStage) -> Experiments:
-    """Gates of the files in another form."""
+    """Try other forms of the files' gates."""
     if case.expert_ids is None:
         return
     scaling = getattr(case.reference.config, "routed_scaling_factor", None) or 1.0
@@ -127,7 +127,7 @@ def _try_swapped_gate(case: DivergentStage) -> Experiments:
 
 
 def _try_permutation(case: DivergentStage) -> Experiments:
-    """Which expert computes in the place of each: by the shares of all experts in what came out, by least squares."""
+    """Find which expert computes in the place of each, from least-squares shares of all experts in the output."""
     if case.expert_ids is None:
         return
     shares, rows = _solve_expert_shares(case)
@@ -148,7 +148,7 @@ def _try_permutation(case: DivergentStage) -> Experiments:
 
 
 def _solve_expert_shares(case: DivergentStage) -> tuple[Tensor, list[int]]:
-    """`[rows, experts]`: with which weight each expert is in what came out of some tokens, and which tokens these are."""
+    """Return the weight of each expert in the output of some tokens, `[rows, experts]`, and these tokens."""
     assert case.expert_ids is not None
     assert case.reference.routing is not None
     experts, rows = case.reference.routing.num_experts, list(range(min(MAX_SOLVED_TOKENS, len(case.input))))
@@ -180,7 +180,7 @@ def _compute_gates(case: DivergentStage) -> Tensor:
 
 
 def _compute_probabilities(case: DivergentStage) -> Tensor:
-    """Of the chosen experts, before they are normalised or scaled."""
+    """Return the probabilities of the chosen experts, before they are normalised or scaled."""
     assert case.expert_ids is not None
     trial = case.make_trial()
     router: Any = trial.layer.mlp.gate
@@ -195,7 +195,7 @@ def _set_gates(trial: StageTrial, gates: Any) -> None:
 
 
 def _try_row_order(case: DivergentStage) -> Experiments:
-    """Rows of the router's matrix in another order."""
+    """Try another order of the rows of the router's matrix."""
     distance = torch.cdist(case.output.T.double(), case.expected.T.double())
     order = distance.argmin(1)
     moved = [(e, int(source)) for e, source in enumerate(order) if e != source]

@@ -1,4 +1,4 @@
-"""The model of the files: each stage by itself in float32, by transformers, and changed as a hypothesis says."""
+"""The reference model of the files: each stage in float32 with transformers, changed as a hypothesis says."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ from r3async.learner.torch.model import TopKInterceptor, is_expert_choice
 
 @dataclass
 class StageTrial:
-    """One layer as the files have it, for a hypothesis to change, and what a witness fed into a stage of it.
+    """One layer of the files, for a hypothesis to change, with the input that a witness fed into a stage of it.
 
-    `input` `[T, hidden]`; `expert_ids` int64 `[T, K]`: the experts that it chose. `token_ids` int64 `[T]`. `change_gates`
-    makes other gates `[T, K]` of those of the files; `map_experts` says which expert computes in the place of each. `dtype`:
-    what it is computed in.
+    Attributes:
+        input: `[T, hidden]`.
+        token_ids: int64 `[T]`.
+        expert_ids: int64 `[T, K]`, the experts that the witness chose.
+        change_gates: Maps the gates `[T, K]` of the files to other gates.
+        map_experts: Maps each expert to the one that computes in its place.
+        dtype: The dtype of the computation.
     """
 
     stage: str
@@ -49,7 +53,7 @@ class StageTrial:
 
     @torch.no_grad()
     def compute_output(self) -> Tensor:
-        """float32: what the stage gives."""
+        """Compute the output of the stage, as float32."""
         self.layer.to(self.dtype)
         x = self.input if self.stage == "embedding" else self.input.to(self.dtype)
         compute = {
@@ -88,20 +92,20 @@ class StageTrial:
         return out
 
     def _run_head(self, x: Tensor) -> Tensor:
-        """`x` `[T, hidden]` after the last norm -> `[T - 1]`: the log-prob of each token after the first."""
+        """Compute the log-prob of each token after the first, `[T - 1]`, from `x` `[T, hidden]` after the last norm."""
         logits = self.layer(x[:-1]).float() / self.temperature
         return torch.log_softmax(logits, -1).gather(1, self.token_ids[1:, None])[:, 0]
 
 
 _NORM_MODULES = ("input_layernorm", "post_attention_layernorm")
 STAGE_MODULES = {"input_norm": _NORM_MODULES, "post_norm": _NORM_MODULES, "attention": ("self_attn",), "mlp": ("mlp",)}
-"""Of a layer, by stage."""
+"""Names of the modules of a layer that each stage needs."""
 MODEL_STAGES = ("embedding", "final_norm", "head")
-"""Stages that are of no layer."""
+"""Stages outside the layers."""
 
 
 class ReferenceModel:
-    """A model directory. Raises `LearnerError` for one that transformers cannot load."""
+    """The model of a directory. Raises `LearnerError` if transformers cannot load it."""
 
     def __init__(self, directory: Path):
         from transformers import AutoModelForCausalLM
@@ -127,7 +131,7 @@ class ReferenceModel:
 
     @property
     def is_tied(self) -> bool:
-        """Whether the output matrix is the embedding."""
+        """True if the output matrix is the embedding."""
         head: Tensor = self._model.get_output_embeddings().weight
         return head.data_ptr() == self.embedding_weight.data_ptr()
 
@@ -137,13 +141,13 @@ class ReferenceModel:
         return weight
 
     def copy_module(self, layer: int, stage: str) -> Any:
-        """Ours to change, in float32: the module of a stage that is of no layer, or of a layer what the stage needs of it."""
+        """Return a float32 copy to change: the module of a stage, or the part of a layer that the stage needs."""
         outside = {
             "embedding": self._model.get_input_embeddings,
             "final_norm": lambda: self._base.norm,
             "head": self._model.get_output_embeddings,
         }
-        # With its configuration, which says how attention is computed.
+        # Copied with its configuration, which determines how attention is computed.
         if stage in outside:
             return copy.deepcopy(outside[stage]()).float()
         whole: Any = self._base.layers[layer]
@@ -167,8 +171,10 @@ class ReferenceModel:
 
     @torch.no_grad()
     def choose_experts(self, layer: int, input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Of the router of a layer, fed `input` `[T, hidden]`: what it chooses by, float32 `[T, experts]`, and what it
-        chooses."""
+        """Run the router of a layer on `input` `[T, hidden]`.
+
+        Return the scores that it chooses by, float32 `[T, experts]`, and the chosen experts.
+        """
         router = get_router(self.copy_module(layer, "router").mlp).to(dtype)
         with _ObservedTopK(self.routing) as seen:
             ids = router(input.to(dtype))[2]
@@ -180,14 +186,14 @@ def get_router(mlp: Any) -> Any:
 
 
 def make_causal_mask(tokens: int, window: int | None) -> Tensor:
-    """float32 `[T, T]`, added to scores: a token sees itself and those before it, `window` of them in all."""
+    """Return a mask to add to scores, float32 `[T, T]`: a token sees itself and those before it, `window` in all."""
     distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
     hidden = (distance < 0) | (distance >= (window or tokens))
     return torch.zeros(tokens, tokens).masked_fill_(hidden, torch.finfo(torch.float32).min)
 
 
 class _ForcedTopK(TopKInterceptor):
-    """While in force, routers choose `expert_ids`."""
+    """A context in which routers choose `expert_ids`."""
 
     def __init__(self, shape: RoutingShape | None, expert_ids: Tensor):
         super().__init__()
@@ -200,7 +206,7 @@ class _ForcedTopK(TopKInterceptor):
 
 
 class _ObservedTopK(TopKInterceptor):
-    """While in force, `scores` are the last that a router chose by."""
+    """A context in which `scores` holds the last scores that a router chose by."""
 
     def __init__(self, shape: RoutingShape | None):
         super().__init__()

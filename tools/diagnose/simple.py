@@ -1,4 +1,4 @@
-"""Causes in stages that are one operation: embedding, norms, output matrix; and in any stage that has weights."""
+"""Causes in single-operation stages (embedding, norms, output matrix) and in any stage that has weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether both sides mean the same by a conversation: template, tokens that end an answer, and what is trained of it."""
+"""Checks that engine and learner treat a conversation alike: template, end-of-answer tokens, and loss mask."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEST_CONVERSATION = (
 
 
 def check_tokens(start_model: Path, model: Path) -> Iterator[Divergence]:
-    """Whether a model and the one that it was trained from render a conversation alike, and end answers with the same tokens."""
+    """Check that a model and its start model render a conversation alike and end answers with the same tokens."""
     from r3async.rollout.chat import ChatRenderer, TemplateError
 
     if start_model == model:
@@ -61,7 +61,7 @@ def check_tokens(start_model: Path, model: Path) -> Iterator[Divergence]:
 
 
 def check_masks(run: Path, start_model: Path) -> Iterator[Divergence]:
-    """Whether a recorded run trains the token that ends an answer where it trains what is before it."""
+    """Check that a recorded run trains the token that ends an answer wherever it trains the token before it."""
     from r3async.record.recording import RecordingError, find_recorded_steps, read_recorded_step
     from r3async.rollout.chat import ChatRenderer, TemplateError
 
@@ -86,7 +86,10 @@ def check_masks(run: Path, start_model: Path) -> Iterator[Divergence]:
 
 
 def count_untrained_ends(tables: list[TokenTable], ends: tuple[int, ...]) -> tuple[int, int]:
-    """Answers that end with one of `ends`, which is not trained though what is before it is; and all that end so."""
+    """Count the answers that end with one of `ends`.
+
+    Return the number whose end is not trained although the token before it is, and the number of all.
+    """
     masked = seen = 0
     for table in tables:
         sampled, trained = table["policy_version"] >= 0, table["loss_mask"]

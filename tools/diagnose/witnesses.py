@@ -1,4 +1,4 @@
-"""What a real engine and a real learner compute of the same tokens."""
+"""Record what a real engine and a real learner compute of the same tokens."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from r3async.weights.publish import VersionStore
 from .judge import SampledTokens, StageOutputs
 
 PROMPT_TOKENS, ANSWER_TOKENS = 64, 16
-"""Tokens of the text that is given, and of what the engine adds to it. Few: each keeps all that a model computes of it."""
+"""Tokens of the prompt, and of the engine's answer. They are few, because all activations of each are kept."""
 INSTALL_TIMEOUT_SECONDS = 300.0
 
 
 class EngineOutputs(NamedTuple):
     outputs: StageOutputs
     tokens: np.ndarray
-    """int32 `[T]`: the prompt, and what the engine sampled behind it."""
+    """int32 `[T]`: the prompt and the tokens that the engine sampled after it."""
 
 
 def to_single_rank(config: Config) -> Config:
-    """The same on one rank, without what only training needs; and an engine whose stages can be seen."""
+    """Return the configuration for one rank without training-only parts, and for an engine with observable stages."""
     if config.generator.engine != "vllm" or config.learner.backend == "scripted":
         raise ConfigError(
             "r3async diagnose needs vLLM and a learner with a model: neither generator.engine nor learner.backend may be scripted"
@@ -41,12 +41,16 @@ def to_single_rank(config: Config) -> Config:
     replace = msgspec.structs.replace
     args = {**config.generator.engine_args, "enforce_eager": True}
     config = replace(config, generator=replace(config.generator, concurrency=4, engine_args=args))
-    config.algorithm.reference_kl.coef = 0.0  # or a copy of the start model would be kept
+    config.algorithm.reference_kl.coef = 0.0  # otherwise a copy of the start model would be kept
     return replace(config, learner=replace(config.learner, parallel=ParallelConfig()))
 
 
 def observe_learner(learner: Any, tokens: np.ndarray, stale_tensors: list[str], config: Config) -> StageOutputs:
-    """`stale_tensors`: see `StageOutputs`. Raises `LearnerError`."""
+    """Record the stages and log-probs of the learner. Raises `LearnerError`.
+
+    Args:
+        stale_tensors: The tensors noted in `StageOutputs`.
+    """
     stages = ActivationRecorder(learner.model.causal_lm if config.learner.backend == "torch" else learner.model)
     try:
         logprobs = learner.score_sequence(tokens)
@@ -64,7 +68,7 @@ def observe_learner(learner: Any, tokens: np.ndarray, stale_tensors: list[str], 
 
 
 def find_changed_tensors(tensors: Mapping[str, Tensor], directory: Path, dtype: str) -> list[str]:
-    """Tensors of a learner that are not the files' in `dtype`, to the bit."""
+    """Return the tensors of a learner that differ in any bit from those of the files in `dtype`."""
     from r3async.learner.model import open_model_files
 
     files, found = open_model_files(directory), []
@@ -89,17 +93,19 @@ async def observe_engine(
     *,
     print_line: Callable[[str], object] = lambda line: None,
 ) -> EngineOutputs:
-    """Of an engine that was started. It holds other weights before it holds `tensors`: what is not delivered is what it was.
+    """Record the stages, log-probs, samples and stale tensors of a started engine.
 
-    Raises `EngineError` or `WeightError`. The engine must be restarted after it.
+    The engine gets other weights before `tensors`, so that a tensor that is not delivered is noticed.
+
+    Raises `EngineError` or `WeightError`. The engine must be restarted afterwards.
     """
     dtype, temperature, version = getattr(torch, config.generator.dtype), config.episode.temperature, engine.version
     with VersionStore(scratch / "published") as publisher:
         print_line("other weights in vLLM, then these")
-        # Every tensor holds its own values in other places: nothing is out of range, and nothing is as it was.
+        # The elements of every tensor are reversed: no value is out of range, and none stays in its place.
         others = {name: tensor.flip(tuple(range(tensor.ndim))) for name, tensor in tensors.items()}
         await engine.install_version(publisher.write_tensors(version + 1, others, dtype), INSTALL_TIMEOUT_SECONDS)
-        # It leaves its keys and values in the prefix cache.
+        # Its keys and values stay in the prefix cache.
         await engine.generate(GenerationRequest("before", prompt, 1, temperature))
         await engine.count_stale_cached_tokens(prompt)
         manifest = publisher.write_tensors(version + 2, tensors, dtype)

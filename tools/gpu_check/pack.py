@@ -1,8 +1,10 @@
-"""A bundle of r3async for a machine without a package index: wheels in pieces, with checksums, and `run.py`, which unpacks and
-runs them with nothing but Python's standard library.
+"""Bundle r3async for a machine without a package index.
 
-pip resolves and downloads, for the other machine's Python and platform. What that machine has already is a wheel without content
-and requirements for pip, and left out.
+A bundle holds wheels in pieces, with checksums, and `run.py`, which unpacks and runs them with nothing but Python's
+standard library.
+
+pip resolves and downloads for the other machine's Python and platform. A package that the machine already has is
+presented to pip as a wheel without content and requirements, and left out of the bundle.
 """
 
 from __future__ import annotations
@@ -39,18 +41,18 @@ LEGACY = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}
 
 
 class PackError(ValueError):
-    """Why there is no bundle, in a line that names what is missing."""
+    """An error that prevents a bundle; its one-line message names what is missing."""
 
 
 class Target(NamedTuple):
-    """The machine that the bundle is for: "3.12", and the newest platform tag that it takes."""
+    """The machine that the bundle is for: its Python, such as "3.12", and the newest platform tag that it accepts."""
 
     python: str
     platform: str
 
     @classmethod
     def read(cls, python: str | None, tag: str | None) -> Target:
-        """Of what was given, and else of this interpreter. Raises `PackError`."""
+        """Return the target for the given options; missing ones are those of this interpreter. Raises `PackError`."""
         tag = tag or "manylinux_{}_{}".format((platform.libc_ver()[1] or "2.28").replace(".", "_"), platform.machine())
         python = python or f"{sys.version_info.major}.{sys.version_info.minor}"
         if not re.fullmatch(r"3\.\d+", python):
@@ -62,7 +64,7 @@ class Target(NamedTuple):
         return cls(python, tag)
 
     def options(self) -> list[str]:
-        """For pip: wheels alone, of every tag that such a machine takes."""
+        """Return pip's options for the machine: wheels only, of every tag that it accepts."""
         _, _, minor, machine = self.platform.split("_", 3)
         tags = []
         for n in range(int(minor), OLDEST_GLIBC - 1, -1):
@@ -71,7 +73,10 @@ class Target(NamedTuple):
         return out + [f"--platform={tag}" for tag in (*tags, f"linux_{machine}")]
 
     def environment(self) -> dict[str, str]:
-        """What markers of requirements are judged by there. pip judges them by the interpreter that it runs in."""
+        """Return the environment in which the machine evaluates requirement markers.
+
+        pip would evaluate them for the interpreter that it runs in.
+        """
         found = {key: str(value) for key, value in default_environment().items()}
         if self.python != found["python_version"]:
             found |= {"python_version": self.python, "python_full_version": f"{self.python}.0"}
@@ -82,11 +87,11 @@ class Target(NamedTuple):
         }
 
 
-# --- wheels that are made here ------------------------------------------------------------------------------------
+# --- wheels built here -----------------------------------------------------------------------------------------------
 
 
 def own_wheel(directory: Path) -> Path:
-    """r3async as it is imported here, whether from a checkout or from an installation."""
+    """Build the wheel of r3async as imported here, from a checkout or an installation."""
     found = importlib.metadata.distribution(DIST)
     files = {f"{name}": found.read_text(name) or "" for name in ("METADATA", "entry_points.txt")}
     root = Path(r3async.__file__).parent
@@ -99,7 +104,7 @@ def own_wheel(directory: Path) -> Path:
 
 
 def stand_in(directory: Path, name: str, version: str) -> Path:
-    """What pip takes for a package that the other machine has."""
+    """Build an empty wheel that makes pip believe in a package that the other machine has."""
     return _wheel(
         directory, name, version, {}, {"METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"}
     )
@@ -120,11 +125,11 @@ def _wheel(directory: Path, name: str, version: str, content: Mapping[str, bytes
     return path
 
 
-# --- what is needed, by pip ---------------------------------------------------------------------------------------
+# --- dependency resolution with pip ----------------------------------------------------------------------------------
 
 
 def resolve(requirements: Sequence[str], target: Target, scratch: Path) -> list[dict[str, Any]]:
-    """pip's report of each package that `requirements` come to on that machine. Raises `PackError`."""
+    """Return pip's report on each package that `requirements` resolve to on that machine. Raises `PackError`."""
     wanted = list(requirements)
     while True:
         found = _report(wanted, target, scratch)
@@ -143,8 +148,11 @@ def _report(words: Sequence[str], target: Target, scratch: Path) -> list[dict[st
 
 
 def pinned(left_out: Mapping[str, str], target: Target, scratch: Path) -> dict[str, str]:
-    """Versions that these packages require exactly, such as torch its triton: a machine that has the ones has the others, and
-    another version must not hide them. Raises `PackError` if no index has them all."""
+    """Return the versions that these packages require exactly, such as torch its triton.
+
+    A machine that has these packages has their pinned requirements too, and another version must not shadow them.
+    Raises `PackError` if no index has them all.
+    """
     out: dict[str, str] = {}
     words = [f"{name}==={version}" for name, version in left_out.items()]
     for package in _report(["--no-deps", *words], target, scratch) if words else ():
@@ -156,7 +164,7 @@ def pinned(left_out: Mapping[str, str], target: Target, scratch: Path) -> dict[s
 
 
 def lacking(found: Sequence[Mapping[str, Any]], requirements: Sequence[str], environment: dict[str, str]) -> set[str]:
-    """Requirements of the packages `found` that hold on a machine with that environment, and that none of them is for."""
+    """Return the requirements of the packages `found` that apply in that environment but that no package satisfies."""
     asked: dict[str, set[str]] = {}  # name: extras
     open_: set[str] = set()
     for line in requirements:
@@ -179,7 +187,7 @@ def lacking(found: Sequence[Mapping[str, Any]], requirements: Sequence[str], env
 
 
 def fetch(found: Sequence[Mapping[str, Any]], target: Target, scratch: Path) -> list[Path]:
-    """The wheels of a report."""
+    """Download the wheels of a report."""
     into = scratch / "wheels"
     into.mkdir()
     words = ["download", "--no-deps", f"--dest={into}", *target.options()]
@@ -204,7 +212,7 @@ def _pip(words: Sequence[str], target: Target, scratch: Path) -> None:
 
 
 def why(said: str, target: Target) -> str:
-    """One line about pip's errors."""
+    """Summarise pip's errors in one line."""
     if "No module named pip" in said:
         return f"{sys.executable} has no pip, which downloads the wheels: python -m ensurepip"
     if "No space left on device" in said:
@@ -236,8 +244,10 @@ def why(said: str, target: Target) -> str:
 def cut(
     wheels: Sequence[Path], directory: Path, *, target: Target, left_out: Mapping[str, str], piece: int
 ) -> dict[str, Any]:
-    """Write the wheels one after the other in pieces of at most `piece` bytes, each wheel removed when it is written, and beside
-    them `bundle.json` and `run.py`. Returns what is in `bundle.json`."""
+    """Write the wheels one after the other in pieces of at most `piece` bytes, with `bundle.json` and `run.py`.
+
+    Each wheel is removed once it is written. Returns the contents of `bundle.json`.
+    """
     contents: dict[str, Any] = {"python": target.python, "platform": target.platform, "left_out": dict(left_out)}
     contents |= {"wheels": [], "unpacked": 0, "pieces": []}
     free = piece
@@ -281,8 +291,11 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 def had(words: Sequence[str]) -> dict[str, str]:
-    """Versions by name, of `--has NAME==VERSION`, NAME with the version that is installed here, or a file of NAME==VERSION lines
-    (`pip freeze` there), of which others are passed over. Raises `PackError`."""
+    """Parse the words of `--has` into versions by name.
+
+    A word is NAME==VERSION, NAME (the version installed here), or a file of NAME==VERSION lines, such as `pip
+    freeze` writes there; other lines are skipped. Raises `PackError`.
+    """
     out: dict[str, str] = {}
     lines = [line for word in words if Path(word).is_file() for line in Path(word).read_text().split()]
     for word in [*(line for line in lines if "==" in line), *(word for word in words if not Path(word).is_file())]:
@@ -301,8 +314,15 @@ def had(words: Sequence[str]) -> dict[str, str]:
 def pack(
     directory: Path, target: Target, *, extra: str, has: Sequence[str], piece: int, say: Callable[[str], object]
 ) -> dict[str, Any]:
-    """Make `directory`, which must not hold anything yet; what is in its `bundle.json`. `extra`: of r3async, "gpu" or "cpu".
-    `piece`: bytes. Raises `PackError`."""
+    """Write a bundle into `directory`, which must be empty or new. Returns the contents of its `bundle.json`.
+
+    Args:
+        extra: The extra of r3async, "gpu" or "cpu".
+        piece: Maximum bytes of a piece.
+
+    Raises:
+        PackError: The bundle cannot be made.
+    """
     left_out = had(has)
     if directory.exists() and any(directory.iterdir()):
         raise PackError(f"{directory} has files already: name a new directory")
@@ -322,7 +342,7 @@ def pack(
         say(f"resolving r3async[{extra}] for Python {target.python} on {target.platform}")
         found = _others(resolve(wanted, target, scratch), skipped)
         torch = next((p["metadata"]["version"] for p in found if p["metadata"]["name"] == "torch"), "")
-        if extra == "gpu" and "+cpu" in torch:  # an index of pip's own has it, and pip takes it for newer
+        if extra == "gpu" and "+cpu" in torch:  # a configured index has it, and pip takes it for newer
             wanted.append(f"torch==={torch.partition('+')[0]}")
             found = _others(resolve(wanted, target, scratch), skipped)
         say(f"downloading {len(found)} wheels")

@@ -1,4 +1,4 @@
-"""One part, in a process of its own: `python -m r3async.tools.gpu_check.part OUT small|real MODULE:FUNCTION JSON`.
+"""Run one part in a separate process: `python -m r3async.tools.gpu_check.part OUT small|real MODULE:FUNCTION JSON`.
 
 The last line of its output is a JSON object.
 """
@@ -18,13 +18,16 @@ RESULT = "RESULT "
 
 
 def command(out: Path, small: bool, target: str, arguments: Mapping[str, Any]) -> list[str]:
-    """What runs it. -P: a folder `tools` where the command was typed must not stand in for ours."""
+    """Return the command that runs a part.
+
+    -P keeps a folder `tools` in the current directory from shadowing ours.
+    """
     size = "small" if small else "real"
     return [sys.executable, "-P", "-m", __name__, str(out), size, target, json.dumps(dict(arguments))]
 
 
 def main(out: str, size: str, target: str, arguments: str) -> int:
-    """0 if the part gave figures, and they are in the last line."""
+    """Run a part and print its figures in the last line. Returns 0 if it produced figures, else 1."""
     from .place import Place
 
     module, name = target.split(":")
@@ -43,4 +46,4 @@ if __name__ == "__main__":
     code = main(*sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # threads of an engine that did not end must not hold the results back
+    os._exit(code)  # threads of an engine that did not stop must not delay the results

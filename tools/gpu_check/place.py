@@ -1,4 +1,4 @@
-"""Where the parts run, and the models and samples that they run on."""
+"""The device on which the GPU checks run, and their models and samples."""
 
 from __future__ import annotations
 
@@ -43,7 +43,12 @@ OTHERS = {
 
 @dataclass(frozen=True)
 class Place:
-    """`out`: directory of the results. `small`: shapes and counts that a CPU has done within seconds."""
+    """The device and directory of the GPU checks.
+
+    Attributes:
+        out: Directory of the results.
+        small: Use shapes and counts that a CPU handles within seconds.
+    """
 
     out: Path
     small: bool
@@ -58,7 +63,7 @@ class Place:
 
     @property
     def engine_dtype(self) -> str:
-        """Routes of bfloat16 and float32 differ; on CPU parts compare in float32."""
+        """The engine's dtype; float32 on CPU, because routes of bfloat16 and float32 differ."""
         return "float32" if self.small else "bfloat16"
 
     def synchronize(self) -> None:
@@ -66,13 +71,13 @@ class Place:
             torch.cuda.synchronize()
 
     def model(self, name: str, dtype: str = "float32", seed: int = 0) -> Path:
-        """Directory of a random Qwen3-MoE, `tiny` or `layers-of-30b`, made once."""
+        """Return the directory of a random Qwen3-MoE, `tiny` or `layers-of-30b`, made once."""
         shape = TINY if name == "tiny" or self.small else LAYERS_OF_30B
         return make_model(self.out / "models" / f"{name}-{dtype}-{seed}", dtype, seed, self.device, **shape)
 
 
 def make_model(path: Path, dtype: str, seed: int, device: str, **shape: Any) -> Path:
-    """Random weights that give distinct log-probs and routers that decide."""
+    """Make a model whose random weights give distinct log-probs and decisive routers."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     if (path / "tokenizer.json").exists():
@@ -91,12 +96,12 @@ def make_model(path: Path, dtype: str, seed: int, device: str, **shape: Any) -> 
             else:
                 parameter.fill_(1)
     model.save_pretrained(path)
-    (path / "tokenizer.json").write_text("{}")  # last: the directory is whole
+    (path / "tokenizer.json").write_text("{}")  # last, so that a directory with it is complete
     return path
 
 
 def make_samples(seed: int, lengths: Sequence[int], model: Path) -> list[Sample]:
-    """Random tokens of that model, three quarters of them sampled by version 0, with random routes for 95 % of them."""
+    """Make samples of random tokens: three quarters sampled by version 0, with random routes for 95 % of the tokens."""
     shape = parse_model_shape(json.loads((model / "config.json").read_text()))
     layers, experts, top_k = len(shape.moe_layers), shape.num_experts, shape.top_k
     rng, out = np.random.default_rng(seed), []
@@ -120,7 +125,7 @@ def make_samples(seed: int, lengths: Sequence[int], model: Path) -> list[Sample]
 
 
 def make_config(budget: int, **learner: Any) -> Config:
-    """One rank, micro-batches of `budget` tokens."""
+    """Make a configuration of one rank with micro-batches of `budget` tokens."""
     own = {"lr": 1e-3, "max_tokens_per_micro_batch": budget}
     return config_from_dict(
         {

@@ -1,4 +1,4 @@
-"""Parts that are whole runs: the quickstart in bfloat16, its routes verified, and one that is killed and resumed."""
+"""GPU checks that are whole runs: the quickstart in bfloat16, its routes verified, and a run killed and resumed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL = (
 
 
 def quickstart(place: Place, *, dtype: str) -> dict[str, Any]:
-    """Reward, drift and seconds a step of a run; its routes, verified token by token."""
+    """Run the quickstart: its reward, drift and seconds per step, and its routes, verified token by token."""
     steps = 2 if place.small else 60
     rows = _rows(_started(place, f"quickstart-{dtype}", dtype, steps), place, f"quickstart-{dtype}", 550.0)
     checked = _r3async(place, "inspect", "verify", f"quickstart-{dtype}")
@@ -43,7 +43,7 @@ def quickstart(place: Place, *, dtype: str) -> dict[str, Any]:
 
 
 def killed(place: Place, *, dtype: str) -> dict[str, Any]:
-    """SIGKILL to the whole process group after some steps; the same command resumes and ends."""
+    """Send SIGKILL to the whole process group after some steps; the same command must resume and finish."""
     name, steps = f"killed-{dtype}", 4 if place.small else 20
     metrics = place.out / "runs" / name / "metrics.jsonl"
     process = _started(place, name, dtype, steps)
@@ -79,7 +79,7 @@ def _r3async(place: Place, *words: str) -> subprocess.Popen[str]:
 
 
 def _rows(process: subprocess.Popen[str], place: Place, name: str, seconds: float) -> list[dict[str, Any]]:
-    """Of the metrics, when it has ended."""
+    """Wait for the end of a run and return the rows of its metrics."""
     try:
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:

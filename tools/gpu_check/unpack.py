@@ -1,6 +1,7 @@
-"""Unpack this bundle of r3async, and run `r3async doctor --gpu` from it. Needs Python's standard library alone, and no network.
+"""Unpack this bundle of r3async and run `r3async doctor --gpu` from it.
 
-Copied into a bundle as `run.py`; runs in interpreters of any age as far as the line that refuses them.
+Needs only Python's standard library, and no network. The file is copied into a bundle as `run.py`; interpreters of
+any age can run it up to the line that refuses them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def refuse(line: str) -> NoReturn:
 
 
 def check_machine(contents: dict[str, Any]) -> None:
-    """That the wheels are for this Python, processor and C library, and that what they need beside them is installed."""
+    """Check that the wheels fit this Python, processor and C library, and that the packages left out are installed."""
     here = f"{sys.version_info[0]}.{sys.version_info[1]}"
     if here != contents["python"]:
         refuse(
@@ -51,7 +52,7 @@ def check_machine(contents: dict[str, Any]) -> None:
 
 
 def check_pieces(contents: dict[str, Any]) -> None:
-    """Names every piece that is missing or not as it was packed."""
+    """Exit with the name of every piece that is missing or corrupt."""
     bad = []
     for name, size, sha256 in contents["pieces"]:
         path = HERE / name
@@ -69,7 +70,10 @@ def check_pieces(contents: dict[str, Any]) -> None:
 
 
 def unpack(contents: dict[str, Any], into: Path) -> None:
-    """Into a new directory, which gets its name when it is whole. One that has this bundle already stays as it is."""
+    """Unpack into a new directory, which gets its name once it is complete.
+
+    A directory that has this bundle already stays unchanged.
+    """
     text = json.dumps(contents)
     if (into / DONE).exists() and (into / DONE).read_text() == text:
         return
@@ -115,7 +119,10 @@ def blocks(contents: dict[str, Any]) -> Iterator[bytes]:
 
 
 def install(wheel: Path, into: Path) -> None:
-    """As pip does, without scripts for entry points: packages at the top, scripts in `bin`, and programs stay programs."""
+    """Install a wheel as pip does, but without scripts for entry points.
+
+    Packages go to the top, scripts to `bin`, and executables stay executable.
+    """
     with zipfile.ZipFile(wheel) as opened:
         for info in opened.infolist():
             if info.is_dir():

@@ -1,1 +1,1 @@
-"""`r3async inspect`: look into a run, a spool, a checkpoint or a message."""
+"""Look into a run, a spool, a checkpoint or a message: `r3async inspect`."""

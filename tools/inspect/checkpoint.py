@@ -1,4 +1,4 @@
-"""A checkpoint as a person wants to see it: which files are as they were written, the run's state, and the tensors by name."""
+"""Describe a checkpoint: the integrity of its files, the run's state, and the tensors by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 
 class FileStatus(msgspec.Struct, frozen=True):
-    """`problem`: "" if every byte is as it was written."""
+    """A file of a checkpoint.
+
+    Attributes:
+        problem: What is wrong with it; "" if every byte is as it was written.
+    """
 
     name: str
     size: int
@@ -32,7 +36,13 @@ class FileStatus(msgspec.Struct, frozen=True):
 
 
 class TensorPiece(msgspec.Struct, frozen=True):
-    """A piece in one file. `shape`: of the whole tensor; `size`: of the piece, at `offset`."""
+    """A piece of a tensor in one file.
+
+    Attributes:
+        shape: Shape of the whole tensor.
+        size: Shape of the piece.
+        offset: Position of the piece in the tensor.
+    """
 
     name: str
     dtype: str
@@ -44,7 +54,12 @@ class TensorPiece(msgspec.Struct, frozen=True):
 
 
 class CheckpointContents(msgspec.Struct):
-    """`learner`: what the ranks say that is no tensor. `problems` names what is wrong; none if it can be resumed from."""
+    """The readable contents of a checkpoint.
+
+    Attributes:
+        learner: The ranks' metadata besides tensors.
+        problems: What is wrong; empty if a run can resume from it.
+    """
 
     path: str
     step: int | None = None
@@ -56,7 +71,7 @@ class CheckpointContents(msgspec.Struct):
 
 
 def inspect_checkpoint(path: Path) -> CheckpointContents:
-    """Everything that can be read, also of one that is damaged. Takes as long as reading it."""
+    """Read everything that is readable, even of a damaged checkpoint. Takes as long as reading the whole checkpoint."""
     from r3async.checkpoint.tensors import RankFile  # loads torch
 
     seen = CheckpointContents(str(path))
@@ -73,7 +88,7 @@ def inspect_checkpoint(path: Path) -> CheckpointContents:
             seen.files.append(FileStatus(record.name, record.size, problem))
             seen.problems += [problem] if problem else []
     listed = {file.name for file in seen.files}
-    if not listed:  # what is there, with nothing to compare it with
+    if not listed:  # list the existing files, with nothing to compare them with
         for entry in sorted(path.iterdir()):
             seen.files.append(FileStatus(entry.name, entry.stat().st_size, "the manifest does not vouch for it"))
     try:
@@ -97,7 +112,7 @@ def inspect_checkpoint(path: Path) -> CheckpointContents:
 
 
 def _add_problem(contents: CheckpointContents, problem: str) -> None:
-    """Unless the file is known to be broken already."""
+    """Add a problem, unless the file is already known to be broken."""
     name = problem.partition(":")[0]
     if not any(known.startswith(f"{name}:") for known in contents.problems):
         contents.problems.append(problem)
@@ -112,7 +127,7 @@ def _describe_problem(path: Path, record: Any) -> str:
 
 
 def _list_tensors(part: RankFile) -> list[TensorPiece]:
-    """What the header of a rank's file says, by name."""
+    """List the pieces in the header of a rank's file, by name."""
     seen = []
     for name, tensor in sorted(part.tensors.items()):
         place, (begin, end) = part.slices[name], tensor.data_offsets
@@ -122,7 +137,11 @@ def _list_tensors(part: RankFile) -> list[TensorPiece]:
 
 
 def describe_checkpoint(contents: CheckpointContents, limit: int) -> list[str]:
-    """In words. `limit`: tensors to name; 0: all."""
+    """Describe a checkpoint in lines of text.
+
+    Args:
+        limit: Number of tensors to list; 0 for all.
+    """
     size = sum(file.size for file in contents.files)
     intact = "intact" if not contents.problems else "BROKEN: it cannot be resumed from"
     step = "unknown step" if contents.step is None else f"after step {contents.step}"
@@ -170,8 +189,10 @@ def _describe_lineage(lineage: Lineage) -> str:
 
 
 def summarize_checkpoints(directory: Path) -> tuple[list[str], list[str]]:
-    """A line for each checkpoint of a run, oldest first, and what is wrong. Files of the learner are compared by their size
-    only; `inspect_checkpoint` reads them."""
+    """Summarise the checkpoints of a run, one line each, oldest first, and list their problems.
+
+    The learner's files are compared by size only; `inspect_checkpoint` reads them.
+    """
     lines, problems = [], []
     checkpoints = CheckpointDirectory(directory)
     for step in checkpoints.list_steps():

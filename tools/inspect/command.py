@@ -1,4 +1,4 @@
-"""The command `r3async inspect` and its subcommands: what their words mean, and who answers."""
+"""The command `r3async inspect` and its subcommands: their options, and the calls that answer them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _InspectGroup(DefaultCommandGroup):
-    """`inspect RUN` shows what there is; `inspect routes RUN` and the like are what they say. Without a name: the newest run."""
+    """A group in which `inspect RUN` is an overview and `inspect routes RUN` a subcommand; default: the newest run."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, args or ["show"])
@@ -45,7 +45,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="one JSON object a line
 
 @contextmanager
 def _open_inspection(target: str, runs: Path) -> Iterator[Inspection]:
-    """What could not be read is reported on stderr at the end, and makes exit code 2."""
+    """Open an inspection; unreadable data is reported on stderr at the end, with exit code 2."""
     from r3async.record.routes import RouteFileError
 
     from .look import Inspection
@@ -73,7 +73,7 @@ def show(
     json: JsonOption = False,
     runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
-    """What there is to see in a run; a spool's trajectories; a checkpoint's state and tensors; a message."""
+    """Show the contents of a run, a spool's trajectories, a checkpoint's state and tensors, or a message."""
     with _open_inspection(target, runs) as inspection:
         inspection.show_target(target, limit, json)
 
@@ -95,7 +95,7 @@ def trajectories(
     json: JsonOption = False,
     runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
-    """List trajectories of a run or a spool, one a line; or their tokens; or write them to a file."""
+    """List trajectories of a run or a spool, one per line; or show their tokens; or write them to a file."""
     with _open_inspection(target, runs) as inspection:
         from .trajectories import TrajectoryFilter
 
@@ -138,6 +138,6 @@ def frames(
     json: JsonOption = False,
     runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
-    """Show messages as they came over the wire, frame by frame: those of a spool, or a file that holds one."""
+    """Show messages as they came over the wire, frame by frame, from a spool or from a file with one message."""
     with _open_inspection(target, runs) as inspection:
         inspection.show_frames(target, limit, json)

@@ -1,8 +1,8 @@
-"""Trajectories as a file for other programs: an object of JSON a line, or Parquet. Both hold the same rows.
+"""Export trajectories for other programs, as one JSON object per line or as Parquet. Both hold the same rows.
 
-A row is a trajectory: the facts that `inspect --json` shows, `turns`, `preview`, and `samples`, each with its columns as lists
-of one length. A column that a source does not have is left out (JSON), or null (Parquet). JSON has null for a number that is
-not finite.
+A row is a trajectory: the facts that `inspect --json` shows, `turns`, `preview`, and `samples`, each with its
+columns as lists of one length. A column that a source does not have is left out (JSON) or null (Parquet). JSON has
+null for a number that is not finite.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .trajectories import InspectedTrajectory
 
 PARQUET_BATCH_ROWS = 64
 TRACE_COLUMNS = {"learner_logprobs": ("float32", 0), "learner_experts": ("uint16", 2)}
-"""Columns of traces that `tokens.SCHEMA` has not: dtype, and dimensions after the tokens."""
+"""Columns of traces that are not in `tokens.SCHEMA`: dtype, and number of dimensions after the tokens."""
 
 
 def make_row(trajectory: InspectedTrajectory, version: int | None) -> dict[str, Any]:
-    """Plain lists and numbers."""
+    """Convert a trajectory to plain lists and numbers."""
     samples = [
         {"sample_id": s.sample_id, "temperature": s.temperature} | {n: a.tolist() for n, a in s.columns.items()}
         for s in trajectory.samples
@@ -36,9 +36,10 @@ def make_row(trajectory: InspectedTrajectory, version: int | None) -> dict[str, 
 
 
 def export_trajectories(trajectories: Iterable[InspectedTrajectory], path: Path, version: int | None) -> int:
-    """Write `path` and return the number of rows. The file appears whole or not at all.
+    """Write `path` atomically and return the number of rows.
 
-    Raises `InspectError` for a name that ends in neither `.jsonl` nor `.parquet`, and where Parquet cannot be written.
+    Raises `InspectError` for a name that ends in neither `.jsonl` nor `.parquet`, and where Parquet cannot be
+    written.
     """
     writers = {".jsonl": _write_jsonl, ".parquet": _write_parquet}
     if path.suffix not in writers:
@@ -80,7 +81,7 @@ def _write_parquet(rows: Iterator[dict[str, Any]], path: Path) -> int:
 
 
 def _make_parquet_schema(pa: Any) -> Any:
-    """Of a row. Columns of samples follow from their declaration, widest dtype."""
+    """Return the schema of a row. Columns of samples follow their declaration, with the widest dtype."""
     kinds = {"bool": pa.bool_(), "int32": pa.int32(), "float32": pa.float32(), "uint16": pa.uint16()}
     columns = {
         c.name: ("int32" if c.holds_sets else c.dtypes[-1], len(c.inner_dims) + c.holds_sets)

@@ -1,4 +1,4 @@
-"""What `r3async inspect` does with each kind of thing."""
+"""The answers of `r3async inspect` for each kind of target."""
 
 from __future__ import annotations
 
@@ -34,16 +34,20 @@ LIST_LIMIT, TOKENS_LIMIT, TENSORS_LIMIT, MESSAGES_LIMIT = 20, 1, 50, 5
 
 
 class Inspection(NamedTuple):
-    """One answer on `console`. `problems` gets what could not be read; the rest is shown. Raises `InspectError` for what is not
-    there. `limit`: at most so many of what is shown, 0: all, None: as many as fit a screen."""
+    """One answer, printed on `console`.
+
+    Unreadable data is added to `problems`, and the rest is shown. The methods raise `InspectError` for a target that
+    does not exist. Their `limit` is the maximum number of items to show: 0 for all, None for as many as fit a
+    screen.
+    """
 
     console: Console
     problems: list[str]
     root: Path
-    """Where runs are by their names."""
+    """Directory in which runs are found by name."""
 
     def show_target(self, target: str, limit: int | None, json: bool) -> None:
-        """What there is: of a run its parts, of a spool its trajectories, a checkpoint, a directory of them, or a message."""
+        """Show the parts of a run, the trajectories of a spool, a checkpoint, a directory of them, or a message."""
         found = find_file(target, self.root)
         if found is None:
             self._show_overview(find_run(target, self.root))
@@ -63,7 +67,7 @@ class Inspection(NamedTuple):
         print_routes(run_dir, self.console, trajectory=trajectory, step=step, layers=layers, diff=diff, json=json)
 
     def verify_routes(self, run: str, json: bool) -> bool:
-        """Whether training used the engine's routes."""
+        """Return whether training used the engine's routes."""
         return print_verification(self._find_run(run), self.console, json=json)
 
     def _find_run(self, name: str) -> Path:
@@ -91,7 +95,11 @@ class Inspection(NamedTuple):
         export: Path | None = None,
         json: bool = False,
     ) -> None:
-        """Of a run or a spool: a list, their tokens, or a file. `version`: from which ages count; None: the newest known."""
+        """Show trajectories of a run or a spool as a list or as tokens, or write them to a file.
+
+        Args:
+            version: The version from which ages count; None for the newest known.
+        """
         spool = find_file(target, self.root)
         run_dir: Path | None
         if spool is None:
@@ -137,7 +145,7 @@ class Inspection(NamedTuple):
     # -- messages and checkpoints --------------------------------------------------------------------------------------
 
     def show_frames(self, target: str, limit: int | None, json: bool) -> None:
-        """Messages of a spool, of one of its files, or a file that is one."""
+        """Show the messages of a spool or of one of its files, or of a file with a single message."""
         path = find_file(target, self.root)
         if path is None:
             raise InspectError(
@@ -185,7 +193,7 @@ class Inspection(NamedTuple):
 
 
 class _LimitedIterator:
-    """The first `limit` of `trajectories` (0: all); the others are counted as `hidden`."""
+    """An iterator over the first `limit` of `trajectories` (0: all) that counts the others in `hidden`."""
 
     def __init__(self, trajectories: Iterable[InspectedTrajectory], limit: int):
         self._found, self._limit = trajectories, limit
@@ -201,7 +209,7 @@ class _LimitedIterator:
 
 
 def describe_run_contents(run_dir: Path) -> list[str]:
-    """For the overview of a run: its trajectories, checkpoints and evaluations, and how to look at them."""
+    """Describe a run's trajectories, checkpoints and evaluations for its overview, with the commands to show them."""
     lines = describe_sources(run_dir)
     found, _ = (
         checkpoints.summarize_checkpoints(run_dir / "checkpoints") if (run_dir / "checkpoints").is_dir() else ([], [])

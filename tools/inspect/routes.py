@@ -1,4 +1,4 @@
-"""A trajectory's routes against the learner's, token by token, and whether those used are the engine's."""
+"""Show a trajectory's routes beside the learner's, token by token, and verify that training used the engine's."""
 
 from __future__ import annotations
 
@@ -21,8 +21,13 @@ TOKEN_TEXT_CELLS = 12
 
 
 class LayerRoutes(msgspec.Struct, frozen=True):
-    """One token in MoE layer `layer`. `engine` is None where the engine recorded nothing. `agree`: the learner's router
-    would have chosen (`own`) what the engine did."""
+    """The routes of one token in MoE layer `layer`.
+
+    Attributes:
+        engine: The engine's experts; None where the engine recorded nothing.
+        own: The experts that the learner's router would have chosen.
+        agree: True if both are the same; None where the engine recorded nothing.
+    """
 
     layer: int
     engine: list[int] | None
@@ -32,7 +37,11 @@ class LayerRoutes(msgspec.Struct, frozen=True):
 
 
 class TokenRoutes(msgspec.Struct, frozen=True):
-    """One token of a sample. `role`: prompt, sampled, observation, or injected (an end that was not sampled)."""
+    """One token of a sample.
+
+    Attributes:
+        role: prompt, sampled, observation, or injected (an end that was not sampled).
+    """
 
     step: int
     sample: str
@@ -49,7 +58,7 @@ class TokenRoutes(msgspec.Struct, frozen=True):
 
 
 def describe_route_traces(run_dir: Path) -> list[str]:
-    """For the overview: which routes this run kept, and how to look at them."""
+    """Describe the routes that a run kept for its overview, with the commands to show them."""
     index = RouteIndex(run_dir)
     if not index.trained_entries:
         return [f"routes: none kept ({_explain_missing(run_dir)})"]
@@ -78,7 +87,7 @@ def _explain_missing(run_dir: Path) -> str:
 
 
 def _open_index(run_dir: Path) -> RouteIndex:
-    """Raises `InspectError` where there is nothing to look at."""
+    """Open the routes of a run. Raises `InspectError` if there are none."""
     index = RouteIndex(run_dir)
     if not index.trained_entries:
         raise InspectError(f"{run_dir} has no routes: {_explain_missing(run_dir)}")
@@ -86,7 +95,7 @@ def _open_index(run_dir: Path) -> RouteIndex:
 
 
 def choose_entries(index: RouteIndex, trajectory: str | None, step: int | None) -> list[RouteEntry]:
-    """All samples of one trajectory: the one named, or the first of `step`, or of the last step that was traced."""
+    """Return all samples of one trajectory: the named one, or the first of `step` or of the last traced step."""
     entries = index.trained_entries
     if step is not None:
         entries = [e for e in entries if e.facts["step"] == step]
@@ -108,7 +117,7 @@ def choose_entries(index: RouteIndex, trajectory: str | None, step: int | None) 
 
 
 def make_token_routes(sample: TracedSample, tokenizer: RunTokenizer, layers: Sequence[int]) -> list[TokenRoutes]:
-    """Every token of the sample, with its routes in these layers."""
+    """Return every token of the sample with its routes in these layers."""
     trained = sample.trained_routes
     of = label_token_roles(trained.token_ids, trained.loss_mask, tokenizer.end_id)
     return [
@@ -145,7 +154,12 @@ def print_routes(
     diff: bool = False,
     json: bool = False,
 ) -> None:
-    """Print a trajectory's samples token by token. `layers`: only these; `diff`: only tokens that disagree in them."""
+    """Print a trajectory's samples token by token.
+
+    Args:
+        layers: Show only these layers.
+        diff: Show only tokens whose routes disagree in them.
+    """
     index, tokenizer = _open_index(run_dir), RunTokenizer(run_dir)
     for entry in choose_entries(index, trajectory, step):
         sample = TracedSample(index, entry)
@@ -235,7 +249,7 @@ def _format_agreement(row: TokenRoutes) -> str:
 
 
 def print_verification(run_dir: Path, console: Console, *, json: bool = False) -> bool:
-    """Compare everything that was kept with the engine's record, and report the result. True if all of it is equal."""
+    """Compare everything that was kept with the engine's record, and report. Returns True if all of it is equal."""
     index = _open_index(run_dir)
     replay = read_run_config(run_dir).get("routing", {}).get("replay")
     if replay in ("learner", "off"):

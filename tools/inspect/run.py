@@ -1,4 +1,4 @@
-"""What a name on the command line of `r3async inspect` stands for."""
+"""Resolve the names on the command line of `r3async inspect`."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ _CHECKPOINT = re.compile(r"step-\d{8,}(\..*)?")
 
 
 class InspectError(ValueError):
-    """What was asked for is not there; the message says what is."""
+    """An error for a target that does not exist; the message says what exists."""
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether it is one, or was: its manifest may be what is lost."""
+    """Return whether the path is a checkpoint, or was one that lost its manifest."""
     named = _CHECKPOINT.fullmatch(path.resolve().name) is not None
     return path.is_dir() and (named or (path / "manifest.json").is_file())
 
 
 def is_run(path: Path) -> bool:
-    """A checkpoint has a `config.toml` too, but is no run."""
+    """Return whether the path is a run. A checkpoint has a `config.toml` too, but is not a run."""
     return not is_checkpoint(path) and any((path / part).is_file() for part in ("config.toml", "events.jsonl"))
 
 
 def fit_to_cells(text: str, cells: int) -> str:
-    """`text` on exactly so many cells of a terminal; what could upset one is made visible."""
+    """Fit `text` to exactly this many terminal cells, with non-printable characters escaped."""
     visible = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     if cell_len(visible) > cells:
         visible = set_cell_size(visible, cells - 1) + "…"
@@ -36,8 +36,7 @@ def fit_to_cells(text: str, cells: int) -> str:
 
 
 def find_file(name: str, root: Path) -> Path | None:
-    """A file, or a directory of a run that is not the run itself: its spool, its checkpoints, one of them. None if `name` is
-    none of these."""
+    """Find a file, or a part of a run: its spool, its checkpoints, or one of them. Returns None for anything else."""
     for path in (Path(name), root / name):
         if path.is_file():
             return path
@@ -48,7 +47,10 @@ def find_file(name: str, root: Path) -> Path | None:
 
 
 def find_run(name: str, root: Path) -> Path:
-    """The directory of a run, given as such or by its name below `root`. Raises `InspectError` with the nearest name."""
+    """Return the directory of a run, given as a path or by its name below `root`.
+
+    Raises `InspectError` with the nearest name.
+    """
     for path in (Path(name), root / name):
         if is_run(path):
             return path
@@ -61,7 +63,7 @@ def find_run(name: str, root: Path) -> Path:
 
 
 def suggest_nearest(name: str, names: list[str], limit: int = 5) -> str:
-    """The end of a message about a name that is not there."""
+    """Return the end of a message about an unknown name."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     listed = f"there are: {', '.join(names[:limit])}{more}" if names else "there are none"
     return did_you_mean(name, names, listed, cutoff=0.5)

@@ -1,4 +1,4 @@
-"""Trajectories on a terminal: one a line, or one token a line."""
+"""Show trajectories on a terminal: one per line, or one token per line."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ MAX_LAYERS_SHOWN = 3
 
 
 def make_printer(console: Console) -> Callable[..., None]:
-    """`say(line, style)`: no markup, no wrapping; lines come from runs."""
+    """Return a function `say(line, style)` that prints without markup and wrapping, because lines come from runs."""
     return lambda line, style="": console.print(line, style=style, soft_wrap=True, highlight=False, markup=False)
 
 
 def align_columns(rows: Sequence[Sequence[str]], left_columns: Container[int]) -> list[str]:
-    """A line a row, its columns as wide as the widest cell of a terminal in them; those in `left_columns` begin at the left."""
+    """Align rows in columns as wide as their widest cell on a terminal; `left_columns` are left-aligned."""
     widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
 
     def line(row: Sequence[str]) -> str:
@@ -50,7 +50,12 @@ def align_columns(rows: Sequence[Sequence[str]], left_columns: Container[int]) -
 
 
 def print_trajectories(trajectory_facts: Sequence[dict[str, Any]], hidden: int, console: Console) -> None:
-    """`trajectory_facts`: `InspectedTrajectory.to_facts`. `hidden`: how many more there are."""
+    """Print a list of trajectories.
+
+    Args:
+        trajectory_facts: Facts from `InspectedTrajectory.to_facts`.
+        hidden: Number of trajectories that are not shown.
+    """
     say = make_printer(console)
     for number, line in enumerate(
         align_columns([LIST_HEADERS, *map(_format_list_row, trajectory_facts)], left_columns=(0, 1, 10))
@@ -85,7 +90,7 @@ def _format_or_dash(value: Any) -> str:
 def print_tokens(
     trajectory: InspectedTrajectory, version: int | None, decode_token: Callable[[int], str], console: Console
 ) -> None:
-    """Every token of every sample."""
+    """Print every token of every sample."""
     say = make_printer(console)
     facts = trajectory.to_facts(version)
     of = f"step {trajectory.step}" if trajectory.step is not None else "not in a checkpoint yet"
@@ -129,7 +134,7 @@ def _format_token_row(token: InspectedToken, learner: bool) -> list[str]:
 
 
 def format_short_routes(routes: list[list[int]] | None) -> str:
-    """The experts of the first MoE layers, and how many layers more there are; `-` if none are recorded."""
+    """Format the experts of the first MoE layers and the number of further layers; `-` if none are recorded."""
     if routes is None:
         return "-"
     shown = [",".join(map(str, layer)) for layer in routes[:MAX_LAYERS_SHOWN]]
@@ -138,6 +143,6 @@ def format_short_routes(routes: list[list[int]] | None) -> str:
 
 
 def write_json_lines(objects: Iterable[Any], console: Console) -> None:
-    """One object a line."""
+    """Write one JSON object per line."""
     for each in objects:
         console.file.write(escape_control_characters(msgspec.json.encode(each).decode()) + "\n")

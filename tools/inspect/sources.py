@@ -1,4 +1,7 @@
-"""Where `r3async inspect` finds trajectories. What cannot be read is reported to `problem(text)`, and the rest is still read."""
+"""Read trajectories for `r3async inspect`.
+
+Unreadable data is reported to `report_problem(text)`, and the rest is still read.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +39,12 @@ ReportProblem = Callable[[str], object]
 
 
 def list_spool_files(path: Path) -> list[Path]:
-    """`path` itself, or all files of that spool."""
+    """Return the files of a spool; `path` itself if it is a file."""
     return sorted(path.glob("*.spool")) if path.is_dir() else [path]
 
 
 def read_spool(path: Path, report_problem: ReportProblem) -> Iterator[InspectedTrajectory]:
-    """Of a spool file, or of all files of a directory. A trajectory that was written twice comes once."""
+    """Yield the trajectories of a spool file, or of all files of a directory. One that was written twice comes once."""
     known: set[tuple[int, str]] = set()
     for file in list_spool_files(path):
         try:
@@ -65,11 +68,11 @@ def read_spool(path: Path, report_problem: ReportProblem) -> Iterator[InspectedT
 
 
 def read_traces(run_dir: Path, report_problem: ReportProblem) -> Iterator[InspectedTrajectory]:
-    """Of the samples that `routing.trace` kept, in the order of their steps."""
+    """Yield the trajectories of the samples that `routing.trace` kept, in the order of their steps."""
     index = RouteIndex(run_dir)
     for text in index.problems:
         report_problem(text)
-    # A step's row has the version that the step made; ages count from the one before it.
+    # A step's row has the version that the step produced; ages count from the version before it.
     before = {
         row.get("step"): version - 1
         for row in read_json_objects(run_dir / "metrics.jsonl")
@@ -90,20 +93,20 @@ def read_traces(run_dir: Path, report_problem: ReportProblem) -> Iterator[Inspec
 
 
 def read_episodes(run_dir: Path) -> Iterator[InspectedTrajectory]:
-    """Conversations that the conductor kept, the first two of each step."""
+    """Yield the conversations that the conductor kept, the first two of each step."""
     path = run_dir / "episodes.jsonl"
     return (seen for line in read_json_objects(path) if (seen := convert_episode_line(line, str(path))) is not None)
 
 
 def read_run_trajectories(run_dir: Path, report_problem: ReportProblem) -> Iterator[InspectedTrajectory]:
-    """All that the run holds: what waits to be trained, then what was trained, then conversations."""
+    """Yield all trajectories that the run holds: waiting ones, then trained ones, then conversations."""
     yield from read_spool(run_dir / "spool", report_problem)
     yield from read_traces(run_dir, report_problem)
     yield from read_episodes(run_dir)
 
 
 def find_newest_version(run_dir: Path | None) -> int | None:
-    """The newest version that the run's records know of."""
+    """Return the newest version in the run's records; None if there is none."""
     found = []
     if run_dir is not None:
         versions = [row.get("version") for row in read_json_objects(run_dir / "metrics.jsonl")]
@@ -117,17 +120,17 @@ def find_newest_version(run_dir: Path | None) -> int | None:
 
 
 def find_newest_sampled(path: Path) -> int | None:
-    """The newest version that any token of a spool was sampled with."""
+    """Return the newest version that sampled any token of a spool."""
     return max((seen.version_range[1] for seen in read_spool(path, lambda _: None) if seen.version_range), default=None)
 
 
 def find_containing_run(path: Path) -> Path | None:
-    """The run that a file or a directory belongs to: the nearest one above it."""
+    """Return the run that a file or a directory belongs to: the nearest one above it."""
     return next((parent for parent in path.resolve().parents if is_run(parent)), None)
 
 
 def describe_refused(run_dir: Path) -> list[str]:
-    """A line if trajectories were accepted that could not be trained."""
+    """Describe the accepted trajectories that could not be trained, in one line; no line if there are none."""
     kept = list_spool_files(run_dir / "quarantine") if (run_dir / "quarantine").is_dir() else []
     size = sum(path.stat().st_size for path in kept)
     where = f"r3async inspect {run_dir / 'quarantine'}; reasons: events.jsonl, trajectory_quarantined"
@@ -135,7 +138,7 @@ def describe_refused(run_dir: Path) -> list[str]:
 
 
 def describe_quarantine(run_dir: Path, limit: int = 10) -> list[str]:
-    """Lines of the tasks that are not posed any more; none if there are none."""
+    """Describe the tasks that are no longer posed; no lines if there are none."""
     tasks = read_quarantine(run_dir)
     if not tasks:
         return []
@@ -150,7 +153,7 @@ def describe_quarantine(run_dir: Path, limit: int = 10) -> list[str]:
 
 
 def describe_skipped_lines(run_dir: Path) -> list[str]:
-    """A line for each file of the run that has lines which cannot be read."""
+    """Describe each file of the run that has unreadable lines, one line each."""
     read = {file: read_json_lines(run_dir / file).skipped_lines for file in LINE_TYPES}
     damaged = [f"{event['file']} cannot be read: the settings are not known" for event in damaged_config_event(run_dir)]
     return damaged + [
@@ -161,7 +164,7 @@ def describe_skipped_lines(run_dir: Path) -> list[str]:
 
 
 def describe_sources(run_dir: Path) -> list[str]:
-    """A line for each source of trajectories, and which setting would give more."""
+    """Describe each source of trajectories in a line, with the setting that would give more."""
     config = read_run_config(run_dir)
     durability = config.get("buffer", {}).get("durability", "memory")
     spooled = list_spool_files(run_dir / "spool") if (run_dir / "spool").is_dir() else []

@@ -1,4 +1,4 @@
-"""Trajectories as `r3async inspect` sees them, wherever they come from: a spool, traces of training, or kept conversations."""
+"""Trajectories in the form that `r3async inspect` shows, from a spool, traces of training, or kept conversations."""
 
 from __future__ import annotations
 
@@ -14,13 +14,20 @@ from r3async.record.metrics import finite_or_none
 from r3async.record.routes import TrainedRoutes, parse_episode_id
 
 TrajectorySource = Literal["spool", "trace", "episode"]
-"""`spool`: accepted and not yet in a checkpoint. `trace`: trained, and kept by `routing.trace`. `episode`: trained, of which
-only the conversation was kept."""
+"""Source of a trajectory.
+
+`spool`: accepted and not yet in a checkpoint. `trace`: trained, and kept by `routing.trace`. `episode`: trained,
+with only the conversation kept.
+"""
 
 
 class InspectedSample(msgspec.Struct):
-    """`columns` by name, all of one length `T`: those of `tokens.SCHEMA` that are known, and of traces also
-    `learner_logprobs` and `advantages` float32 `[T]`, and `learner_experts` `[T, L, K]`."""
+    """A sample of an inspected trajectory.
+
+    Attributes:
+        columns: Columns by name, all of one length `T`: the known ones of `tokens.SCHEMA`, and for traces also
+            `learner_logprobs` and `advantages` float32 `[T]`, and `learner_experts` `[T, L, K]`.
+    """
 
     sample_id: str
     columns: dict[str, np.ndarray]
@@ -28,9 +35,11 @@ class InspectedSample(msgspec.Struct):
 
 
 class InspectedTrajectory(msgspec.Struct, kw_only=True):
-    """What is known of one trajectory; None for what its source does not say. `where`: the file that holds it.
+    """The known facts about one trajectory; None where its source has none.
 
-    `learner_version`: of the weights that were trained with it, from which its age counts.
+    Attributes:
+        where: The file that holds it.
+        learner_version: Version of the weights that were trained with it, from which its age counts.
     """
 
     source: TrajectorySource
@@ -50,7 +59,7 @@ class InspectedTrajectory(msgspec.Struct, kw_only=True):
     started_at: float | None = None
     finished_at: float | None = None
     lineage: int | None = None
-    """In which the versions of its tokens are counted."""
+    """Lineage in which the versions of its tokens are counted."""
 
     @property
     def token_count(self) -> int:
@@ -58,23 +67,23 @@ class InspectedTrajectory(msgspec.Struct, kw_only=True):
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that are trained."""
+        """The number of its tokens that are trained."""
         return sum(int(sample.columns["loss_mask"].sum()) for sample in self.samples)
 
     @property
     def version_range(self) -> tuple[int, int] | None:
-        """Of the weights that sampled its tokens, the oldest and the newest."""
+        """The oldest and the newest version of the weights that sampled its tokens."""
         found = [s.columns["policy_version"][s.columns["loss_mask"]] for s in self.samples]
         every = np.concatenate(found) if found else np.zeros(0, np.int32)
         return (int(every.min()), int(every.max())) if len(every) else None
 
     def compute_staleness(self, version: int | None) -> int | None:
-        """Of its oldest sampled token, in versions: at the step that trained it, otherwise at `version`."""
+        """Return the age of its oldest sampled token in versions, at the step that trained it or else at `version`."""
         at = self.learner_version if self.learner_version is not None else version
         return None if at is None or self.version_range is None else at - self.version_range[0]
 
     def to_facts(self, version: int | None) -> dict[str, Any]:
-        """Everything but the tokens and the text."""
+        """Return everything but the tokens and the text."""
         low, high = self.version_range or (None, None)
         kept = {n: getattr(self, n) for n in self.__struct_fields__ if n not in ("turns", "samples", "preview")}
         figures = {"turns": len(self.turns), "tokens": self.token_count, "sampled": self.sampled_tokens}
@@ -82,7 +91,7 @@ class InspectedTrajectory(msgspec.Struct, kw_only=True):
 
 
 class TrajectoryFilter(msgspec.Struct, frozen=True):
-    """Which trajectories to show; None: all. What is unknown is not below, above, or of a step."""
+    """A selection of trajectories; None selects all. An unknown value is never below, above, or of a step."""
 
     reward_below: float | None = None
     age_above: int | None = None
@@ -91,7 +100,11 @@ class TrajectoryFilter(msgspec.Struct, frozen=True):
     step: int | None = None
 
     def matches_trajectory(self, trajectory: InspectedTrajectory, version: int | None) -> bool:
-        """`version`: from which the ages of those that are not trained yet count."""
+        """Return whether the trajectory is selected.
+
+        Args:
+            version: The version from which the ages of trajectories that are not trained yet count.
+        """
         age = trajectory.compute_staleness(version) if self.age_above is not None else None
         names = {trajectory.trajectory_id, *(sample.sample_id for sample in trajectory.samples)}
         return (
@@ -104,7 +117,7 @@ class TrajectoryFilter(msgspec.Struct, frozen=True):
 
 
 def convert_trajectory(trajectory: Trajectory, file: str) -> InspectedTrajectory:
-    """One that came over the wire."""
+    """Convert a trajectory that came over the wire."""
     names = ("trajectory_id", "group_index", "episode_index", "task_seed", "generator_id", "stop_reason", "lineage")
     return InspectedTrajectory(
         source="spool",
@@ -124,8 +137,11 @@ def convert_trained_routes(
     file: str,
     learner_version: int | None,
 ) -> InspectedTrajectory:
-    """The samples of one trajectory that a step trained (at least one), each with the engine's rows of it and where there are
-    any, if they are known."""
+    """Convert the samples of one trajectory that a step trained.
+
+    Args:
+        samples: At least one sample, each with the engine's rows of it and a mask of the recorded ones, if known.
+    """
     seen: list[InspectedSample] = []
     turns: list[Turn] = []
     reward = 0.0
@@ -159,7 +175,7 @@ def convert_trained_routes(
 
 
 def _split_turns(trained: TrainedRoutes, sample: int) -> Iterator[Turn]:
-    """From the columns: a turn is a stretch of tokens that one answer sampled."""
+    """Yield the turns in the columns; a turn is a stretch of tokens that one answer sampled."""
     mask = trained.loss_mask
     key = np.where(mask, trained.turn, -1)
     edges = np.flatnonzero(np.diff(key, prepend=-1, append=-1))
@@ -170,9 +186,9 @@ def _split_turns(trained: TrainedRoutes, sample: int) -> Iterator[Turn]:
 
 
 def convert_episode_line(line: dict[str, Any], file: str) -> InspectedTrajectory | None:
-    """A line of `episodes.jsonl`; None if it is not one."""
+    """Convert a line of `episodes.jsonl`; None if it is not one."""
     exchanges = line.get("turns")
-    trajectory = str(line.get("trajectory", ""))  # runs of before named none
+    trajectory = str(line.get("trajectory", ""))  # older runs did not name the trajectory
     which = parse_episode_id(trajectory)
     if exchanges is None:
         return None
@@ -195,8 +211,14 @@ def convert_episode_line(line: dict[str, Any], file: str) -> InspectedTrajectory
 
 
 class InspectedToken(msgspec.Struct, frozen=True):
-    """One token. `logprob` and `version` are the rollout's, None where nothing was sampled; `learner_logprob` None where
-    unknown. `routes`: its experts by MoE layer, None where none are recorded."""
+    """One token of a sample.
+
+    Attributes:
+        logprob: The rollout's log-prob; None where nothing was sampled.
+        learner_logprob: The learner's log-prob; None where unknown.
+        version: The rollout's version; None where nothing was sampled.
+        routes: Its experts by MoE layer; None where none are recorded.
+    """
 
     trajectory: str
     sample: str
@@ -215,7 +237,11 @@ class InspectedToken(msgspec.Struct, frozen=True):
 def iter_tokens(
     trajectory: InspectedTrajectory, sample: InspectedSample, decode_token: Callable[[int], str]
 ) -> Iterator[InspectedToken]:
-    """`decode_token(token)`: how it reads."""
+    """Yield the tokens of a sample.
+
+    Args:
+        decode_token: Returns the text of a token.
+    """
     columns = sample.columns
     recorded, learner, rewards = (columns.get(n) for n in ("routing_recorded", "learner_logprobs", "rewards"))
     turn, experts = columns.get("turn"), columns.get("routed_experts")

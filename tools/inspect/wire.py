@@ -1,4 +1,4 @@
-"""Messages of the wire, frame by frame: those of a spool file, or a control message by itself."""
+"""Describe messages of the wire frame by frame, from a spool file or a file with one control message."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from r3async.untrusted import decode_msgpack
 from .run import InspectError
 
 MAX_FIELD_CHARACTERS = 200
-"""Characters of a control message's field."""
+"""Maximum characters shown of a control message's field."""
 
 
 def is_spool_file(path: Path) -> bool:
@@ -38,9 +38,9 @@ def is_spool_file(path: Path) -> bool:
 
 
 def read_messages(path: Path, report_problem: Callable[[str], object]) -> Iterator[tuple[int, list[Frame]]]:
-    """Where each message of a file begins, and its frames. A file without records is one frame of a control message.
+    """Yield the offset of each message in a file, and its frames.
 
-    Raises `InspectError` if it is neither.
+    A file without records is one frame of a control message. Raises `InspectError` if it is neither.
     """
     if not is_spool_file(path):
         data = path.read_bytes()
@@ -61,7 +61,7 @@ def read_messages(path: Path, report_problem: Callable[[str], object]) -> Iterat
 
 
 def describe_message(frames: Sequence[Frame]) -> tuple[list[str], str]:
-    """A line for each frame; and what is wrong with the message, or ""."""
+    """Describe each frame of a message in a line, and what is wrong with the message ("" if nothing)."""
     control = _decode_control_frame(frames[0]) if frames else None
     if control is None:
         return _describe_trajectory_frames(frames, 0)
@@ -81,7 +81,7 @@ def describe_message(frames: Sequence[Frame]) -> tuple[list[str], str]:
 
 
 def _describe_trajectory_frames(frames: Sequence[Frame], first: int) -> tuple[list[str], str]:
-    """The same of the frames of one trajectory, the first of which is number `first`."""
+    """Describe the frames of one trajectory, numbered from `first`, and what is wrong with it ("" if nothing)."""
     if not frames:
         return [], "it has no frame"
     try:
@@ -114,7 +114,7 @@ def _format_frame(number: int, frame: Frame, text: str) -> str:
 
 
 def _describe_header(frames: Sequence[Frame]) -> tuple[str, list[str], list[str]]:
-    """The header in words; what each frame after it holds, "" if nothing says so; and what should be there and is not."""
+    """Describe the header, the contents of each frame after it ("" if unknown), and the missing parts."""
     header = read_trajectory_header(frames[0])
     body = decode_msgpack(header.body, dict)
     found = compute_checksum([header.packed, *frames[1:]])

@@ -1,1 +1,1 @@
-"""`r3async submit` and `r3async cluster`: a run as a job of a Ray cluster."""
+"""Run training as a job of a Ray cluster: `r3async submit` and `r3async cluster`."""

@@ -1,4 +1,4 @@
-"""`r3async submit` and `r3async cluster` on the command line."""
+"""The commands `r3async submit` and `r3async cluster`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ app = typer.Typer(
 
 @contextmanager
 def _open_jobs(address: str, token_file: str) -> Iterator[ClusterJobs]:
-    """The cluster's jobs. What it cannot be asked, or refuses, is one line on stderr and exit code 2."""
+    """Open the cluster's jobs; a request that fails or is refused is one line on stderr and exit code 2."""
     from .jobs import ClusterJobs, SubmitError
 
     try:
@@ -100,7 +100,7 @@ def _check_cluster_fit(plan: Any, config: Any, jobs: Any) -> None:
 
 
 def _follow_job(jobs: ClusterJobs, job: str) -> NoReturn:
-    """Show the job's log until it ends, and exit as it did."""
+    """Show the job's log until it ends, and exit with its exit code."""
     from .jobs import STATUS_EXIT_CODES, write_log
 
     try:
@@ -108,7 +108,7 @@ def _follow_job(jobs: ClusterJobs, job: str) -> NoReturn:
     except KeyboardInterrupt:
         echo_printable(f"\nthe job keeps running; `r3async submit stop {job}` ends it in order", err=True)
         raise typer.Exit(130) from None
-    # Ray's message of a failed command repeats the end of the log, which was shown.
+    # Ray's message about a failed command repeats the end of the log, which was already shown.
     message = status["message"] if "setup failed" in status["message"] else status["message"].partition("\n")[0]
     echo_printable(f"job {job} {status['status'].lower()}: {message}".rstrip(": "), err=True)
     sys.stdout.flush()
@@ -117,7 +117,7 @@ def _follow_job(jobs: ClusterJobs, job: str) -> NoReturn:
 
 @app.command()
 def status(job: JobArgument, address: AddressOption = "", token_file: TokenOption = "") -> None:
-    """A job's status as JSON; the exit code is that of `submit`: 0 also while it runs."""
+    """Print a job's status as JSON; the exit code is that of `submit`: 0 also while it runs."""
     from .jobs import STATUS_EXIT_CODES
 
     with _open_jobs(address, token_file) as jobs:
@@ -128,7 +128,7 @@ def status(job: JobArgument, address: AddressOption = "", token_file: TokenOptio
 
 @app.command(name="list")
 def list_jobs(address: AddressOption = "", token_file: TokenOption = "") -> None:
-    """All jobs of the cluster, one JSON object a line."""
+    """List all jobs of the cluster, one JSON object per line."""
     with _open_jobs(address, token_file) as jobs:
         for found in jobs.list_jobs():
             echo_printable(json.dumps(found))
@@ -141,7 +141,7 @@ def logs(
     address: AddressOption = "",
     token_file: TokenOption = "",
 ) -> None:
-    """What a job has printed."""
+    """Print a job's output."""
     with _open_jobs(address, token_file) as jobs:
         found = jobs.find_job(job)
         if follow:
@@ -170,7 +170,7 @@ def cluster(
     address: AddressOption = "",
     token_file: TokenOption = "",
 ) -> None:
-    """What a run needs beside what a Ray cluster has; exit code 1 if it does not fit."""
+    """Compare a run's needs with the resources of a Ray cluster; exit code 1 if it does not fit."""
     from ..fit import check_cluster_fit, describe_cluster_fit, query_nodes
     from ..plan import make_run_plan
 

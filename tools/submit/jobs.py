@@ -1,8 +1,8 @@
-"""`r3async submit`: a run as a job of a Ray cluster, through Ray's `JobSubmissionClient`, as `ray job submit` does it.
+"""Submit a run as a job of a Ray cluster, with Ray's `JobSubmissionClient` like `ray job submit`: `r3async submit`.
 
-The job's command is `r3async train …`, so whatever works there works here. What this adds: the job finds its Python
-(`launch.py`), the folder is packaged without what a job never needs, models and run directories get paths that outlive the
-package, and Ray gets the time that the run may take to stop in order.
+The job's command is `r3async train …`, so whatever works there works here. In addition, the job finds its Python
+(`launch.py`), the folder is packaged without files that a job never needs, models and run directories get paths that
+outlive the package, and Ray gets the time that the run may need to stop in order.
 """
 
 from __future__ import annotations
@@ -60,42 +60,45 @@ SECRET_PATTERNS = (
     ),
     *(".git-credentials", ".pgpass", "credentials", "credentials.json", "secrets.*", "service-account*.json"),
 )
-"""Of the folder, what is likely to be a key or a password: the package lies on every node, where other jobs can read it."""
+"""Patterns of likely keys and passwords, left out because other jobs can read the package on every node."""
 EXCLUDE_PATTERNS = (
     *(".git/", ".venv/", "runs/", "__pycache__/", "*.safetensors", "*.pyc", "*.log", ".*_cache/", ".hypothesis/"),
     *SECRET_PATTERNS,
 )
-"""Left out of the package besides what `.gitignore` and `.rayignore` of the folder name."""
+"""Patterns left out of the package in addition to the folder's `.gitignore` and `.rayignore`."""
 SHUTDOWN_SECONDS = 30.0
-"""For saving the model and ending the actors, after the running step."""
+"""Seconds to save the model and end the actors, after the running step."""
 MAX_RECONNECTS = 5
 MAX_QUIET_SECONDS = 60.0
-"""Without a line of the log, after which the connection is made again."""
+"""Seconds without a line of the log after which the connection is renewed."""
 REQUEST_TIMEOUT_SECONDS = 60.0
-"""For one answer of the cluster."""
+"""Timeout of a request to the cluster, in seconds."""
 SETTLE_SECONDS = 60.0
-"""For the job's status to follow the end of its log."""
+"""Seconds within which the job's status follows the end of its log."""
 AGENT_SECONDS = 30.0
 NO_AGENT_MESSAGE = "No available agent"
-"""What the dashboard says while the agent that starts jobs is not up."""
+"""Message of the dashboard while the agent that starts jobs is not up."""
 STATUS_EXIT_CODES = {"SUCCEEDED": 0, "FAILED": 1, "STOPPED": 3}
-"""Exit code of `submit` when the job has ended so; 2 is a mistake of the command line, as everywhere."""
+"""Exit code of `submit` for each final status of the job; 2 is a mistake of the command line, as everywhere."""
 
 
 class SubmitError(RuntimeError):
-    """The cluster cannot be asked, or refuses; the message says what to do about it."""
+    """A request that the cluster did not get or refused; the message gives a remedy."""
 
 
 class JobPackage(msgspec.Struct, frozen=True):
-    """What a job consists of: its shell command and Ray's runtime environment."""
+    """The contents of a job: its shell command and Ray's runtime environment."""
 
     entrypoint: str
     runtime_env: dict[str, Any]
 
 
 def compute_stop_seconds(config: Config) -> int:
-    """How long Ray waits between SIGTERM and SIGKILL when the job is stopped: as long as `train` itself gives the actors,
-    and the time to leave Ray. Ray's own default is 3 s, in which no model is saved."""
+    """Return the seconds that Ray waits between SIGTERM and SIGKILL when the job is stopped.
+
+    They are the time that `train` gives the actors, plus the time to leave Ray. Ray's own default is 3 s, in which
+    no model is saved.
+    """
     return math.ceil(4 * config.supervise.stop_grace_seconds + SHUTDOWN_SECONDS)
 
 
@@ -108,11 +111,11 @@ def make_package(
     runs: Path | None = None,
     env: dict[str, str] | None = None,
 ) -> JobPackage:
-    """The job that trains `preset` with `overrides`, from `directory` (the current one).
+    """Make the job that trains `preset` with `overrides`, from `directory` (the current one).
 
-    Run directories are made in `runs` (by default as `get_runs_directory` says), which every node that trains must see. A
-    `model.path` or a `transport.keys` that exists here is passed as an absolute path: weights and keys are not packaged.
-    Raises `ConfigError` for a file outside of the folder, and for a folder that has another module of the name `r3async`.
+    Run directories are made in `runs` (by default `get_runs_directory`), which every node that trains must see. A
+    local `model.path` or `transport.keys` is passed as an absolute path, because weights and keys are not packaged.
+    Raises `ConfigError` for a file outside the folder, and for a folder that has another module named `r3async`.
     """
     directory = (directory or Path.cwd()).absolute()
     if preset.endswith(".toml"):
@@ -140,8 +143,11 @@ def make_package(
 
 
 def _find_own_output(directory: Path) -> list[str]:
-    """Files of the folder that our own output goes to. Ray names a package by its contents, and computes that more than once:
-    a file that grows meanwhile makes a job that asks for a package which does not exist."""
+    """Return the files of the folder that receive our own output.
+
+    Ray names a package by its contents, which it reads more than once: a file that grows in between makes a job
+    request a package that does not exist.
+    """
     out = []
     for descriptor in (1, 2):
         try:
@@ -154,9 +160,13 @@ def _find_own_output(directory: Path) -> list[str]:
 
 
 def _refuse_hidden_module(directory: Path) -> None:
-    """Ray puts the folder in front of the module path of every process of the job: its `r3async` would be taken for ours."""
+    """Refuse a folder with another module `r3async`.
+
+    Ray puts the folder at the front of the module path of every process of the job, so that this module would shadow
+    ours.
+    """
     if (directory / "r3async" / "api.py").is_file():
-        return  # a checkout: the job runs the code in it
+        return  # a checkout: the job runs its code
     if (directory / "r3async").is_dir() or (directory / "r3async.py").is_file():
         raise ConfigError(
             f"{directory} has a module 'r3async', which would hide the installed one in the job: submit from another folder, "
@@ -165,10 +175,12 @@ def _refuse_hidden_module(directory: Path) -> None:
 
 
 def open_job_client(address: str, headers: dict[str, str] | None = None) -> Any:
-    """Ray's client of the jobs of a cluster. Raises what Ray raises.
+    """Open Ray's client for the jobs of a cluster. Raises what Ray raises.
 
-    A local run leaves a token in `~/.ray/auth_token`, a head that is started later asks for it, and clients do not look there. So
-    a cluster on this machine that asks gets it; a token is sent to no other machine unless a person says so."""
+    A local run leaves a token in `~/.ray/auth_token`; a head that is started later requires it, and clients do not
+    look there. So a cluster on this machine that requires it gets it. A token is sent to no other machine unless the
+    user says so.
+    """
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
@@ -181,7 +193,10 @@ def open_job_client(address: str, headers: dict[str, str] | None = None) -> Any:
 
 
 def _use_local_token(address: str) -> bool:
-    """Have this process use the token that Ray keeps for its user. False if there is none, or it is not for that address."""
+    """Make this process use the token that Ray keeps for its user.
+
+    Returns False if there is none, or if it does not belong to that address.
+    """
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
     host = _split_address(address).hostname or ""
@@ -190,7 +205,7 @@ def _use_local_token(address: str) -> bool:
     if not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
         return False
     os.environ[AUTH_MODE_VARIABLE] = "token"
-    Config.initialize("")  # Ray has read the variable before
+    Config.initialize("")  # Ray has already read the variable
     return True
 
 
@@ -208,7 +223,7 @@ class ClusterJobs:
             os.environ |= {AUTH_MODE_VARIABLE: "token", "RAY_AUTH_TOKEN_PATH": token_file}
             os.environ.pop("RAY_AUTH_TOKEN", None)
         if address:
-            # Ray prefers these to the address that it is given.
+            # Ray prefers these variables to the address that it is given.
             os.environ.pop("RAY_API_SERVER_ADDRESS", None)
             os.environ.pop("RAY_ADDRESS", None)
         self.address = (
@@ -222,7 +237,7 @@ class ClusterJobs:
         with self._explain_errors():
             _check_port(self.address)
             self._client = open_job_client(self.address)
-        # Ray's client hands further arguments on to `requests`, which without one waits for ever.
+        # Ray's client passes further arguments to `requests`, which without a timeout waits for ever.
         self._client._do_request = partial(self._client._do_request, timeout=REQUEST_TIMEOUT_SECONDS)
 
     @contextmanager
@@ -259,8 +274,13 @@ class ClusterJobs:
     def submit_job(
         self, package: JobPackage, name: str = "", print_line: Callable[[str], object] = lambda text: None
     ) -> str:
-        """Package, upload, start. Returns the job's id; `name`, if given, is that. A cluster that was just started may take
-        `AGENT_SECONDS` until it takes jobs."""
+        """Package, upload and start a job, and return its id.
+
+        A cluster that was just started may take `AGENT_SECONDS` until it accepts jobs.
+
+        Args:
+            name: The job's id; empty for one from Ray.
+        """
         deadline = time.monotonic() + AGENT_SECONDS
         while True:
             try:
@@ -281,7 +301,10 @@ class ClusterJobs:
                 time.sleep(2.0)
 
     def get_status(self, job: str) -> dict[str, Any]:
-        """`status` (PENDING, RUNNING, SUCCEEDED, FAILED, STOPPED), `message`, `entrypoint`, `seconds` (0 before it runs)."""
+        """Return a job's `status`, `message`, `entrypoint` and `seconds` (0 before it runs).
+
+        The status is PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED.
+        """
         with self._explain_errors():
             info = self._client.get_job_info(job)
         began, ended = info.start_time or 0, info.end_time or time.time() * 1000
@@ -294,11 +317,11 @@ class ClusterJobs:
         }
 
     def list_jobs(self) -> list[dict[str, Any]]:
-        """All submitted jobs, the oldest first."""
+        """Return the status of all submitted jobs, the oldest first."""
         return [self.get_status(job.submission_id) for job in self._list_submitted()]
 
     def find_job(self, job: str) -> str:
-        """The id that `job` stands for: itself, or that of the newest job whose command has `name=JOB`, a run's name."""
+        """Return the id that `job` stands for: itself, or the newest job whose command has `name=JOB`, a run's name."""
         known = self._list_submitted()
         if job in {j.submission_id for j in known}:
             return job
@@ -310,19 +333,19 @@ class ClusterJobs:
         return sorted((j for j in jobs if j.submission_id), key=lambda j: j.start_time or 0)
 
     def get_logs(self, job: str) -> str:
-        """What the job has printed so far."""
+        """Return the job's output so far."""
         with self._explain_errors():
             return self._client.get_job_logs(job)
 
     def stop_job(self, job: str) -> bool:
-        """Ask the run to end in order: SIGTERM, and SIGKILL after the job's grace. False if it has ended already."""
+        """Request an orderly end: SIGTERM, then SIGKILL after the job's grace period. Returns False if it had ended."""
         if self.get_status(job)["status"] in STATUS_EXIT_CODES:
             return False
         with self._explain_errors():
             return bool(self._client.stop_job(job))
 
     def wait_ended(self, job: str, seconds: float) -> dict[str, Any]:
-        """Its status when it has ended. Raises `SubmitError` if it has not, `seconds` from now."""
+        """Wait for the job's end and return its status. Raises `SubmitError` if it has not ended `seconds` from now."""
         deadline = time.monotonic() + seconds
         while (status := self.get_status(job))["status"] not in STATUS_EXIT_CODES:
             if time.monotonic() > deadline:
@@ -331,8 +354,11 @@ class ClusterJobs:
         return status
 
     def follow_log(self, job: str, write: Callable[[str], Any]) -> dict[str, Any]:
-        """Hand what the job prints to `write` until it ends; returns its status. A lost connection is made again, without
-        a line twice. Ctrl-C leaves the job running and raises `KeyboardInterrupt`."""
+        """Pass the job's output to `write` until it ends, and return its status.
+
+        A lost connection is renewed, without repeating a line. Ctrl-C leaves the job running and raises
+        `KeyboardInterrupt`.
+        """
         shown = lost = 0
 
         def show(text: str) -> None:
@@ -345,7 +371,7 @@ class ClusterJobs:
                 asyncio.run(self._tail_log(job, shown, show))
                 break
             except TimeoutError:
-                pass  # nothing was printed for long: it may be computing, or the connection lost
+                pass  # no output for long: it may be computing, or the connection is lost
             except (RuntimeError, OSError) as error:
                 lost += 1
                 if lost > MAX_RECONNECTS:
@@ -360,7 +386,10 @@ class ClusterJobs:
         return self.wait_ended(job, SETTLE_SECONDS)
 
     async def _tail_log(self, job: str, shown: int, show: Callable[[str], None]) -> None:
-        """Follow once, without the first `shown` characters. Raises `TimeoutError` after `MAX_QUIET_SECONDS` of silence."""
+        """Follow the log once, without the first `shown` characters.
+
+        Raises `TimeoutError` after `MAX_QUIET_SECONDS` of silence.
+        """
         log = self._client.tail_job_logs(job)
         while True:
             try:
@@ -373,7 +402,7 @@ class ClusterJobs:
 
 
 def _check_port(address: str) -> None:
-    """Raise `ConnectionError` if nobody listens there, after seconds and not after the minutes that TCP may take."""
+    """Raise `ConnectionError` if nothing listens there, within seconds instead of the minutes that TCP may take."""
     url = _split_address(address)
     if url.hostname is None or (url.scheme not in ("http", "https") and url.port is None):
         return
@@ -388,12 +417,12 @@ def _split_address(address: str) -> urllib.parse.SplitResult:
 
 
 def _last_line(text: str) -> str:
-    """What Ray's server says went wrong, of a message that may hold its whole traceback."""
+    """Return the error in a message of Ray's server, which may contain its whole traceback."""
     lines = [line.strip() for line in text.replace("\\n", "\n").splitlines() if line.strip(" .'\"")]
     return lines[-1] if lines else text
 
 
 def write_log(text: str) -> None:
-    """To stdout, at once, without what a terminal would obey."""
+    """Write to stdout at once, without control sequences that a terminal would obey."""
     sys.stdout.write(clean_log_output(text))
     sys.stdout.flush()

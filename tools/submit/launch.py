@@ -1,8 +1,8 @@
-"""The shell line of a job: it finds a Python that has what the command needs, and becomes that command.
+"""The shell line of a job, which finds a Python that has what the command needs, and becomes that command.
 
-A job's shell has the PATH with which the head was started, and that is a person's own: whoever types `.venv/bin/ray start`
-has not activated anything. So the line asks, in this order: the interpreter that the cluster's Ray runs on (the raylet, an
-ancestor of every job, has it on its command line), that of the submitter, and what PATH knows.
+A job's shell has the PATH with which the head was started, which is a user's own: typing `.venv/bin/ray start` does
+not activate the environment. So the line tries, in this order, the interpreter that the cluster's Ray runs on (the
+raylet, an ancestor of every job, has it on its command line), that of the submitter, and those on PATH.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 NOT_FOUND_EXIT_CODE = 127
-"""Exit code when no interpreter would do, as a shell has it for a command that it does not find."""
+"""Exit code if no interpreter is suitable, as in a shell for an unknown command."""
 
 _SET_ARGUMENTS = "set -- "
 _FIND_PYTHON = """
@@ -41,17 +41,20 @@ NO_PYTHON_REMEDY = (
 
 
 def make_entrypoint(words: Sequence[str], *, needs: str = "pass", submitter: str = sys.executable) -> str:
-    """A line for `sh` that runs `python WORDS`, with the first interpreter that runs the statement `needs` without an error.
+    """Return a line for `sh` that runs `python WORDS` with the first suitable interpreter.
 
-    `submitter`: the path of the interpreter here, which the cluster may or may not have. The line ends with exit code
-    `NOT_FOUND_EXIT_CODE`, and says what it looked for, if there is none. After `exec` the job is the Python process itself,
-    so signals and exit codes are the command's own.
+    An interpreter is suitable if it runs the statement `needs` without an error. If there is none, the line lists
+    the interpreters it tried and ends with exit code `NOT_FOUND_EXIT_CODE`. After `exec` the job is the Python
+    process itself, so signals and exit codes are the command's own.
+
+    Args:
+        submitter: The path of the interpreter here, which may not exist in the cluster.
     """
     find = _FIND_PYTHON.replace("SUBMITTER", shlex.quote(submitter)).replace("NEEDS", shlex.quote(needs))
     return _SET_ARGUMENTS + shlex.join(words) + find.replace("REMEDY", shlex.quote(NO_PYTHON_REMEDY)).rstrip("\n")
 
 
 def extract_command(line: str) -> str:
-    """What `make_entrypoint` was given, as a person would type it after `python`; any other line unchanged."""
+    """Return the command in a line of `make_entrypoint`, as typed after `python`; any other line unchanged."""
     head, newline, _ = line.partition("\nray= pid=")
     return head.removeprefix(_SET_ARGUMENTS) if newline else line

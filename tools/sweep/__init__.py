@@ -1,1 +1,1 @@
-"""`r3async sweep`: many runs from one plan file, and one report of them."""
+"""Make many runs from one plan file, and one report of them: `r3async sweep`."""

@@ -1,4 +1,4 @@
-"""How many runs this machine makes at once, from what a run needs of it. Pure, but for `measure_machine`."""
+"""Compute how many runs this machine can make at once from a run's needs. Pure, except for `measure_machine`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from ..memory import GIB
 from ..plan import VERSIONS_IN_MEMORY, RunPlan
 
 PROCESS_BYTES = 0.9 * GIB
-"""Of host memory that each of a run's processes takes before it holds a model, Ray's own shared among them."""
+"""Host memory in bytes that each process of a run takes before it holds a model, including its share of Ray's own."""
 
 
 class Machine(NamedTuple):
-    """`free_bytes`: bytes of memory that nobody uses. `gpus`: their names for `CUDA_VISIBLE_DEVICES`."""
+    """The resources of this machine.
+
+    Attributes:
+        free_bytes: Unused bytes of memory.
+        gpus: Names of the GPUs for `CUDA_VISIBLE_DEVICES`.
+    """
 
     cores: int
     free_bytes: float
@@ -25,7 +30,7 @@ class Machine(NamedTuple):
 
 
 class RunNeeds(NamedTuple):
-    """Of one run. Cores that are busy, and bytes of host memory, at most."""
+    """The maximum needs of one run: busy cores, bytes of host memory, and GPUs."""
 
     cores: int
     memory_bytes: float
@@ -33,7 +38,11 @@ class RunNeeds(NamedTuple):
 
 
 class SweepCapacity(NamedTuple):
-    """`reason`: in words, which needs allow how many."""
+    """The number of runs at once.
+
+    Attributes:
+        reason: In words, the number that each need allows.
+    """
 
     runs: int
     reason: str
@@ -49,7 +58,7 @@ def measure_machine() -> Machine:
 
 
 def compute_needs(config: Config, plan: RunPlan, machine: Machine) -> RunNeeds:
-    """What one run takes on that machine. A small model uses a GPU where there is one."""
+    """Compute the needs of one run on that machine. A small model uses a GPU if there is one."""
     ranks, engines = config.learner.parallel.world_size, config.generator.count
     gpus = plan.gpus or int(bool(machine.gpus) and config.generator.engine == "vllm")
     processes = sum(process.count for process in plan.processes)
@@ -61,15 +70,20 @@ def compute_needs(config: Config, plan: RunPlan, machine: Machine) -> RunNeeds:
 
 
 def combine_needs(needs: Sequence[RunNeeds]) -> RunNeeds:
-    """As much of everything as the runs need that need the most of it."""
+    """Return the largest need of the runs for each resource."""
     return RunNeeds(*map(max, zip(*needs, strict=True)))
 
 
 def compute_capacity(
     max_needs: RunNeeds, machine: Machine, runs: int, requested: int | None, cluster: str
 ) -> SweepCapacity:
-    """`max_needs`: what the largest of the runs needs. `requested`: by the person, who may know better. `cluster`: the
-    address of the one that runs are on, if they are; then this machine says nothing."""
+    """Compute how many runs can be made at once.
+
+    Args:
+        max_needs: The needs of the largest run.
+        requested: The number that the user chose, who may know better.
+        cluster: Address of the cluster of the runs, if any; this machine's resources are then irrelevant.
+    """
     if requested is not None:
         return SweepCapacity(min(requested, runs), "as asked (--parallel)")
     if cluster:
@@ -86,7 +100,7 @@ def compute_capacity(
 
 
 def make_slot_environment(slot: int, max_needs: RunNeeds, machine: Machine) -> dict[str, str]:
-    """Environment of the run in that slot, from 0: the GPUs that no other slot has."""
+    """Return the environment of the run in a slot (from 0): the GPUs that no other slot has."""
     if not max_needs.gpus or len(machine.gpus) < max_needs.gpus * (slot + 1):
         return {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(machine.gpus[max_needs.gpus * slot : max_needs.gpus * (slot + 1)])}

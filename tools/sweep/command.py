@@ -1,4 +1,4 @@
-"""`r3async sweep`. Imports nothing heavy until the plan is read."""
+"""The command `r3async sweep`. It imports nothing heavy until the plan is read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PrintLine = Callable[[str], object]
 
 
 class SweepRequest(NamedTuple):
-    """What a command line says: a plan file, overrides, which of its runs (see `plan.choose_runs`), and how many at once."""
+    """The request of a command line: a plan file, overrides, the runs (`plan.choose_runs`), and how many at once."""
 
     path: Path
     overrides: Sequence[str] = ()
@@ -38,7 +38,7 @@ class SweepRequest(NamedTuple):
 
 
 class CheckedSweep(NamedTuple):
-    """The whole plan; the runs that were asked for, validated; what the largest of them needs; how many at once, and where."""
+    """A validated request: the whole plan, the chosen runs, the largest one's needs, how many at once, and where."""
 
     plan: SweepPlan
     runs: list[PlannedRun]
@@ -70,9 +70,9 @@ def sweep(
     json: Annotated[bool, typer.Option("--json", help="the results as one JSON object on the last line")] = False,
     runs: NewRunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
-    """Make many runs from a plan: settings, seeds, initial models; then a report with intervals. Exit 1 if a run failed.
+    """Make a plan's runs (settings, seeds, initial models) and a report with intervals. Exit 1 if a run failed.
 
-    The same command continues a sweep that was stopped; runs that are finished are not made again.
+    The same command continues a stopped sweep; finished runs are not repeated.
     """
     asked = SweepRequest(plan, overrides or [], seeds, models, only, parallel)
     if dry_run:
@@ -93,8 +93,11 @@ def sweep(
 
 
 def check_sweep(request: SweepRequest, print_line: PrintLine, import_code: bool = True) -> CheckedSweep:
-    """Every run that is asked for, validated as by `r3async train --dry-run`; see `make_plan` for `import_code`. Raises
-    `ConfigError` that names the run."""
+    """Validate every requested run like `r3async train --dry-run`. Raises `ConfigError` that names the run.
+
+    Args:
+        import_code: As in `make_run_plan`.
+    """
     from ..plan import make_checked_plan
     from .capacity import combine_needs, compute_capacity, compute_needs, measure_machine
     from .plan import choose_runs, list_runs, read_sweep_plan
@@ -126,8 +129,11 @@ def describe_sweep(checked: CheckedSweep) -> str:
 
 
 def run_sweep(directory: Path, asked: SweepRequest, print_line: PrintLine) -> tuple[bool, SweepResults]:
-    """Make the runs that are asked for and missing in `directory`. Returns whether all of them are complete, and the results of
-    all that are there. Raises `ConfigError` and, where somebody asked for the end, `KeyboardInterrupt`."""
+    """Make the requested runs that are missing in `directory`.
+
+    Returns whether all requested runs are complete, and the results of all existing ones. Raises `ConfigError`, and
+    `KeyboardInterrupt` after a requested stop.
+    """
     from r3async.checkpoint.directory import RunLock
     from r3async.world.files import make_directory
 
@@ -139,7 +145,7 @@ def run_sweep(directory: Path, asked: SweepRequest, print_line: PrintLine) -> tu
 
     checked = check_sweep(asked, print_line)
     check_disk_space(directory)
-    records.read_sweep_record(directory)  # is it free, or a sweep's?
+    records.read_sweep_record(directory)  # check that it is free or belongs to a sweep
     make_directory(directory)
     lock = RunLock(directory)
     try:

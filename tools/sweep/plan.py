@@ -1,4 +1,4 @@
-"""A plan file, and the runs that it comes to. Pure, but for reading the file and the presets that it names."""
+"""A plan file and the runs that it describes. Pure, except for reading the file and the presets that it names."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ RESERVED_SETTINGS = {
     "resume": "a sweep always resumes",
     "model.init.seed": "list them in `initial_models`",
 }
-"""Settings that a plan's runs get otherwise, and how."""
+"""Settings that a plan's runs get in another way, and how."""
 
 
 class SweepPlan(Section):
-    """What a plan file has. Values of `settings`, `variants` and `grid` are settings, nested or by their dotted keys."""
+    """The contents of a plan file. Values of `settings`, `variants` and `grid` are nested or have dotted keys."""
 
     title: str = ""
     preset: str = "quickstart"
-    """Or a TOML file, beside the plan or where the command is typed."""
+    """Name of a preset, or a TOML file beside the plan or in the current directory."""
     seeds: list[Seed] = msgspec.field(default_factory=lambda: [0, 1, 2, 3, 4])
     initial_models: list[int | str] = msgspec.field(default_factory=list)
-    """Numbers: `model.init.seed` of models that are made. Texts: `model.path`. Empty: the preset's own model."""
+    """Initial models: numbers for `model.init.seed`, texts for `model.path`, or empty for the preset's own model."""
     model_per_seed: bool = False
-    """The first seed with the first initial model, the second with the second, and so on; not each with each."""
+    """Pair the first seed with the first initial model, the second with the second, and so on; not each with each."""
     metrics: list[str] = msgspec.field(default_factory=lambda: ["reward/mean"])
-    """What the report compares."""
+    """Metrics that the report compares."""
     baseline: str = ""
     """The variant with which the others are compared; by default the first."""
     settings: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Of every run."""
+    """Settings of every run."""
     variants: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
-    """By name, what a run has beside the settings."""
+    """Additional settings of each variant, by its name."""
     grid: dict[str, list[Any]] = msgspec.field(default_factory=dict)
-    """By setting, its values: each with each, and with each variant."""
+    """Values of each setting: each is combined with each, and with each variant."""
 
     def check_values(self) -> None:
         for name, numbers in (("seeds", self.seeds), ("initial_models", self.initial_models)):
@@ -91,8 +91,12 @@ class SweepPlan(Section):
 
 
 class PlannedPoint(NamedTuple):
-    """What of a sweep is repeated with every seed. `base_point`: the name of the point that it is compared with, its own for
-    that one. `settings`: those in which points differ, by dotted key."""
+    """A point of a sweep: settings that are repeated with every seed.
+
+    Attributes:
+        base_point: Name of the point that it is compared with; its own name for that one.
+        settings: The settings in which points differ, by dotted key.
+    """
 
     name: str
     base_point: str
@@ -101,8 +105,13 @@ class PlannedPoint(NamedTuple):
 
 
 class PlannedRun(NamedTuple):
-    """`name`: of its directory in that of the sweep. `model`: its number among `initial_models`. `overrides`: of `preset`, as
-    `r3async train` takes them."""
+    """A run of a plan.
+
+    Attributes:
+        name: Name of its directory in the sweep's.
+        model: Its number among `initial_models`.
+        overrides: Overrides of `preset`, as `r3async train` takes them.
+    """
 
     name: str
     point: str
@@ -112,7 +121,7 @@ class PlannedRun(NamedTuple):
     overrides: list[str]
 
     def make_config(self) -> Config:
-        """Raises `ConfigError` that names the run."""
+        """Make the run's configuration. Raises `ConfigError` that names the run."""
         try:
             path = load_config(self.preset, self.overrides, None).model.path
             if path and any(text.startswith("model.init.seed=") for text in self.overrides):
@@ -126,7 +135,7 @@ class PlannedRun(NamedTuple):
 
 
 def read_sweep_plan(path: Path) -> SweepPlan:
-    """Raises `ConfigError` that names the file, the key and the fix."""
+    """Read a plan file. Raises `ConfigError` that names the file, the key and the fix."""
     try:
         data = decode_toml(path.read_bytes())
     except MalformedError as error:
@@ -167,7 +176,7 @@ def read_sweep_plan(path: Path) -> SweepPlan:
 
 
 def _resolve_path(key: str, value: Any, directory: Path) -> Any:
-    """A setting's value, as a plan in that directory means it."""
+    """Resolve a setting's value relative to the plan's directory."""
     if key in SHORTHAND_KEYS and not isinstance(value, str):
         return value
     long = {"data": "env.args.path", "reward": "env.args.reward"}.get(key, key)
@@ -175,7 +184,7 @@ def _resolve_path(key: str, value: Any, directory: Path) -> Any:
 
 
 def list_points(plan: SweepPlan) -> list[PlannedPoint]:
-    """Each variant with each combination of the grid. Raises `ConfigError` for a setting that is not to be set here."""
+    """Combine each variant with each combination of the grid. Raises `ConfigError` for a setting not allowed here."""
     variants = {name: _flatten_settings(f"variants.{name}", given) for name, given in plan.variants.items()} or {"": {}}
     grid = [_pair_values(key, values) for key, values in plan.grid.items()]
     first = plan.baseline or next(iter(variants))
@@ -191,8 +200,13 @@ def list_points(plan: SweepPlan) -> list[PlannedPoint]:
 
 
 def list_runs(plan: SweepPlan, overrides: Sequence[str] = ()) -> list[PlannedRun]:
-    """All runs, every point of the first seed and model before the next: what was made so far can be compared. `overrides`: over
-    the plan's settings. Raises `ConfigError`."""
+    """List all runs, every point of the first seed and model before the next, so that the runs so far are comparable.
+
+    Raises `ConfigError`.
+
+    Args:
+        overrides: Overrides on top of the plan's settings.
+    """
     points = list_points(plan)
     given = _flatten_settings("settings", plan.settings)
     over = _flatten_settings("", nest_overrides(overrides))
@@ -217,8 +231,10 @@ def list_runs(plan: SweepPlan, overrides: Sequence[str] = ()) -> list[PlannedRun
 def choose_runs(
     plan: SweepPlan, runs: Sequence[PlannedRun], seeds: str = "", models: str = "", only: str = ""
 ) -> list[PlannedRun]:
-    """Those of the plan's runs that have one of these seeds, numbers of initial models, and variants, with commas between; empty:
-    all. Raises `ConfigError`."""
+    """Choose the runs with one of these seeds, numbers of initial models, and variants.
+
+    Each is a list with commas between; empty for all. Raises `ConfigError`.
+    """
     numbers = _parse_choices("--seeds", seeds, map(str, plan.seeds), "seed")
     starts = _parse_choices("--models", models, map(str, range(len(plan.initial_models) or 1)), "initial model")
     names = _parse_choices("--only", only, plan.variants, "variant")
@@ -227,7 +243,7 @@ def choose_runs(
 
 
 def _parse_choices(option: str, text: str, choices: Iterable[str], noun: str) -> list[str]:
-    """Those that an option names. Raises `ConfigError` for one that the plan lacks."""
+    """Return the choices that an option names. Raises `ConfigError` for one that the plan lacks."""
     known = list(choices)
     names = [name.strip() for name in text.split(",")] if text else known
     for name in names:
@@ -238,7 +254,7 @@ def _parse_choices(option: str, text: str, choices: Iterable[str], noun: str) ->
 
 
 def _flatten_settings(where: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """By dotted key. Raises `ConfigError` for one that a plan's runs get otherwise."""
+    """Flatten settings to dotted keys. Raises `ConfigError` for one that a plan's runs get in another way."""
     found = flatten_section(nest_overrides(settings))
     for key, how in RESERVED_SETTINGS.items():
         if key in found:
@@ -247,7 +263,7 @@ def _flatten_settings(where: str, settings: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _pair_values(key: str, values: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Of the grid: the setting with each of its values."""
+    """Pair a setting of the grid with each of its values."""
     for value in values:
         _flatten_settings("grid", {key: value})
     return [(key, value) for value in values]
@@ -263,7 +279,7 @@ def _name_point(variant: str, grid: Mapping[str, Any]) -> str:
 
 
 def _make_directory_names(names: Sequence[str]) -> dict[str, str]:
-    """A plain name for each."""
+    """Return a plain and distinct directory name for each name."""
     found: dict[str, str] = {}
     for name in names:
         plain = re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.")[:80] or "point"
@@ -279,7 +295,7 @@ def _iter_numbered_names(name: str) -> Iterator[str]:
 
 
 def _format_override(key: str, value: Any) -> str:
-    """A value as an override has it: TOML, which JSON is, of what a setting may be. Raises `ConfigError`."""
+    """Format a value for an override in JSON, which is valid TOML for the values of settings. Raises `ConfigError`."""
     try:
         text = json.dumps(value, ensure_ascii=False)
         if parse_override(f"key={text}")[1] == value:

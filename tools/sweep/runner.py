@@ -1,4 +1,4 @@
-"""Makes the runs of a sweep, several at once, each in a process of its own; those that are finished are not made again."""
+"""Make the runs of a sweep, several at once, each in a separate process; finished runs are not repeated."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from .plan import PlannedRun
 
 POLL_SECONDS = 0.5
 PROGRESS_SECONDS = 30.0
-"""Between two lines of progress."""
+"""Seconds between two lines of progress."""
 KILL_SECONDS = 20.0
-"""After which a run that was asked twice to end is killed."""
+"""Seconds after which a run that was asked twice to end is killed."""
 REFUSED_EXIT_CODE = 2
 """Exit code of a run that cannot start with its settings."""
 LOGS_DIRECTORY = "logs"
 
 
 class RunProcess(Protocol):
-    """What of `subprocess.Popen` is used."""
+    """The part of `subprocess.Popen` that is used."""
 
     def poll(self) -> int | None: ...
     def send_signal(self, number: int, /) -> None: ...
@@ -39,17 +39,23 @@ class RunProcess(Protocol):
 
 
 StartRun = Callable[[PlannedRun, int], RunProcess]
-"""Starts a run in a slot, from 0."""
+"""Start a run in a slot (from 0)."""
 
 
 class StopFlag(Protocol):
-    """Whether a person, or the system, asked for the end."""
+    """A flag that is set when the user or the system requests the end."""
 
     requested: bool
 
 
 class SweepRunner:
-    """`directory`: of the sweep. `on_run_ended`: called after each run that ended. `metrics`: what of a run is to be kept."""
+    """The runner of a sweep's runs.
+
+    Args:
+        directory: Directory of the sweep.
+        on_run_ended: Called after each run that ended.
+        metrics: Metrics of a run to keep.
+    """
 
     def __init__(
         self,
@@ -71,15 +77,17 @@ class SweepRunner:
         self._durations: list[float] = []
         self._stop_sent = False
         self.failed_names: list[str] = []
-        """Names of runs that ended before they had made their steps, though nobody asked."""
+        """Names of runs that ended before they had made their steps, without a requested stop."""
 
     def is_complete(self, run: PlannedRun) -> bool:
         path = self._directory / run.name
         return run.name in self._finished_names or (path.is_dir() and is_run_complete(summarize_run(path)))
 
     def run_all(self) -> bool:
-        """Until all runs are made, or a stop is requested and those that run have ended. Returns whether all are complete. Raises
-        `ConfigError` for a run that was refused, when the others have ended, and `KeyboardInterrupt`."""
+        """Make all runs, or stop on request once the running ones have ended. Returns whether all are complete.
+
+        Raises `ConfigError` for a run that was refused, after the others have ended, and `KeyboardInterrupt`.
+        """
         waiting = deque(run for run in self._runs if not self.is_complete(run))
         self._say(f"{len(self._runs) - len(waiting)} of {len(self._runs)} runs are finished")
         refused, spoke = "", time.monotonic()
@@ -106,7 +114,7 @@ class SweepRunner:
         self._say(f"{run.name}: started")
 
     def _request_stop(self) -> None:
-        """Once: each finishes its step, and writes a checkpoint."""
+        """Ask the runs to stop, once: each finishes its step and writes a checkpoint."""
         if not self._stop_sent:
             self._stop_sent = True
             self._say(f"stopping: {len(self._running)} runs finish their steps; once more ends them at once")
@@ -114,7 +122,7 @@ class SweepRunner:
                 process.send_signal(signal.SIGTERM)
 
     def _collect_ended(self) -> str:
-        """Take note of runs that ended. Returns why one was refused, if one was."""
+        """Collect runs that ended. Returns the reason if one was refused, else ""."""
         refused = ""
         for slot, (run, process, began) in list(self._running.items()):
             code = process.poll()
@@ -151,7 +159,7 @@ class SweepRunner:
         return f"{done} of {len(self._runs)} finished; {steps}{left}"
 
     def _stop_all(self) -> None:
-        """Nothing runs when this returns."""
+        """End all runs; none is left when this returns."""
         deadline = time.monotonic() + KILL_SECONDS
         for _, process, _ in self._running.values():
             with suppress(ProcessLookupError):
@@ -166,7 +174,7 @@ class SweepRunner:
 
 
 def read_last_line(log: Path) -> str:
-    """Of what a run printed; "" if nothing."""
+    """Return the last line of a run's output; "" if there is none."""
     try:
         lines = log.read_text(errors="replace").split("\n")
     except OSError:
@@ -175,12 +183,17 @@ def read_last_line(log: Path) -> str:
 
 
 def make_starter(directory: Path, slot_environment: Callable[[int], Mapping[str, str]]) -> StartRun:
-    """Starts `r3async train` for a run, with its output in a log. `slot_environment`: of a slot, beside what this process
-    has. The run ends when this process does, however that happens."""
+    """Return a function that starts `r3async train` for a run, with its output in a log.
+
+    The run ends when this process does, however that happens.
+
+    Args:
+        slot_environment: Returns the environment of a slot, in addition to this process's.
+    """
 
     def start(run: PlannedRun, slot: int) -> RunProcess:
         (directory / LOGS_DIRECTORY).mkdir(parents=True, exist_ok=True)
-        # -P: a folder `tools` where the command was typed must not stand in for ours.
+        # -P keeps a folder `tools` in the current directory from shadowing ours.
         command = [sys.executable, "-P", "-m", "r3async.tools.sweep.runner", str(os.getpid())]
         words = ["train", run.preset, *run.overrides, "--runs", str(directory)]
         with (directory / LOGS_DIRECTORY / f"{run.name}.txt").open("ab") as log:
@@ -190,14 +203,14 @@ def make_starter(directory: Path, slot_environment: Callable[[int], Mapping[str,
                 stdout=log,
                 stderr=log,
                 env={**os.environ, **slot_environment(slot)},
-                start_new_session=True,  # a Ctrl-C reaches the sweep only, which then ends its runs in order
+                start_new_session=True,  # a Ctrl-C reaches only the sweep, which then ends its runs in order
             )
 
     return start
 
 
 def main(owner: int, words: Sequence[str]) -> None:
-    """In a run's process."""
+    """Run the command in a run's process, which ends with its owner."""
     from r3async.rollout.vllm.client import exit_with_owner
 
     from ..cli import main as command

@@ -1,4 +1,4 @@
-"""The terminal view of `r3async tail`. It only lays out what `view.py` says, and asks the run for news once a second."""
+"""The terminal view of `r3async tail`. It only lays out the lines of `view.py`, and polls the run once a second."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from . import view
 
 POLL_SECONDS = 1.0
 BODY_REDRAW_SECONDS = 2.0
-"""News are drawn this often at most; only the top moves every second. A large screen costs 25 ms."""
+"""Minimum seconds between two redraws of the body; only the top moves every second. A large screen costs 25 ms."""
 MIN_CHARTS_WIDTH, MIN_CHARTS_HEIGHT = 130, 30
-"""From this size on charts are shown beside the overview."""
+"""Minimum size of a screen that shows charts beside the overview."""
 STEP_WINDOWS = (None, 200, 50, 20)
-"""Steps that the curves show; None: all."""
+"""Numbers of steps that the curves show; None for all."""
 MIN_EVENT_LINES = 12
-"""Lines, beside charts; above them are metrics."""
+"""Lines reserved for events, beside charts; above them are metrics."""
 
 HELP_TEXT = """\
  r3async tail shows a run while it trains, or after it has ended. Closing it
@@ -84,7 +84,7 @@ class TailApp(App[None]):
         self.redraw_screen()
 
     def update_run(self) -> None:
-        """Take in what was written since the last time, and show it unless the screen is held."""
+        """Read what was written since the last time, and show it unless the screen is held."""
         if self.is_held:
             return
         rows, events = self.followed_run.read_new()
@@ -96,7 +96,7 @@ class TailApp(App[None]):
         self.shown_view = "overview" if what == self.shown_view else what
         self.redraw_screen()
         body = self.query_one("#body", VerticalScroll)
-        # The size of the new text is known after it was laid out.
+        # The size of the new text is known only after its layout.
         scroll = body.scroll_end if self.shown_view in ("events", "warnings") else body.scroll_home
         self.call_after_refresh(scroll, animate=False, immediate=True)
 
@@ -110,8 +110,11 @@ class TailApp(App[None]):
         self.redraw_screen()
 
     def redraw_screen(self, *, draw_body: bool = True) -> None:
-        """Only what differs from the screen is drawn again: over ssh every cell costs. Without `draw_body`: only the top,
-        with the clock."""
+        """Redraw only what differs from the screen, because over ssh every cell costs.
+
+        Args:
+            draw_body: Redraw the body too; otherwise only the top, with the clock.
+        """
         width, height = self.size.width, self.size.height - 3
         if width < 1 or height < 1:
             return

@@ -1,4 +1,4 @@
-"""Curves made of characters: one line high (`draw_sparkline`), or a small chart of dots with its scale (`draw_plot`)."""
+"""Curves of characters: one line high (`draw_sparkline`), or a small chart of dots with a scale (`draw_plot`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BRAILLE_BITS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 def thin_values(values: np.ndarray, width: int) -> np.ndarray:
-    """At most `width` means of equal parts, in order. NaN where a part has no finite value."""
+    """Reduce values to at most `width` means of equal parts, in order. A part without a finite value is NaN."""
     finite = np.isfinite(values)
     if len(values) <= width:
         return np.where(finite, values, np.nan)
@@ -28,13 +28,13 @@ def thin_values(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def draw_sparkline(values: np.ndarray, width: int) -> str:
-    """The curve in `width` cells, its lowest value the lowest bar; it begins at the left. A gap is a space."""
+    """Draw the curve in `width` cells from the left, with its lowest value as the lowest bar. A gap is a space."""
     shown = thin_values(values, width)
     known = shown[np.isfinite(shown)]
     if not len(known):
         return " " * width
     low, high = float(known.min()), float(known.max())
-    # A constant is a calm line.
+    # A constant is a flat line.
     scale = (len(SPARK_BARS) - 1) / (high - low) if high - low > 1e-9 * max(abs(high), abs(low), 1e-30) else 0.0
     calm = 0 if scale else 2
     cells = [" " if math.isnan(v) else SPARK_BARS[calm + round((v - low) * scale)] for v in shown.tolist()]
@@ -42,7 +42,7 @@ def draw_sparkline(values: np.ndarray, width: int) -> str:
 
 
 def draw_bar(share: float, width: int) -> str:
-    """A share of 0 to 1 as a bar of `width` cells."""
+    """Draw a share of 0 to 1 as a bar of `width` cells."""
     filled = round(max(0.0, min(1.0, share)) * width)
     return "█" * filled + "░" * (width - filled)
 
@@ -56,9 +56,11 @@ def draw_plot(
     floor: float | None = None,
     threshold: float | None = None,
 ) -> list[Text]:
-    """`height` lines of `width` cells: curves (values, colour) with one scale, and a dashed `threshold` at that value.
+    """Draw `height` lines of `width` cells: curves (values, colour) with one scale, and a dashed line at `threshold`.
 
-    `floor`: a value that the scale includes. `log`: decades; what is not positive is left out.
+    Args:
+        floor: A value that the scale includes.
+        log: Use a scale of decades; values that are not positive are left out.
     """
     margin = 8
     columns, rows = (width - margin) * 2, height * 4

@@ -1,4 +1,4 @@
-"""`r3async tail`: a run while it trains, on a terminal; in a pipe, one plain line a step."""
+"""Show a run while it trains, on a terminal, or in a pipe with one plain line per step: `r3async tail`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .live import describe_step
 
 POLL_SECONDS = 0.5
 FAILED_EXIT_CODE, SILENT_EXIT_CODE = 1, 3
-"""Exit codes: the run failed; it wrote nothing for as long as the reader was patient."""
+"""Exit codes of a failed run, and of one that wrote nothing for as long as the reader was patient."""
 
 
 class RemoteError(RuntimeError):
-    """The cluster, or the run on it, could not be reached; the message says what to do."""
+    """An error of the connection to the cluster or to the run on it; the message gives a remedy."""
 
 
 def tail_local(run_dir: Path, *, follow: bool = True, plain: bool = False, patience: float = 1800.0) -> int:
@@ -45,7 +45,7 @@ def tail_remote(
     plain: bool = False,
     patience: float = 1800.0,
 ) -> int:
-    """The same for a run on the Ray cluster at `address`. Raises `RemoteError`."""
+    """Show a run on the Ray cluster at `address` as `tail_local` does. Raises `RemoteError`."""
     from .remote import RemoteRun
 
     with tempfile.TemporaryDirectory(prefix="r3async-tail-") as directory:
@@ -65,11 +65,13 @@ def print_run_lines(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """A line for every step and every warning so far; with `follow`, until the run ends or is silent for `patience` seconds. Each
-    kind of failure is one line, with its count, and at the end once more if it was met again.
+    """Print a line for every step and every warning so far, and with `follow` for those to come.
 
-    Returns 0, `FAILED_EXIT_CODE` if the run failed or trained nothing, `SILENT_EXIT_CODE` if nothing came. A reader who left
-    (`| head`) ends it, with 0.
+    Following ends when the run ends or is silent for `patience` seconds. Each kind of failure is one line, with its
+    count, and is repeated at the end if it occurred again.
+
+    Returns 0, `FAILED_EXIT_CODE` if the run failed or trained nothing, or `SILENT_EXIT_CODE` if nothing came. If the
+    reader leaves (`| head`), it ends with 0.
     """
     last_news, told = clock(), dict[str, str]()
     try:
@@ -104,6 +106,6 @@ def print_run_lines(
                 return SILENT_EXIT_CODE
             sleep(POLL_SECONDS)
     except BrokenPipeError:
-        # Python would complain once more when it closes the stream.
+        # Python would complain again when it closes the stream.
         sys.stdout = open("/dev/null", "w")  # noqa: SIM115
         return 0

@@ -1,4 +1,4 @@
-"""The live line of a run: what loads, then step, reward, drift, staleness and speed."""
+"""The live line of a run: its loading phases, then step, reward, drift, staleness and speed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLAIN_EVERY_SECONDS = 5.0
 
 
 def describe_step(row: dict[str, Any]) -> str:
-    """One readable line of a metrics row. `tok/s` is generated > trained; of a supervised run, answers trained."""
+    """Describe a metrics row in one line. `tok/s` is generated > trained; for a supervised run, answers trained."""
 
     def number(name: str) -> float:
         value = finite_or_none(row.get(name))
@@ -40,10 +40,10 @@ def describe_step(row: dict[str, Any]) -> str:
 
 
 def describe_evaluation(row: dict[str, Any]) -> str:
-    """One readable line of a row of `evaluation.jsonl`: of each set, mean reward with its standard error, and the last pass@k."""
+    """Describe a row of `evaluation.jsonl` in one line: each set's mean reward, standard error, and last pass@k."""
     sets = [name.removesuffix("/reward_mean") for name in row if name.endswith("/reward_mean")]
     parts = []
-    for prefix in sets[1:] or sets:  # the first figures are those of the first set again
+    for prefix in sets[1:] or sets:  # the first figures repeat those of the first set
         error = row.get(f"{prefix}/reward_error")
         passes = [name for name in row if name.startswith(f"{prefix}/pass@")]
         parts.append(
@@ -55,7 +55,7 @@ def describe_evaluation(row: dict[str, Any]) -> str:
 
 
 class LiveView:
-    """One line a step; below them, on a terminal, a line that moves: what happens now, how far, how long."""
+    """A view with one line per step and, on a terminal, a moving line below: the current phase, progress and time."""
 
     def __init__(self, console: Console, steps: int):
         self.console = console
@@ -64,7 +64,7 @@ class LiveView:
         self._shown_phase, self._shown_at = "", 0.0
         self._restarts = 0
         self._last_evaluation_time = 0.0
-        """When the last evaluation that was shown had ended."""
+        """End time of the last evaluation that was shown."""
         self._progress: Progress | None = None
         if console.is_terminal:
             self._progress = Progress(
@@ -88,11 +88,11 @@ class LiveView:
             self._progress.stop()
 
     def print_line(self, line: str) -> None:
-        """A line that stays, whatever the view."""
+        """Print a line that stays, whatever the view."""
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def show_phase(self, text: str) -> None:
-        """What happens now, before the first step and after the last."""
+        """Show the current phase, before the first step and after the last."""
         if self._progress:
             self._progress.update(self._task, description=text)
         now = time.monotonic()
@@ -101,21 +101,21 @@ class LiveView:
             self._shown_phase, self._shown_at = text, now
 
     def set_total_steps(self, steps: int) -> None:
-        """The run has so many steps."""
+        """Set the total number of steps."""
         self._steps = steps
         if self._progress:
             self._progress.update(self._task, total=steps)
 
     def rewind_to_step(self, step: int) -> None:
-        """The run resumes from `step`, which was shown already, or from before it."""
+        """Go back to `step`, from which the run resumes; it was shown already, or comes from an earlier start."""
         self.shown_step, self._restarts = step, 0
         if self._progress:
             self._progress.update(self._task, completed=step)
 
     def show_status(self, status: dict[str, Any]) -> None:
-        """A status of the conductor."""
+        """Show a status of the conductor."""
         restarts = sum(g["restarts"] for g in status["generators"])
-        self._restarts = min(self._restarts, restarts)  # of some, the connection was lost, and not the process
+        self._restarts = min(self._restarts, restarts)  # for some, the connection was lost, and not the process
         if restarts > self._restarts:
             self._restarts = restarts
             self.print_line(f"a generator was lost and begins again (restarts so far: {restarts}); the run continues")
@@ -131,7 +131,7 @@ class LiveView:
                 self.print_line(describe_evaluation(row))
 
     def show_row(self, row: dict[str, Any], text: str, phase: str = "training") -> None:
-        """A step was made; `text` says how it went."""
+        """Show a step, which `text` describes."""
         self.shown_step = row["step"]
         self.print_line(f"{row['step']:>4}/{self._steps}  {text}")
         if self._progress:

@@ -1,9 +1,9 @@
-"""A run on another machine, through the jobs API of its Ray cluster: its files are copied here as they grow.
+"""Mirror a run on another machine through the jobs API of its Ray cluster: its files are copied here as they grow.
 
-A small job on the cluster (the standard library alone; it reads, and asks for no CPU) prints the new lines of the run's
-files; they are appended to files of the same names here, which the view follows like those of any run. It is started in
-the environment of the job that trains, so `runs/latest` means what it means there. It ends with the view, and by itself
-when the run has ended or after `MAX_LIFE_SECONDS`.
+A small job on the cluster prints the new lines of the run's files; it uses only the standard library, only reads,
+and requests no CPU. The lines are appended to files of the same names here, which the view follows like those of any
+run. The job is started in the environment of the job that trains, so `runs/latest` means the same as there. It ends
+with the view, when the run has ended, or after `MAX_LIFE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -68,8 +68,12 @@ say("end")
 
 
 class RemoteRun:
-    """Mirrors `name` of the cluster at `address` (`http://HOST:8265`) into `directory`. `job`: the submission id of the job
-    that trains; by default the newest one that runs. `headers`: of every request, such as a token."""
+    """A mirror of the run `name` of the cluster at `address` (`http://HOST:8265`) in `directory`.
+
+    Args:
+        job: Submission id of the job that trains; by default the newest running one.
+        headers: Headers of every request, such as a token.
+    """
 
     def __init__(
         self, address: str, name: str, directory: Path, *, job: str | None = None, headers: dict[str, str] | None = None
@@ -101,7 +105,7 @@ class RemoteRun:
         self._thread.start()
 
     def _find_job_environment(self, job: str | None) -> dict[str, Any]:
-        """Of the job that trains: its working directory is where the run is."""
+        """Return the environment of the job that trains; its working directory is where the run is."""
         details = [
             d for d in self._client.list_jobs() if (d.metadata or {}).get("r3async") != LINE_MARK and d.submission_id
         ]
@@ -115,7 +119,7 @@ class RemoteRun:
         return dict(chosen[-1].runtime_env or {}) if chosen else {}
 
     def wait_ready(self) -> Path:
-        """The mirrored run's directory, when all that was written so far is in it. Raises `RemoteError`."""
+        """Return the mirrored run's directory once everything written so far is in it. Raises `RemoteError`."""
         if not self._ready.wait(ANSWER_TIMEOUT_SECONDS) and not self._problem:
             self._problem = (
                 f"the job {self._id} did not answer within {ANSWER_TIMEOUT_SECONDS:.0f} s; is the cluster full?"

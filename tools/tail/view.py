@@ -1,5 +1,4 @@
-"""What `r3async tail` shows of a run, as lines of text for a given width. Pure: from `FollowedRun` to
-`rich.text.StopStringMatcher`."""
+"""Render a run for `r3async tail` as lines of rich text of a given width, from `FollowedRun`. Pure."""
 
 from __future__ import annotations
 
@@ -22,15 +21,15 @@ from .draw import draw_bar, draw_plot, draw_sparkline
 
 LABEL_WIDTH, VALUE_WIDTH, NOTE_WIDTH = 12, 8, 25
 SHOW_SILENCE_SECONDS = 60.0
-"""Nothing written for so long is shown."""
+"""Seconds without news after which the silence is shown."""
 
 LEVEL_COLORS = {"warning": "yellow", "error": "red", "critical": "red"}
 CURVE_COLORS = {"blue": "cyan", "orange": "yellow", "green": "green", "violet": "magenta"}
-"""Of a report's colours, the terminal's."""
+"""Terminal colours for a report's colours."""
 
 
 def clip_line(text: Text | str, width: int) -> Text:
-    """One line of at most `width` cells, its end marked where something is missing."""
+    """Clip to one line of at most `width` cells, with a mark at the end if something is missing."""
     line = Text(text) if isinstance(text, str) else text.copy()
     line.truncate(max(width, 0), overflow="ellipsis")
     return line
@@ -41,7 +40,7 @@ def _join_parts(*parts: str) -> str:
 
 
 def render_header(run: FollowedRun, width: int, *, is_held: bool = False, window: int | None = None) -> list[Text]:
-    """Two lines: what runs and how far it is."""
+    """Render two lines: the run with its phase, and its progress."""
     planned, phase = run.planned_steps, run.phase
     left = run.remaining_seconds
     first = Text(f" {run.name} ", style="bold")
@@ -87,7 +86,7 @@ def _format_reward(run: FollowedRun, metric: Metric) -> GaugeText:
 
 
 def _format_evaluation(run: FollowedRun) -> GaugeText:
-    """Of the newest evaluation, of its first set."""
+    """Format the first set of the newest evaluation."""
     last = run.evaluations.last_value
     most = max(find_number_suffixes(PASS_AT_PREFIX, run.evaluations), key=int, default="")
     solved = f"pass@{most} {format_number(last(PASS_AT_PREFIX + most), 2)}" if most else ""
@@ -190,7 +189,7 @@ def _format_generators(run: FollowedRun, metric: Metric) -> GaugeText:
 
 
 GAUGE_METRICS = [known for known in METRICS.values() if known.gauge]
-"""The lines of the overview: the metrics that the catalogue gives one."""
+"""Metrics that have a line in the overview, according to the catalogue."""
 GAUGE_FORMATTERS: dict[str, Callable[[FollowedRun, Metric], GaugeText]] = {
     "reward": _format_reward,
     "contrast": _format_contrast,
@@ -204,7 +203,7 @@ GAUGE_FORMATTERS: dict[str, Callable[[FollowedRun, Metric], GaugeText]] = {
     "arrived": _format_received,
     "generators": _format_generators,
 }
-"""What a gauge shows that is more than its metric's last value."""
+"""Formatters of gauges that show more than their metric's last value."""
 
 
 def format_gauge(run: FollowedRun, metric: Metric) -> GaugeText:
@@ -212,7 +211,7 @@ def format_gauge(run: FollowedRun, metric: Metric) -> GaugeText:
 
 
 def describe_gauges(width: int) -> list[str]:
-    """What each gauge is about, in the catalogue's words."""
+    """Describe each gauge in the catalogue's words."""
     return [
         line
         for known in GAUGE_METRICS
@@ -226,7 +225,7 @@ def describe_gauges(width: int) -> list[str]:
 
 
 def render_overview(run: FollowedRun, width: int, window: int | None = None) -> list[Text]:
-    """The gauges, one a line, with sparklines over the last `window` steps (or all) in the cells that are left."""
+    """Render the gauges, one per line, with sparklines over the last `window` steps (or all) in the remaining cells."""
     lines = []
     free = width - LABEL_WIDTH - VALUE_WIDTH - NOTE_WIDTH - 6
 
@@ -259,7 +258,11 @@ def render_event(run: FollowedRun, event: dict[str, Any]) -> Text:
 
 
 def render_events(run: FollowedRun, width: int, count: int, *, warnings_only: bool = False) -> list[Text]:
-    """The last events, a line each, the newest at the end. `warnings_only`: only warnings and errors."""
+    """Render the last events, one per line, the newest at the end.
+
+    Args:
+        warnings_only: Show only warnings and errors.
+    """
     shown = [e for e in run.events if not warnings_only or e.get("level") in LEVEL_COLORS]
     if not shown:
         return [Text(" no warnings" if warnings_only else " no events yet", style="dim")]
@@ -276,7 +279,7 @@ def format_events_title(run: FollowedRun, warnings_only: bool = False) -> str:
 
 
 def render_charts(run: FollowedRun, width: int, height: int, window: int | None = None) -> list[Text]:
-    """As many of the report's charts as fit, two beside each other where they are wide enough."""
+    """Render as many of the report's charts as fit, two beside each other if they are wide enough."""
     across = 2 if width >= 80 else 1
     down = max(1, min(height // 9, -(-len(CHARTS) // across)))
     each, tall = width // across, height // down
@@ -293,7 +296,7 @@ def render_charts(run: FollowedRun, width: int, height: int, window: int | None 
 
 
 def find_threshold(chart: Chart, run: FollowedRun) -> Any:
-    """The value that the curve should stay at or below, if there is one."""
+    """Return the value that the curve should stay at or below, if there is one."""
     return (
         run.staleness_bound
         if chart.shows_bound
@@ -319,7 +322,7 @@ def _render_chart(run: FollowedRun, chart: Chart, width: int, height: int, windo
 
 
 def render_metrics(run: FollowedRun, width: int, window: int | None = None, limit: int = 10_000) -> list[Text]:
-    """Every metric the run has, by prefix, with the labels and units that are known; `limit` lines of that."""
+    """Render every metric of the run, by prefix, with its label and unit if known; at most `limit` lines."""
     lines: list[Text] = []
     for group, found in groupby(sort_metrics(run.metrics), key=lambda known: known.group):
         lines.append(render_rule(group, width))

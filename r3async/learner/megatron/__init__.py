@@ -1,4 +1,4 @@
-"""Learner on megatron-core."""
+"""The learner backend on megatron-core."""
 
 import warnings
 

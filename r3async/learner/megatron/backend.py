@@ -1,4 +1,4 @@
-"""`MegatronLearner`: a model on megatron-core with rollout routing replay, on CPU or CUDA, on one rank or many."""
+"""The backend on megatron-core: `MegatronLearner`, with rollout routing replay, on CPU or CUDA, on one rank or many."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ from r3async.learner.state import ShardSlice
 
 
 class MegatronLearner(LearnerBackend):
-    """See `LearnerBackend`.
+    """A learner backend whose model is built by megatron-core.
 
     One process is one rank with one device. With `learner.parallel` beyond one rank, the default process group must be
-    there, and every rank loads a learner and makes the same calls.
+    initialized, and every rank loads a learner and makes the same calls.
     """
 
     name = "megatron"
@@ -119,8 +119,10 @@ class MegatronLearner(LearnerBackend):
 
     @classmethod
     def from_pretrained(cls, config: Config, model_path: Path, *, frozen: bool = False) -> MegatronLearner:
-        """Build this rank's part of the model, and load its weights; nothing of a `frozen` one is trained. Collective. Raises
-        `LearnerError` for a model or a layout that this backend does not have."""
+        """Build this rank's part of the model, and load its weights; nothing of a `frozen` one is trained.
+
+        Collective. Raises `LearnerError` for a model or a layout that this backend does not support.
+        """
         cpu.patch_megatron()
         source, cuda = Path(model_path), torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -143,7 +145,7 @@ class MegatronLearner(LearnerBackend):
     # -- passes ----------------------------------------------------------------------------------------------------
 
     def forward(self, micro_batch: MicroBatch, rows: np.ndarray, routes: MicroBatchRoutes | None) -> Tensor:
-        """`[N / (cp tp), 1, hidden]`: what this pipeline stage makes of the micro-batch."""
+        """Return this pipeline stage's output for the micro-batch, `[N / (cp tp), 1, hidden]`."""
         plan = build_attention_params(
             micro_batch,
             rotary=self.shape.rotary,
@@ -161,7 +163,7 @@ class MegatronLearner(LearnerBackend):
             # Each rank's logits are of its own part of the vocabulary, so their gradients add up in the backward pass.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         before, here = micro_batch.previous_rows(rows), self._local_rows(micro_batch)
-        # A token's log-prob is of the rank that has the token before it.
+        # The rank that has the token before it computes a token's log-prob.
         (mine,) = np.nonzero((before >= here.start) & (before < here.stop))
         if context is not None:
             total, rows, before = len(rows), rows[mine], before[mine] - here.start
@@ -187,12 +189,12 @@ class MegatronLearner(LearnerBackend):
         )
 
     def _local_rows(self, micro_batch: MicroBatch) -> slice:
-        """The tokens of this rank and of those that it is tensor parallel with."""
+        """Return the rows of this rank and of those that it is tensor parallel with."""
         context = self.ranks.context_parallel
         return slice(0, micro_batch.num_tokens) if context is None else context.local_rows(micro_batch.num_tokens)
 
     def _to_device(self, array: np.ndarray) -> Tensor:
-        """On the device. `array` must be ours, not a table's column: those may be read-only."""
+        """Copy an array to the device. It must be our own, not a table's column: columns may be read-only."""
         return torch.from_numpy(array).to(self._device)
 
     def run_schedule(
@@ -203,8 +205,10 @@ class MegatronLearner(LearnerBackend):
         *,
         backward: bool,
     ) -> None:
-        """One after the other; through several pipeline stages by 1F1B, which begins forward passes before earlier micro-batches
-        have had their backward."""
+        """Run micro-batches one after the other, or through several pipeline stages by 1F1B.
+
+        1F1B begins forward passes before earlier micro-batches have had their backward.
+        """
         if self.config.learner.parallel.pp == 1:
             super().run_schedule(forward, on_output, count, backward=backward)
             return
@@ -237,20 +241,20 @@ class MegatronLearner(LearnerBackend):
                 dist.broadcast(torch.from_numpy(each), source, group)
 
     def all_reduce_routes(self, routes: Tensor) -> None:
-        """Every token and layer is on one rank of a model."""
+        """Sum the parts of the routes; every token and layer is on one rank of a model."""
         if self.config.learner.parallel.world_size > 1:
             dist.all_reduce(routes, group=ps.get_model_parallel_group())
         if self.ranks.context_parallel is not None:
             dist.all_reduce(routes, group=self.ranks.context_parallel.group)
 
-    # -- what is saved ---------------------------------------------------------------------------------------------
+    # -- saved state -----------------------------------------------------------------------------------------------
 
     def parameter_slices(self) -> list[ShardSlice]:
         sharded = self.config.learner.shard_optimizer
         return [locate_shard(link, sharded=sharded) for link in select_trained_mappings(self.mappings)]
 
     def export_weights(self, *, copy: bool = True) -> dict[str, Tensor]:
-        """With one rank on the model's device, with several on the host."""
+        """Return the snapshot on the model's device with one rank, and on the host with several."""
         return gather_weights([*self.mappings, *self._bias_mappings], copy=copy)
 
     def iter_full_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -262,7 +266,7 @@ class MegatronLearner(LearnerBackend):
 
 
 def find_vocabulary_shard(size: int, layout: parallel.MegatronRankGroup) -> tuple[int, int, dist.ProcessGroup | None]:
-    """First token id and columns of this rank's logits, and the ranks that have the others."""
+    """Return the first token id and the columns of this rank's logits, and the ranks that have the others."""
     ranks = layout.parallel.tp
     if ranks == 1:
         return 0, size, None

@@ -1,8 +1,9 @@
-"""Context parallelism: the tokens of a micro-batch divided among ranks, and their heads while they attend.
+"""Context parallelism: the tokens of a micro-batch divided among ranks, and their heads during attention.
 
-Each rank has a contiguous part of the packed tokens, as each sequence-parallel rank has of that. For attention the ranks
-exchange (arXiv 2309.14509): every rank gets all tokens of some heads, attends as one rank would, and gives back. The work is
-even whatever samples are packed, nothing of attention knows of it, and routes are cut like the tokens that they belong to.
+Each rank has a contiguous part of the packed tokens; sequence-parallel ranks divide that part in the same way. For
+attention the ranks exchange (arXiv 2309.14509): every rank gets all tokens of some heads, attends as one rank would,
+and sends the results back. The work is even whatever samples are packed, attention itself is unchanged, and routes are
+cut like the tokens that they belong to.
 """
 
 from __future__ import annotations
@@ -27,42 +28,46 @@ class ContextParallelGroup:
     group: dist.ProcessGroup
 
     def local_rows(self, tokens: int) -> slice:
-        """This rank's, of so many packed tokens, which divide evenly."""
+        """Return this rank's rows of that many packed tokens, which divide evenly."""
         each = tokens // self.num_ranks
         return slice(self.rank * each, (self.rank + 1) * each)
 
     def to_heads(self, x: Tensor) -> Tensor:
-        """`[n, heads, D]` of this rank's tokens -> `[N, heads / ranks, D]` of all tokens. Where there are fewer heads than ranks,
-        several ranks get the same one."""
+        """Exchange `[n, heads, D]` of this rank's tokens for `[N, heads / ranks, D]` of all tokens.
+
+        If there are fewer heads than ranks, several ranks get the same one.
+        """
         return _ToHeads.apply(x.repeat_interleave(max(1, self.num_ranks // x.shape[1]), dim=1), self)
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """Undoes `to_heads`, of heads that are divided."""
+        """Undo `to_heads`, for heads that are divided."""
         return _ToTokens.apply(x, self)
 
     def all_reduce_scores(
         self, scores: TokenScores, mine: np.ndarray, total: int, *, entropy_gradient: bool
     ) -> TokenScores:
-        """Of `total` tokens, from each rank's own `scores` of those at `mine` (int64). Every rank gets all of them, and its own
-        part of the gradient."""
+        """Combine the scores of `total` tokens from each rank's own `scores` of those at `mine` (int64).
+
+        Every rank gets all of them, and its own part of the gradient.
+        """
         at = torch.from_numpy(mine).to(scores[0].device)
         return _AllReduceScores.apply(*scores, at, total, self.group, entropy_gradient)
 
 
 def _all_to_all(x: Tensor, context: ContextParallelGroup) -> Tensor:
-    """`[ranks, ...]`: what each rank sends this one, from what it sends each."""
+    """Return what each rank sends to this one, `[ranks, ...]`, given what this rank sends to each."""
     out = torch.empty_like(x)
     dist.all_to_all_single(out, x, group=context.group)
     return out
 
 
 def _exchange_to_heads(x: Tensor, context: ContextParallelGroup) -> Tensor:
-    """`[n, heads, D]` -> `[N, heads / ranks, D]`."""
+    """Exchange `[n, heads, D]` -> `[N, heads / ranks, D]`."""
     return _all_to_all(x.unflatten(1, (context.num_ranks, -1)).transpose(0, 1).contiguous(), context).flatten(0, 1)
 
 
 def _exchange_to_tokens(x: Tensor, context: ContextParallelGroup) -> Tensor:
-    """`[N, heads / ranks, D]` -> `[n, heads, D]`."""
+    """Exchange `[N, heads / ranks, D]` -> `[n, heads, D]`."""
     return _all_to_all(x.contiguous().unflatten(0, (context.num_ranks, -1)), context).transpose(0, 1).flatten(1, 2)
 
 
@@ -89,7 +94,10 @@ class _ToTokens(torch.autograd.Function):
 
 
 class _AllReduceScores(torch.autograd.Function):
-    """Ranks compute the same loss of all tokens, so none sends its gradient."""
+    """An all-reduce of scores with a local gradient.
+
+    Ranks compute the same loss of all tokens, so none sends its gradient.
+    """
 
     @staticmethod
     def forward(

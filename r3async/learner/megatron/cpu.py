@@ -1,7 +1,7 @@
-"""What megatron-core 0.16 needs to run where there is no CUDA, and where there is no TransformerEngine.
+"""Patches that let megatron-core 0.16 run without CUDA, and without TransformerEngine.
 
-`patch_megatron` changes names inside `torch.cuda` and Megatron, once and for the whole process; on a CUDA machine it only
-supplies the names that Megatron leaves unbound without TransformerEngine.
+`patch_megatron` changes names inside `torch.cuda` and Megatron, once and for the whole process; on a CUDA machine it
+only supplies the names that Megatron leaves unbound without TransformerEngine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class _StubStream:
-    """Stands for a CUDA stream or event: on CPU all work is done when the call returns."""
+    """A stand-in for a CUDA stream or event: on CPU all work is done when the call returns."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
@@ -39,16 +39,17 @@ class _StubFp8State:
 
 @contextlib.contextmanager
 def light_megatron_import() -> Iterator[None]:
-    """Keep wandb, which only Megatron's logging needs, and without CUDA the compiler out of what Megatron imports in this block.
+    """Keep unneeded modules out of Megatron's imports in this block: wandb, and without CUDA the compiler.
 
-    On two cores Megatron's import then takes 2.0 s of CPU instead of 5.8 s, in each process that trains.
+    Only Megatron's logging needs wandb. On two cores Megatron's import then takes 2.0 s of CPU instead of 5.8 s, in
+    each process that trains.
     """
     compiler = torch.compile
     if not torch.cuda.is_available():
         # Megatron's small functions would be compiled; on CPU they recompile for every shape, eight times slower.
         torch.compile = _skip_compilation
     if unused := "wandb" not in sys.modules:
-        sys.modules["wandb"] = None  # type: ignore[assignment]  # an ImportError for who imports it
+        sys.modules["wandb"] = None  # type: ignore[assignment]  # importing it raises ImportError
     try:
         yield
     finally:
@@ -118,5 +119,8 @@ class _CudaToCpuMode(TorchFunctionMode):
 
 
 def map_cuda_to_cpu() -> contextlib.AbstractContextManager[Any]:
-    """In this block, where there is no CUDA, `device="cuda"` means the CPU: Megatron's schedules have it as a literal."""
+    """Make `device="cuda"` mean the CPU in this block, where there is no CUDA.
+
+    Megatron's schedules have it as a literal.
+    """
     return contextlib.nullcontext() if torch.cuda.is_available() else _CudaToCpuMode()

@@ -46,10 +46,10 @@ from r3async.learner.replay import RoutingReplay
 
 @dataclass
 class PackedAttentionParams(PackedSeqParams):
-    """What every attention layer needs for one micro-batch: how it attends, and the rotary angles.
+    """The parameters of every attention layer for one micro-batch: its attention plan, and the rotary angles.
 
-    `cos`, `sin`: `[n, 1, R / 2]` in the compute dtype, where the first `R` values of a head turn, of the tokens that this rank
-    has; with `context_parallel` other ranks have the others.
+    `cos` and `sin` are `[n, 1, R / 2]` in the compute dtype, where the first `R` values of a head are rotated. They are
+    those of the tokens that this rank has; with `context_parallel` other ranks have the others.
     """
 
     attention: AttentionPlan | None = None
@@ -66,7 +66,7 @@ def build_attention_params(
     device: torch.device,
     context: ContextParallelGroup | None = None,
 ) -> PackedAttentionParams:
-    """Plan for the samples of a micro-batch."""
+    """Build the attention parameters for the samples of a micro-batch."""
     frequency = torch.tensor(rotary.frequencies, dtype=torch.float32)
     here = context.local_rows(micro_batch.num_tokens) if context else slice(None)
     angle = torch.from_numpy(micro_batch.positions[here]).float()[:, None, None] * frequency
@@ -88,7 +88,7 @@ def build_attention_params(
 class _RotaryEmbedding(torch.autograd.Function):
     """Rotary embedding of `x [N, heads, D]`, halves convention: the pair (x[i], x[i + D/2]) turns by the angle.
 
-    The gradient turns back, so nothing but the angles is kept for the backward pass.
+    The gradient turns back, so only the angles are kept for the backward pass.
     """
 
     @staticmethod
@@ -114,7 +114,7 @@ def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def apply_rotary(x: Tensor, plan: PackedAttentionParams) -> Tensor:
-    """`x [N, heads, D]` with its first `R` values turned."""
+    """Return `x [N, heads, D]` with its first `R` values rotated."""
     assert plan.cos is not None
     turning = 2 * plan.cos.shape[-1]
     if turning == x.shape[-1]:
@@ -125,8 +125,10 @@ def apply_rotary(x: Tensor, plan: PackedAttentionParams) -> Tensor:
 def attend_across_ranks(
     query: Tensor, key: Tensor, value: Tensor, plan: PackedAttentionParams, scale: float | None
 ) -> Tensor:
-    """Attention over the whole micro-batch, of this rank's tokens: `query [n, heads, D]`, `key` and `value` `[n, groups, D]` ->
-    `[n, heads, D]`."""
+    """Compute attention over the whole micro-batch for this rank's tokens.
+
+    `query [n, heads, D]`, `key` and `value` `[n, groups, D]` -> `[n, heads, D]`.
+    """
     assert plan.attention is not None
     context = plan.context_parallel
     if context is None:
@@ -138,8 +140,8 @@ def attend_across_ranks(
 class PackedAttention(torch.nn.Module):
     """Megatron core attention over packed samples (`qkv_format="thd"`), causal, with rotary embedding.
 
-    Megatron's rotary embedding of packed input loops over samples in Python, in every layer; here the model is built with
-    `position_embedding_type="none"` and the angles come with the plan.
+    Megatron's rotary embedding of packed input loops over samples in Python, in every layer; here the model is built
+    with `position_embedding_type="none"` and the angles come with the plan.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, softmax_scale: float | None = None, **kwargs: Any):
@@ -158,7 +160,10 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedAttentionParams | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """`query [N, heads, D]`, `key` and `value` `[N, groups, D]` -> `[N, heads, D]`. Masks are implied by the plan."""
+        """Compute attention: `query [N, heads, D]`, `key` and `value` `[N, groups, D]` -> `[N, heads, D]`.
+
+        Masks are implied by the plan.
+        """
         plan = packed_seq_params
         assert isinstance(plan, PackedAttentionParams), "samples are packed; their plan goes in packed_seq_params"
         return attend_across_ranks(apply_rotary(query, plan), apply_rotary(key, plan), value, plan, self._scale)
@@ -167,8 +172,8 @@ class PackedAttention(torch.nn.Module):
 class _RMSNormFunction(torch.autograd.Function):
     """RMSNorm of float32 on CPU, where torch's own backward pass is a chain of eight operations.
 
-    With mean 0 and `r = 1 / rms(x)` in their place, LayerNorm's backward kernel gives RMSNorm's gradient but for the term
-    `-r * mean(grad * weight)`, which is added back. It is 4 times as fast in all.
+    With mean 0 and `r = 1 / rms(x)` in place of its own statistics, LayerNorm's backward kernel gives RMSNorm's
+    gradient but for the term `-r * mean(grad * weight)`, which is added back. It is 4 times as fast in all.
     """
 
     @staticmethod
@@ -190,41 +195,46 @@ class _RMSNormFunction(torch.autograd.Function):
 
 
 class TorchRMSNorm(torch.nn.RMSNorm):
-    """RMSNorm with Megatron's signature. Megatron's own wrapper refuses sequence parallelism; this one tags the weight, so
-    that its gradient is reduced over the tensor-parallel group."""
+    """RMSNorm with Megatron's signature.
+
+    Megatron's own wrapper refuses sequence parallelism; this one tags the weight, so that its gradient is reduced over
+    the tensor-parallel group.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., hidden]`, normalised over the last dimension."""
+        """Normalise `[..., hidden]` over the last dimension."""
         if x.device.type == "cpu" and x.dtype == torch.float32:
             return _RMSNormFunction.apply(x.contiguous(), self.weight, self.eps)
         return super().forward(x)
 
 
 class AllHeadsRMSNorm(TorchRMSNorm):
-    """RMSNorm over all `heads` of a token together, where Megatron normalises each by itself."""
+    """RMSNorm over all `heads` of a token together, where Megatron normalises each head alone."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, *, heads: int, **kwargs: Any):
         super().__init__(config, heads * hidden_size, eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., heads, D]`."""
+        """Normalise `[..., heads, D]` over the last two dimensions."""
         return super().forward(x.flatten(-2)).view_as(x)
 
 
 LATENT_NORM_EPS = 1e-6
-"""Of the norms inside latent attention, whatever `config.json` says of the others: as transformers has them."""
+"""Epsilon of the norms inside latent attention, as in transformers, whatever `config.json` says for the other norms."""
 
 
 class LatentAttention(torch.nn.Module):
-    """Multi-head latent attention (MLA, arXiv 2405.04434) over packed samples, in the place of Megatron's self-attention, whose
-    rotary embedding of packed input loops over samples, and whose kernel needs TransformerEngine.
+    """Multi-head latent attention (MLA, arXiv 2405.04434) over packed samples, in place of Megatron's self-attention.
 
-    Queries, and keys with values, come from low ranks, which every rank has of its own tokens; heads are divided among
-    tensor-parallel ranks. The last `rope_dim` values of a head turn, and those of a key are the same for all heads.
+    Megatron's rotary embedding of packed input loops over samples, and its kernel needs TransformerEngine.
+
+    Queries, and keys with values, come from low-rank projections, which every rank has of its own tokens; heads are
+    divided among tensor-parallel ranks. The last `rope_dim` values of a head are rotated, and those of a key are the
+    same for all heads.
     """
 
     def __init__(self, config: TransformerConfig, *, shape: MegatronModelShape, layer_number: int, **_: Any):
@@ -256,7 +266,7 @@ class LatentAttention(torch.nn.Module):
         packed_seq_params: PackedAttentionParams | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """`hidden_states [N / tp, 1, hidden]` -> the same shape, and no bias."""
+        """Compute attention: `hidden_states [N / tp, 1, hidden]` -> the same shape, and no bias."""
         plan, s = packed_seq_params, self._shape
         assert isinstance(plan, PackedAttentionParams), "samples are packed; their plan goes in packed_seq_params"
         low = self.q_layernorm(self.linear_q_down_proj(hidden_states)) if s.query_rank else hidden_states
@@ -274,19 +284,22 @@ class LatentAttention(torch.nn.Module):
         return self.linear_proj(out.flatten(1)[:, None])[0], None
 
     def _apply_rotary(self, x: Tensor, plan: PackedAttentionParams) -> Tensor:
-        """`x [N, heads, R]`, turned. Neighbours that turn together are put half a head apart first, of queries and keys alike."""
+        """Return `x [N, heads, R]`, rotated.
+
+        Neighbours that turn together are put half a head apart first, in queries and keys alike.
+        """
         if self._shape.rotary.interleaved:
             x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return apply_rotary(x, plan)
 
 
-# Experts of a layer in two parameters, plugged into Megatron through its layer specifications.
+# The experts of a layer in two parameters, plugged into Megatron through its layer specifications.
 
 
 class GroupedExperts(torch.nn.Module):
     """This rank's experts of a layer: `weight1 [E, 2 W, hidden]` (gate over up) and `weight2 [E, hidden, W]`.
 
-    Megatron's own need TransformerEngine, or run one after the other.
+    Megatron's own experts need TransformerEngine, or run one after the other.
     """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, **_: Any):
@@ -296,17 +309,23 @@ class GroupedExperts(torch.nn.Module):
         self.weight2 = Parameter(torch.empty(num_local_experts, hidden, width, dtype=config.params_dtype))
 
     def forward(self, tokens: Tensor, counts: Tensor, gates: Tensor) -> tuple[Tensor, None]:
-        """`tokens [P, hidden]` in the order of experts, `counts` int64 `[E]` of each, `gates [P]`: their gates. No bias."""
+        """Return the experts' outputs for `tokens [P, hidden]` in the order of experts, and no bias.
+
+        `counts` int64 `[E]` are the tokens of each expert, and `gates [P]` the gates of the tokens.
+        """
         wide = grouped_linear(tokens, self.weight1, counts)
         return grouped_linear(WeightedSwiGLU.apply(wide, gates), self.weight2, counts), None
 
 
 class LocalDispatcher(MoETokenDispatcher):
-    """Brings tokens to experts that are all on this rank. Megatron's dispatchers ask the device three times a layer how many
-    tokens each has, and add up what comes back in no fixed order."""
+    """A dispatcher that sends tokens to experts that are all on this rank.
+
+    Megatron's dispatchers read each expert's token count from the device three times a layer, and sum the results in no
+    fixed order.
+    """
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """`[n, 1, hidden]`, `[n, E]` twice -> the sent rows and their gates."""
+        """Return the sent rows and their gates, from `[n, 1, hidden]` and twice `[n, E]`."""
         self._shape = hidden_states.shape
         self._dispatch = ExpertDispatch(routing_map, self.config.moe_router_topk)
         return self._dispatch.dispatch_rows(hidden_states.reshape(-1, self._shape[-1])), self._dispatch.gather_gates(
@@ -326,7 +345,7 @@ class LocalDispatcher(MoETokenDispatcher):
         return hidden_states
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """`[n, hidden]` -> `[n, 1, hidden]`."""
+        """Restore the shape: `[n, hidden]` -> `[n, 1, hidden]`."""
         return hidden_states.view(self._shape)
 
 
@@ -337,11 +356,11 @@ def use_local_dispatcher(layers: Iterable[Any], config: TransformerConfig) -> No
             layer.mlp.token_dispatcher = LocalDispatcher(config, get_default_pg_collection())
 
 
-# The model: its layers made of our modules by Megatron's specifications, no fork, no patch; and replay in its routers.
+# The model: layers of our modules through Megatron's specifications, without fork or patch; and replay in its routers.
 
 
 def build_layer_spec(config: TransformerConfig, shape: MegatronModelShape, *, moe: bool) -> ModuleSpec:
-    """Specification of one decoder layer with the modules above."""
+    """Return the specification of one decoder layer with the modules above."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if moe else None, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
@@ -362,20 +381,20 @@ def build_layer_spec(config: TransformerConfig, shape: MegatronModelShape, *, mo
 
 
 class HiddenStatesModel(GPTModel):
-    """A GPTModel whose forward ends before the output layer, so that logits are made only where they are needed."""
+    """A GPTModel whose forward ends before the output layer, so that logits are computed only where they are needed."""
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
 
     def get_output_weight(self) -> Tensor:
-        """`[vocab of this rank, hidden]`, on the last pipeline stage."""
+        """Return the output matrix, `[vocab of this rank, hidden]`, on the last pipeline stage."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
 
 def build_model(config: TransformerConfig, shape: MegatronModelShape) -> HiddenStatesModel:
-    """This pipeline stage of the decoder."""
+    """Build this pipeline stage of the decoder."""
     first = get_transformer_layer_offset(config)
     here = shape.moe_pattern[first : first + get_num_layers_to_build(config)]
     specs = [build_layer_spec(config, shape, moe=moe) for moe in here]
@@ -384,7 +403,7 @@ def build_model(config: TransformerConfig, shape: MegatronModelShape) -> HiddenS
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=specs, layer_norm=TorchRMSNorm),
-        # The vocabulary is shared out evenly: rows of padding are never a target, and no logit is taken of them.
+        # The vocabulary is divided evenly: rows of padding are never a target, and no logit is computed for them.
         vocab_size=shape.vocab_size + -shape.vocab_size % config.tensor_model_parallel_size,
         max_sequence_length=shape.max_positions,
         position_embedding_type="none",
@@ -395,18 +414,18 @@ def build_model(config: TransformerConfig, shape: MegatronModelShape) -> HiddenS
 
 
 def freeze_padding_embedding(model: HiddenStatesModel, token: int | None, shard: tuple[int, int]) -> None:
-    """Keep the embedding of `token`, the model's padding, from being trained: as transformers does (`padding_idx`).
+    """Keep the embedding of `token`, the model's padding, from being trained, as transformers does (`padding_idx`).
 
-    It is a row of zeros, and a policy may sample the token. The norm behind the embedding multiplies the gradient of a row of
-    zeros by `1 / sqrt(eps)`: a thousand. One such token would decide the norm of the whole gradient, which is clipped by it.
-    `shard`: (index, count) of the parts into which sequence-parallel ranks split the tokens.
+    It is a row of zeros, and a policy may sample the token. The norm behind the embedding multiplies the gradient of a
+    row of zeros by `1 / sqrt(eps)`: a thousand. One such token would decide the norm of the whole gradient, which is
+    clipped by it. `shard` is (index, count) of the parts into which sequence-parallel ranks split the tokens.
     """
     if token is None or not model.pre_process:
         return
     index, count = shard
 
     def hold(module: torch.nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
-        """`output` `[N / count, 1, hidden]`."""
+        """Stop the gradient at padding tokens; `output` is `[N / count, 1, hidden]`."""
         ids: Tensor = kwargs["input_ids"][0].chunk(count)[index]
         return torch.where((ids == token)[:, None, None], output.detach(), output)
 
@@ -417,21 +436,21 @@ TopKFunction = Callable[..., tuple[Tensor, Tensor]]
 
 
 class RouterReplayAdapter(RouterReplay):
-    """Stands in one router's `router_replay`, and asks `replay` about that router. With nothing bound, the router is exactly
-    Megatron's.
+    """A stand-in for one router's `router_replay`, which asks `replay` about that router.
 
-    Megatron's own class keeps a class-wide list, a queue for the backward pass and no checks: a record with fewer rows
-    than tokens silently leaves the others without expert.
+    With nothing bound, the router behaves exactly like Megatron's. Megatron's own class keeps a class-wide list, a
+    queue for the backward pass and no checks: a record with fewer rows than tokens silently leaves the others without
+    expert.
     """
 
     def __init__(self, replay: RoutingReplay, index: int, *, pre_softmax: bool):
-        # RouterReplay.__init__ would enter the instance into the class-wide list: not called on purpose.
+        # RouterReplay.__init__ is not called on purpose: it would add the instance to the class-wide list.
         self._replay, self._index, self._pre_softmax = replay, index, pre_softmax
         self.clear_indices()
         self.clear_router_replay_action()
 
     def _to_probabilities(self, scores: Tensor) -> Tensor:
-        """Scores are logits, unless gates are taken before the choice."""
+        """Return probabilities from scores, which are logits unless gates are computed before the choice."""
         return scores if self._pre_softmax else scores.softmax(dim=-1)
 
     def get_replay_topk(
@@ -442,7 +461,7 @@ class RouterReplayAdapter(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: TopKFunction | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Selected scores and expert ids, `[N, K]` each, for `scores` `[N, experts]`."""
+        """Return selected scores and expert ids, `[N, K]` each, for `scores` `[N, experts]`."""
         assert default_compute_topk is not None
         routes = self._replay.current_routes
         if routes is None:
@@ -463,9 +482,12 @@ def attach_replay(
 ) -> RoutingReplay:
     """Put `RoutingReplay` into the routers of the decoder's layers that this rank has, found by global layer number.
 
-    `moe_layers`: global numbers (from 1) of all MoE layers of the model, in order: column `l` of a record belongs to
-    `moe_layers[l]`. `cp_size`: among how many ranks the tokens are divided that the model is given. Routers elsewhere, such
-    as those of multi-token prediction, stay as they are.
+    Routers elsewhere, such as those of multi-token prediction, stay as they are.
+
+    Args:
+        moe_layers: Global numbers (from 1) of all MoE layers of the model, in order: column `l` of a record belongs to
+            `moe_layers[l]`.
+        cp_size: The number of ranks among which the model's input tokens are divided.
     """
     routers = {
         layer.layer_number: layer.mlp.router for layer in model.decoder.layers if isinstance(layer.mlp, MoELayer)
@@ -474,6 +496,6 @@ def attach_replay(
     replay = RoutingReplay(num_moe_layers=len(moe_layers), moe_layer_indices=columns, token_shard=shard, **settings)
     for index, router in enumerate(routers.values()):
         router.router_replay = RouterReplayAdapter(replay, index, pre_softmax=model.config.moe_router_pre_softmax)
-    # Before any collective: ranks that wait for each other's tokens would wait for ever.
+    # Checked before any collective: ranks that wait for each other's tokens would wait forever.
     model.register_forward_pre_hook(lambda module, args: replay.check_token_count(cp_size * args[0].numel()))
     return replay

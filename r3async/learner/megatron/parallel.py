@@ -1,4 +1,4 @@
-"""Ranks: who holds what, and the collectives of one step outside of the model."""
+"""Ranks of the Megatron backend: the layout, and the collectives of one step outside of the model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from r3async.learner.optimizer import (
 
 @dataclass(frozen=True)
 class MegatronRankGroup(RankGroup):
-    """This rank's place. Megatron's order of ranks: tp varies fastest, then cp, dp and pp."""
+    """This rank's position in the layout. Megatron's order of ranks: tp varies fastest, then cp, dp and pp."""
 
     parallel: ParallelConfig
     tp_rank: int
@@ -40,7 +40,7 @@ class MegatronRankGroup(RankGroup):
     pp_rank: int
     owns_default_group: bool
     created_groups: tuple[dist.ProcessGroup, ...]
-    """Groups that were made for this layout, if it was not there before."""
+    """Process groups that were created for this layout, if it did not exist before."""
 
     @property
     def is_batch_reporter(self) -> bool:
@@ -52,7 +52,7 @@ class MegatronRankGroup(RankGroup):
 
     @property
     def context_parallel(self) -> ContextParallelGroup | None:
-        """The ranks that divide each micro-batch's tokens, if they do."""
+        """The ranks that divide each micro-batch's tokens; None without context parallelism."""
         p = self.parallel
         return ContextParallelGroup(self.cp_rank, p.cp, ps.get_context_parallel_group()) if p.cp > 1 else None
 
@@ -72,16 +72,16 @@ class MegatronRankGroup(RankGroup):
 
 
 def _list_process_groups() -> list[dist.ProcessGroup]:
-    """Every process group of this process."""
+    """Return every process group of this process."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
 @contextlib.contextmanager
 def _reuse_equal_groups(device: torch.device) -> Iterator[None]:
-    """Inside, on CPU, a process group that has the ranks of an earlier one is that one.
+    """Reuse, inside this block and on CPU, an earlier process group that has the same ranks.
 
-    Megatron makes twenty, most of them alike. Each of gloo's has two threads that wake up a hundred times a second: together
-    they cost 2 % of a core, in a run that only waits. Groups of nccl overlap, and stay apart.
+    Megatron makes twenty, most of them alike. Each of gloo's has two threads that wake up a hundred times a second:
+    together they cost 2 % of a core, in a run that only waits. Groups of nccl overlap, and stay separate.
     """
     made: dict[Any, dist.ProcessGroup] = {}
     make = dist.new_group
@@ -95,7 +95,7 @@ def _reuse_equal_groups(device: torch.device) -> Iterator[None]:
     if device.type != "cpu":
         yield
         return
-    dist.new_group = shared  # every rank asks for the same groups in the same order
+    dist.new_group = shared  # every rank creates the same groups in the same order
     try:
         yield
     finally:
@@ -103,10 +103,10 @@ def _reuse_equal_groups(device: torch.device) -> Iterator[None]:
 
 
 def init_model_parallel(parallel: ParallelConfig, device: torch.device) -> MegatronRankGroup:
-    """Set up Megatron's groups over the default process group, which is made here if there is none: a world of one, over a
-    store in memory, without any port.
+    """Set up Megatron's groups over the default process group.
 
-    Raises `LearnerError` if the process group has another size than `learner.parallel` says.
+    If there is none, it is created here: a world of one, over a store in memory, without any port. Raises
+    `LearnerError` if the process group has another size than `learner.parallel` says.
     """
     owns_group = not dist.is_initialized()
     if owns_group:
@@ -154,12 +154,13 @@ class GradientReducer:
     """Sums gradients over the ranks that hold a copy of a parameter.
 
     Losses are divided by global denominators, so sums, not means, are the gradient of the whole step. Sequence-parallel
-    and context-parallel ranks see different tokens: what they hold in common gets a part of its gradient on each. Experts are
-    copied among all ranks of a stage that do not divide them.
+    and context-parallel ranks see different tokens: each computes a part of the gradient of the parameters that they
+    have in common. Experts are copied among all ranks of a stage that do not divide them.
 
-    Data-parallel copies divide the rows of a gradient among them (`shares`): each sums its own, over all who have some of it.
-    With `sharded` that is all, and `gather_parameters` gives a rank the parameters that others update. Without, every copy is
-    given the whole sum. So both have the same sums, bit by bit, on any number of ranks.
+    Data-parallel copies divide the rows of a gradient among them (`shares`): each sums its own rows, over all ranks
+    that have a part of the gradient. With `sharded` that is all, and `gather_parameters` gives a rank the parameters
+    that others update. Otherwise every copy is given the whole sum. So both have the same sums, bit by bit, on any
+    number of ranks.
     """
 
     def __init__(self, links: Sequence[ParameterMapping], layout: MegatronRankGroup, *, sharded: bool = False):
@@ -169,11 +170,11 @@ class GradientReducer:
         expert_dp = ps.get_expert_data_parallel_group()
         self._world, self._sharded = p.world_size, sharded
         self._dp_groups: list[dist.ProcessGroup | None] = []
-        """Of each link: the data-parallel ranks that hold copies, if there are several."""
+        """The data-parallel ranks that hold copies of each link's parameter; None if there is one copy."""
         self._extra_groups: list[list[dist.ProcessGroup]] = []
-        """Of each link: over whose ranks its gradient is summed after that, one group after the other."""
+        """The groups over which each link's gradient is summed after that, one after the other."""
         self._norm_weights: list[float] = []
-        """Of each link: one divided by how many ranks hold the same rows of it."""
+        """One divided by the number of ranks that hold the same rows, for each link."""
         for link in links:
             groups = [(expert_dp, copies * p.tp // p.ep) if link.is_expert else (dp, copies)]
             if not link.is_expert and link.tp_dim is None:
@@ -190,7 +191,7 @@ class GradientReducer:
         self.shares = self._local_shares if sharded else [UNSHARDED] * len(self._local_shares)
 
     def reduce_gradients(self, gradients: Gradients) -> None:
-        """In place; `gradients` in the order of the links, all of them there."""
+        """Reduce `gradients` in place; they must all be present, in the order of the links."""
         for group, some in _iter_by_group(gradients, self._dp_groups):
             reduce_scatter_shares(some, group)
         parts = [share.select_rows(gradient) for share, gradient in zip(self._local_shares, gradients, strict=True)]
@@ -202,7 +203,10 @@ class GradientReducer:
             self._gather_shares(gradients)
 
     def gather_parameters(self, parameters: Sequence[Tensor]) -> None:
-        """Each rank's rows of them, in the order of the links, on all ranks that hold copies. Collective, if `sharded`."""
+        """Gather each rank's rows of the parameters, in the order of the links, on all ranks that hold copies.
+
+        Collective, if `sharded`.
+        """
         if self._sharded:
             self._gather_shares(parameters)
 
@@ -211,8 +215,11 @@ class GradientReducer:
             all_gather_shares(some, group)
 
     def compute_squared_norm(self, gradients: Gradients) -> float:
-        """Sum of squares over the whole model, from gradients that have been reduced: what is held by several ranks counts
-        once. Of this rank's rows alone, so that it does not depend on who has the others."""
+        """Return the sum of squares over the whole model, from gradients that have been reduced.
+
+        Values held by several ranks count once. A rank uses its own rows alone, so that the result does not depend on
+        which ranks have the others.
+        """
         parts = [share.select_rows(gradient) for share, gradient in zip(self._local_shares, gradients, strict=True)]
         norms = torch.stack(torch._foreach_norm(parts)).double().cpu() if parts else torch.zeros(0, dtype=torch.float64)
         weights = torch.tensor(self._norm_weights, dtype=torch.float64)
@@ -225,8 +232,10 @@ class GradientReducer:
 def _iter_by_group(
     tensors: Sequence[Tensor], groups: Sequence[dist.ProcessGroup | None]
 ) -> Iterator[tuple[dist.ProcessGroup, list[Tensor]]]:
-    """The tensors of each group that there is. Every rank of a group has the same parameters, so the order of groups is the only
-    thing to agree on."""
+    """Yield each group with its tensors.
+
+    Every rank of a group has the same parameters, so the ranks need to agree only on the order of groups.
+    """
     found: dict[Any, list[Tensor]] = {}
     for tensor, group in zip(tensors, groups, strict=True):
         if group is not None:

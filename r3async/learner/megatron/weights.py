@@ -1,4 +1,4 @@
-"""Megatron's configuration of a model, and its weights under the names of Hugging Face and back."""
+"""Megatron's configuration of a model, and the mapping of its weights to and from Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RECOMPUTE_SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def build_transformer_config(shape: MegatronModelShape, learner: LearnerConfig) -> TransformerConfig:
-    """Megatron's configuration of that model.
+    """Return Megatron's configuration of that model.
 
     Gates that are normalised over the chosen experts are Megatron's softmax *after* top-k, and their opposite is
     `moe_router_pre_softmax`: softmax over all experts, then top-k. Megatron always normalises sigmoids.
@@ -49,9 +49,9 @@ def build_transformer_config(shape: MegatronModelShape, learner: LearnerConfig) 
         pipeline_model_parallel_size=parallel.pp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=1,
-        # Micro-batches are packed by tokens: each has its own length, and stages send it on.
+        # Micro-batches are packed by tokens: each has a different length, which stages send on.
         variable_seq_lengths=parallel.pp > 1,
-        # Losses are divided by global denominators already, and not by the number of micro-batches.
+        # Losses are already divided by global denominators, not by the number of micro-batches.
         calculate_per_token_loss=True,
         **RECOMPUTE_SETTINGS[learner.recompute],
         num_layers=shape.num_layers,
@@ -110,13 +110,17 @@ def build_transformer_config(shape: MegatronModelShape, learner: LearnerConfig) 
 
 @dataclass(frozen=True)
 class ParameterMapping:
-    """One Megatron parameter of this rank and the checkpoint tensors it is made of.
+    """One Megatron parameter of this rank and the checkpoint tensors that it consists of.
 
-    `tp_dim`: along which the tensors, each of them, are divided among the tensor-parallel ranks; None if every rank has all of
-    them. `join` makes the parameter of this rank's parts of the tensors, and `split` undoes it. `unpadded_rows`: number of
-    rows of the whole tensor, where ranks pad it with zeros to share it evenly. `is_expert`: it belongs to an expert.
-    `is_on_two_stages`: two pipeline stages have it (an embedding that is also the output matrix), and `is_second_copy` that
-    this is the second.
+    Attributes:
+        join: Builds the parameter from this rank's parts of the tensors.
+        split: Undoes `join`.
+        tp_dim: The dimension along which each of the tensors is divided among the tensor-parallel ranks; None if every
+            rank has all of them.
+        unpadded_rows: Number of rows of the whole tensor, where ranks pad it with zeros to share it evenly.
+        is_expert: The parameter belongs to an expert.
+        is_on_two_stages: Two pipeline stages have the parameter (an embedding that is also the output matrix).
+        is_second_copy: This is the second of these two copies.
     """
 
     parameter: Parameter
@@ -130,7 +134,7 @@ class ParameterMapping:
     is_second_copy: bool = False
 
     def local_part(self, tensor: Tensor) -> Tensor:
-        """This rank's part of a whole checkpoint tensor."""
+        """Return this rank's part of a whole checkpoint tensor."""
         if self.tp_dim is None:
             return tensor
         ranks = ps.get_tensor_model_parallel_world_size()
@@ -143,7 +147,7 @@ class ParameterMapping:
         return tensor.chunk(ranks, self.tp_dim)[ps.get_tensor_model_parallel_rank()]
 
     def gather_full(self, part: Tensor) -> Tensor:
-        """The whole tensor from every tensor-parallel rank's part: a collective operation, if it is divided."""
+        """Return the whole tensor from every tensor-parallel rank's part. Collective, if it is divided."""
         if self.tp_dim is None:
             return part
         if ps.get_tensor_model_parallel_world_size() == 1:
@@ -154,8 +158,10 @@ class ParameterMapping:
 
 
 def locate_shard(link: ParameterMapping, *, sharded: bool = False) -> ShardSlice:
-    """Where the parts of that parameter of this rank lie in the tensors of a checkpoint. `sharded`: each data-parallel copy hands
-    in its share, and not the first one everything."""
+    """Return the position of this rank's parts of that parameter in the tensors of a checkpoint.
+
+    With `sharded`, each data-parallel copy writes its share, instead of the first copy writing everything.
+    """
     rank, ranks = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
     places = []
     for name, part in zip(link.tensor_names, link.split(link.parameter.detach()), strict=True):
@@ -163,7 +169,7 @@ def locate_shard(link: ParameterMapping, *, sharded: bool = False) -> ShardSlice
         if link.tp_dim is not None:
             shape[link.tp_dim] = link.unpadded_rows or size[link.tp_dim] * ranks
             offset[link.tp_dim] = min(rank * size[link.tp_dim], shape[link.tp_dim])
-            # Rows that only pad the ranks' share are in no checkpoint.
+            # Rows that only pad the ranks' shares are not in any checkpoint.
             size[link.tp_dim] = min(size[link.tp_dim], shape[link.tp_dim] - offset[link.tp_dim])
         places.append(TensorSlice(name, tuple(shape), tuple(offset), tuple(size)))
     divided = link.tp_dim is not None
@@ -175,18 +181,18 @@ def locate_shard(link: ParameterMapping, *, sharded: bool = False) -> ShardSlice
 
 
 def map_tensor(parameter: Parameter, name: str, **how: Any) -> ParameterMapping:
-    """A parameter that is one tensor of the checkpoint."""
+    """Map a parameter that is one tensor of the checkpoint."""
     return ParameterMapping(parameter, (name,), lambda tensors: tensors[0], lambda weight: [weight], **how)
 
 
 def map_gate_up(parameter: Parameter, prefix: str, **how: Any) -> ParameterMapping:
-    """fc1 is the gate projection over the up projection."""
+    """Map a feed-forward input: fc1 is the gate projection over the up projection."""
     names = (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
     return ParameterMapping(parameter, names, torch.cat, lambda weight: list(weight.chunk(2)), **how)
 
 
 def map_parameters(model: HiddenStatesModel, shape: MegatronModelShape) -> Iterator[ParameterMapping]:
-    """Every parameter of this rank's part of the model, once, with layer names by global layer number."""
+    """Yield a mapping for every parameter of this rank's part of the model, once, with global layer numbers in names."""
     pipeline = ps.get_pipeline_model_parallel_world_size()
     vocabulary = {"tp_dim": 0, "unpadded_rows": shape.vocab_size}
     if model.pre_process:
@@ -214,12 +220,12 @@ def map_parameters(model: HiddenStatesModel, shape: MegatronModelShape) -> Itera
 
 
 def _map_attention(attention: Any, prefix: str, shape: MegatronModelShape) -> Iterator[ParameterMapping]:
-    """Attention with grouped queries."""
+    """Yield the mappings of attention with grouped queries."""
     ranks = ps.get_tensor_model_parallel_world_size()
     groups, per_group, dim = shape.num_kv_heads // ranks, shape.num_heads // shape.num_kv_heads, shape.head_dim
 
     def join_qkv(tensors: list[Tensor]) -> Tensor:
-        """Megatron keeps the query heads of a group next to its key and value head."""
+        """Join the projections in Megatron's order: the query heads of a group next to its key and value head."""
         return torch.cat([t.unflatten(0, (groups, -1)) for t in tensors], dim=1).flatten(0, 1)
 
     def split_qkv(weight: Tensor) -> list[Tensor]:
@@ -236,7 +242,7 @@ def _map_attention(attention: Any, prefix: str, shape: MegatronModelShape) -> It
 
 
 def _map_latent_attention(attention: Any, prefix: str, shape: MegatronModelShape) -> Iterator[ParameterMapping]:
-    """Multi-head latent attention: every rank has the projections to low ranks."""
+    """Yield the mappings of multi-head latent attention: every rank has the projections to low ranks."""
     if shape.query_rank:
         yield map_tensor(attention.linear_q_down_proj.weight, f"{prefix}q_a_proj.weight")
         yield map_tensor(attention.q_layernorm.weight, f"{prefix}q_a_layernorm.weight")
@@ -277,7 +283,10 @@ def _map_moe(mlp: MoELayer, prefix: str, shape: MegatronModelShape) -> Iterator[
 
 
 def map_expert_biases(model: HiddenStatesModel, shape: MegatronModelShape) -> list[ParameterMapping]:
-    """The bias of each expert that decides who is chosen, of this rank's routers: it has no gradient, and stays float32."""
+    """Return the mappings of the expert biases of this rank's routers, which take part in the choice of experts.
+
+    A bias has no gradient, and stays float32.
+    """
     if not shape.has_expert_biases:
         return []
     mixtures = {layer.layer_number - 1: layer.mlp for layer in model.decoder.layers if isinstance(layer.mlp, MoELayer)}
@@ -290,8 +299,10 @@ def map_expert_biases(model: HiddenStatesModel, shape: MegatronModelShape) -> li
 
 @torch.no_grad()
 def load_weights(mappings: Sequence[ParameterMapping], shape: MegatronModelShape, files: Mapping[str, Any]) -> None:
-    """Fill every parameter from `open_model_files`. Raises `LearnerError` naming tensors that are missing, misshapen or not of
-    this model."""
+    """Fill every parameter from `open_model_files`.
+
+    Raises `LearnerError` naming tensors that are missing, misshapen or not of this model.
+    """
     check_tensor_shapes(shape, read_tensor_shapes(files))
     for link in mappings:
         try:
@@ -309,8 +320,11 @@ def load_weights(mappings: Sequence[ParameterMapping], shape: MegatronModelShape
 def iter_owned_weights(
     mappings: Sequence[ParameterMapping], value: Callable[[Parameter], Tensor] = lambda parameter: parameter.detach()
 ) -> Iterator[tuple[str, Tensor]]:
-    """Of all weights, or of `value` of them, those that this rank hands in, whole: on all ranks together each once. Where tensor-
-    and data-parallel ranks have a parameter, they take turns. Views of the parameters where these can be. Collective."""
+    """Yield the whole weights, or `value` of them, that this rank exports: over all ranks, each weight comes once.
+
+    Tensor- and data-parallel ranks that share a parameter take turns. The tensors are views of the parameters where
+    possible. Collective.
+    """
     expert = ps.get_expert_data_parallel_rank() == 0
     tensor, data = ps.get_tensor_model_parallel_rank(), ps.get_data_parallel_rank(with_context_parallel=True)
     tensors = ps.get_tensor_model_parallel_world_size()
@@ -322,7 +336,7 @@ def iter_owned_weights(
         if not link.is_expert:
             turn += 1
             if turn // tensors % datas != data:
-                continue  # for all ranks that a tensor is divided among
+                continue  # alike on all ranks that divide a tensor
         mine = expert if link.is_expert else turn % tensors == tensor
         for name, part in zip(link.tensor_names, link.split(value(link.parameter)), strict=True):
             whole = link.gather_full(part)
@@ -337,10 +351,10 @@ def gather_weights(
     *,
     copy: bool = True,
 ) -> dict[str, Tensor]:
-    """Copies of all weights, or of `value` of them, under their checkpoint names, contiguous: on rank 0, nothing elsewhere.
+    """Return copies of all weights, or of `value` of them, by their checkpoint names: on rank 0, nothing elsewhere.
 
-    A collective operation. With one rank the copies are on the model's device, with several on the host. Without `copy`, views
-    of the parameters where these can be.
+    Copies are contiguous. Collective. With one rank the copies are on the model's device, with several on the host.
+    Without `copy`, the tensors are views of the parameters where possible.
     """
     form = torch.contiguous_format
     mine = {n: t.clone(memory_format=form) if copy else t for n, t in iter_owned_weights(mappings, value)}
@@ -362,14 +376,16 @@ def _gather_to_first_rank(mine: dict[str, Tensor]) -> dict[str, Tensor]:
     return everything
 
 
-# What of a Megatron model is trained: all of it, all but its routers, or adapters (`learner.lora`).
+# The trained part of a Megatron model: all of it, all but its routers, or adapters (`learner.lora`).
 
 
 def build_adapters(
     model: HiddenStatesModel, mappings: Sequence[ParameterMapping], config: Config
 ) -> LoraAdapters | None:
-    """Leave gradients to what is trained, and make the adapters, if there are any. Collective. Raises `LearnerError` for targets
-    that name nothing on any rank."""
+    """Freeze what is not trained, and create the adapters, if there are any.
+
+    Collective. Raises `LearnerError` for targets that name nothing on any rank.
+    """
     learner, routers = config.learner, _router_parameter_ids(model)
     if learner.freeze_router:
         for link in mappings:
@@ -397,7 +413,7 @@ def build_adapters(
     for link in mappings:
         link.parameter.requires_grad_(id(link.parameter) in adapted)
     if model.pre_process:
-        # Recomputed layers are fed forward again only if their input has a gradient.
+        # Recomputed layers run forward again only if their input has a gradient.
         model.embedding.register_forward_hook(_require_gradient)
     return LoraAdapters(matrices, chosen, learner.lora, seed=config.seed, dtype=getattr(torch, learner.dtype))
 
@@ -416,13 +432,15 @@ def _sharded_dim(link: ParameterMapping) -> ShardedDim:
 
 
 def select_trained_mappings(linked: Sequence[ParameterMapping]) -> list[ParameterMapping]:
-    """Those whose parameters are not frozen."""
+    """Return the mappings whose parameters are not frozen."""
     return [link for link in linked if link.parameter.requires_grad]
 
 
 def build_adapter_mappings(adapters: LoraAdapters, linked: Sequence[ParameterMapping]) -> list[ParameterMapping]:
-    """As if adapters were parameters: over which ranks their gradients are summed. What all of a weight's ranks have whole is
-    summed like a weight that is not divided."""
+    """Return mappings of the adapters as if they were parameters: they say over which ranks their gradients are summed.
+
+    A factor that all of a weight's ranks have whole is summed like a weight that is not divided.
+    """
     of = {id(link.parameter): link for link in linked}
     out = []
     for parameter, _, candidate, shared in adapters.list_parameters():

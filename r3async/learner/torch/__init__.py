@@ -1,1 +1,1 @@
-"""Learner on transformers, with FSDP2."""
+"""The learner backend on transformers, with FSDP2."""

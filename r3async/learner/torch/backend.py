@@ -1,4 +1,4 @@
-"""`TorchLearner`: any mixture of experts that transformers has, with rollout routing replay and FSDP2."""
+"""The backend on transformers: `TorchLearner`, for any mixture of experts, with rollout routing replay and FSDP2."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from r3async.learner.torch.model import PackedInputs, PackedModel, attach_replay
 
 
 class TorchLearner(LearnerBackend):
-    """See `LearnerBackend`.
+    """A learner backend whose model is built by transformers.
 
-    One process trains alone. With `learner.parallel.dp` of them, in the default process group (gloo or nccl), every
-    parameter is divided among them by FSDP2, in float32: the shards are the master weights. While it loads, each process
-    holds the whole model in host memory.
+    One process trains alone. With `learner.parallel.dp` processes, in the default process group (gloo or nccl), every
+    parameter is divided among them by FSDP2, in float32: the shards are the master weights. While it loads, each
+    process holds the whole model in host memory.
     """
 
     name = "torch"
@@ -76,8 +76,10 @@ class TorchLearner(LearnerBackend):
 
     @classmethod
     def from_pretrained(cls, config: Config, model_path: Path, *, frozen: bool = False) -> TorchLearner:
-        """Load the model, with the other ranks where there are any; nothing of a `frozen` one is trained. Raises `LearnerError`
-        for one that this backend would train wrongly."""
+        """Load the model, with the other ranks where there are any; nothing of a `frozen` one is trained.
+
+        Raises `LearnerError` for a model that this backend would train wrongly.
+        """
         ranks, source = detect_rank_group(config.learner.parallel.dp), Path(model_path)
         if ranks.device.type == "cpu":
             torch.set_num_threads(config.learner.threads)
@@ -113,7 +115,7 @@ class TorchLearner(LearnerBackend):
         return cls(config, source, ranks, model, replay, adapters)
 
     def forward(self, micro_batch: MicroBatch, rows: np.ndarray, routes: MicroBatchRoutes | None) -> TokenScores:
-        """The scores themselves: what FSDP shards is all of a pass."""
+        """Return the scores themselves: FSDP shards a module whose forward is the whole pass."""
         m, device = micro_batch, self.ranks.device
         return self.model(
             PackedInputs.from_micro_batch(m, device),
@@ -128,13 +130,13 @@ class TorchLearner(LearnerBackend):
         return output
 
     def reset_forward_state(self) -> None:
-        """Free the parameters that FSDP put together for a pass without a backward, or for one that failed.
+        """Free the parameters that FSDP gathered for a pass without a backward, or for one that failed.
 
-        Otherwise the next pass would not see what the optimizer writes meanwhile. Gradients under way are lost.
+        Otherwise the next pass would not see what the optimizer writes meanwhile. Gradients in progress are lost.
         """
         if isinstance(self.model, FSDPModule):
-            # FSDP's own reset (of torch 2.13) forgets the gradients of parameters that are whole at this moment, and would
-            # add them to those of the next pass.
+            # FSDP's own reset (in torch 2.13) overlooks the gradients of parameters that are whole at this moment, and
+            # would add them to those of the next pass.
             self.model.zero_grad()
             self.model.reset_iter_state()
 
@@ -143,12 +145,12 @@ class TorchLearner(LearnerBackend):
         return [locate_shard(name, parameter, self.ranks) for name, parameter in named if parameter.requires_grad]
 
     def export_weights(self, *, copy: bool = True) -> dict[str, Tensor]:
-        """In host memory."""
+        """Return the snapshot in host memory."""
         dtype = getattr(torch, self.config.learner.dtype)
         return self.model.collect_checkpoint_tensors(partial(gather_tensor, ranks=self.ranks), dtype, copy=copy)
 
     def iter_full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """A layer at a time: whole on the rank whose turn it is."""
+        """Yield the weights a layer at a time, whole on the rank whose turn it is."""
         dtype = getattr(torch, self.config.learner.dtype)
         for number, names in enumerate(self.model.group_names_by_layer()):
             gather = partial(gather_tensor, ranks=self.ranks, target_rank=number % self.ranks.world_size)
@@ -156,7 +158,10 @@ class TorchLearner(LearnerBackend):
 
 
 def detect_rank_group(dp: int) -> RankGroup:
-    """Raises `LearnerError` if the default process group does not have `dp` (`learner.parallel.dp`) ranks."""
+    """Return this process's rank group.
+
+    Raises `LearnerError` if the default process group does not have `dp` (`learner.parallel.dp`) ranks.
+    """
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world != dp:
         raise LearnerError(
@@ -169,7 +174,7 @@ def detect_rank_group(dp: int) -> RankGroup:
 
 
 def locate_shard(name: str, parameter: Tensor, ranks: RankGroup) -> ShardSlice:
-    """What this rank has of that parameter."""
+    """Return the position of this rank's part of that parameter."""
     if not isinstance(parameter, DTensor):
         return ShardSlice((TensorSlice.full_tensor(name, parameter.shape),), is_writer=ranks.rank == 0)
     # FSDP divides the first dimension evenly, the last ranks getting less, or nothing.
@@ -180,7 +185,7 @@ def locate_shard(name: str, parameter: Tensor, ranks: RankGroup) -> ShardSlice:
 
 
 def find_adapter_candidates(model: PackedModel, ranks: RankGroup, config: LearnerConfig) -> list[AdapterCandidate]:
-    """What may be adapted: matrices, and stacks of them."""
+    """Return the parameters that may be adapted: matrices, and stacks of them."""
     ends = {id(m.weight) for m in (model.causal_lm.get_input_embeddings(), model.causal_lm.get_output_embeddings())}
     routers = {id(p) for router in model.routers for p in router.parameters()}
     out = []
@@ -194,7 +199,7 @@ def find_adapter_candidates(model: PackedModel, ranks: RankGroup, config: Learne
 
 
 def freeze_parameters(model: PackedModel, config: LearnerConfig) -> set[str]:
-    """Leave gradients to what is trained; the names of matrices that have adapters. Raises `LearnerError`."""
+    """Freeze what is not trained, and return the names of the matrices that have adapters. Raises `LearnerError`."""
     if not config.lora.rank:
         for router in model.routers if config.freeze_router else ():
             router.requires_grad_(False)
@@ -208,7 +213,10 @@ def freeze_parameters(model: PackedModel, config: LearnerConfig) -> set[str]:
 
 
 def all_reduce_replicated(is_replicated: Sequence[bool], gradients: Gradients) -> None:
-    """Over all ranks, in place: of what each of them has whole. FSDP has summed the gradients of weights."""
+    """Sum over all ranks, in place, the gradients of parameters that each rank has whole.
+
+    FSDP has already summed the gradients of weights.
+    """
     mine = [g for g, all_have_it in zip(gradients, is_replicated, strict=True) if all_have_it]
     total = torch.cat([g.reshape(-1) for g in mine])
     dist.all_reduce(total)
@@ -217,7 +225,7 @@ def all_reduce_replicated(is_replicated: Sequence[bool], gradients: Gradients) -
 
 
 def compute_sharded_norm(ranks: RankGroup, is_replicated: Sequence[bool], gradients: Gradients) -> float:
-    """Sum of squares over all shards; what each rank has whole counts once."""
+    """Return the sum of squares over all shards; values that each rank has whole count once."""
     counted = (
         gradients
         if ranks.rank == 0 or not is_replicated
@@ -228,7 +236,7 @@ def compute_sharded_norm(ranks: RankGroup, is_replicated: Sequence[bool], gradie
 
 
 def shard_model(model: PackedModel, ranks: RankGroup, dtype: torch.dtype) -> None:
-    """Divide every parameter, held in float32, among the ranks; each layer is put together in `dtype` while it runs.
+    """Divide every parameter, held in float32, among the ranks; each layer is gathered in `dtype` while it runs.
 
     Gradients are summed over ranks, not averaged, in float32: the loss is already divided by the global denominator.
     """
@@ -240,25 +248,30 @@ def shard_model(model: PackedModel, ranks: RankGroup, dtype: torch.dtype) -> Non
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # Plain sums on every backend, NCCL's pre-multiplied ones among them.
+            # Plain sums on every backend, also instead of NCCL's pre-multiplied ones.
             module.set_force_sum_reduction_for_comms(True)
 
 
 def gather_tensor(tensor: Tensor, dtype: torch.dtype, ranks: RankGroup, target_rank: int = 0) -> Tensor | None:
-    """The whole of a weight in `dtype` (integers stay as they are), in host memory of rank `target_rank`; None elsewhere.
-    Collective."""
+    """Return a whole weight in `dtype`, in host memory of rank `target_rank`; None elsewhere.
+
+    Integers keep their dtype. Collective.
+    """
     tensor = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype)
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     return tensor.cpu() if ranks.rank == target_rank else None
 
 
-# A model built without memory: what loading it would refuse, known before anything starts.
+# A check with a model built without memory: it finds what loading would refuse before anything starts.
 
 
 def check_buildable(config: Config, path: Path) -> None:
-    """Build the model and run it as far as shapes go. Raises `LearnerError` for one that this backend would train wrongly. What
-    only values show (changed logits, masked scores) is not seen; nor are the files of weights."""
+    """Build the model without memory and run it as far as shapes go.
+
+    Raises `LearnerError` for a model that this backend would train wrongly. What only values show (changed logits,
+    masked scores) is not detected, and files of weights are not read.
+    """
     described, loaded = read_model_config(path), load_transformers_config(path)
 
     import torch
@@ -268,8 +281,8 @@ def check_buildable(config: Config, path: Path) -> None:
 
     try:
         with torch.device("meta"):
-            # Matrices of experts have no kernel without values but in this precision.
+            # Without values, this is the only precision with a kernel for matrices of experts.
             causal = AutoModelForCausalLM.from_config(loaded, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
-    except Exception as error:  # of many kinds: numbers that do not fit
+    except Exception as error:  # many kinds: numbers that do not fit
         raise LearnerError(f"transformers cannot build it: {first_error_line(error)}") from error
     PackedModel(causal.eval(), described, max_total_tokens=config.episode.max_total_tokens)

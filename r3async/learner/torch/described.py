@@ -1,4 +1,7 @@
-"""What `config.json` alone says of a model, before the parts of transformers are imported that build one, which takes seconds."""
+"""Model configuration from `config.json` alone, read before the parts of transformers that build a model are imported.
+
+That import takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from r3async.untrusted import decode_python_json
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
-    """The `config.json` of a Hugging Face model directory. Raises `LearnerError` if there is none that could be trained."""
+    """Return the `config.json` of a Hugging Face model directory.
+
+    Raises `LearnerError` if it has no trainable model.
+    """
     try:
         config = decode_python_json((path / "config.json").read_bytes())
     except (OSError, ValueError) as error:
@@ -25,13 +31,16 @@ def read_model_config(path: Path) -> dict[str, Any]:
 
 
 def load_transformers_config(path: Path) -> Any:
-    """What transformers makes of it. Raises `LearnerError` for a model that it does not know, or that samples no text."""
+    """Return the configuration as transformers loads it.
+
+    Raises `LearnerError` for a model that transformers does not know, or that samples no text.
+    """
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     try:
         loaded = AutoConfig.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # of many kinds: an unknown model type, numbers that do not fit
+    except Exception as error:  # many kinds: an unknown model type, numbers that do not fit
         raise LearnerError(f"transformers cannot build it: {first_error_line(error)}") from error
     if loaded.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise LearnerError(f"transformers cannot build it: {loaded.model_type!r} is no causal language model")
@@ -39,5 +48,5 @@ def load_transformers_config(path: Path) -> Any:
 
 
 def first_error_line(error: Exception) -> str:
-    """transformers explains at length: lists of all models, commands of pip."""
+    """Return the first line of an error: transformers explains at length, with lists of all models and pip commands."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

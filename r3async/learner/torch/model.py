@@ -1,4 +1,4 @@
-"""A transformers causal language model over packed samples: loaded, checked, with its routers bound, made to give log-probs."""
+"""A transformers causal language model over packed samples: loading, checks, router replay, log-probs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from r3async.learner.kernels import AttentionPlan, DeterministicGather, packed_a
 from r3async.learner.replay import MicroBatchRoutes, RoutingReplay
 
 ATTENTION_NAME = "r3async_packed"
-"""Our attention's name in transformers. No mask function has this name, so that models make no mask."""
+"""The name of our attention in transformers. No mask function has this name, so models create no mask."""
 
 
 def _packed_attention_forward(
@@ -44,9 +44,10 @@ def _packed_attention_forward(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """`query [1, heads, N, D]` -> `[1, N, heads, D]`: transformers' attention function, over packed samples.
+    """Compute attention over packed samples: `query [1, heads, N, D]` -> `[1, N, heads, D]`.
 
-    Raises `LearnerError` for what this attention does not do, instead of leaving it out.
+    This is the attention function that transformers calls. Raises `LearnerError` for what this attention does not
+    support, instead of leaving it out.
     """
     name = type(module).__name__
     if attention_plan is None:
@@ -68,16 +69,16 @@ AttentionInterface.register(ATTENTION_NAME, _packed_attention_forward)
 
 
 def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a Hugging Face directory, in host memory, with every weight from its files.
+    """Load the model of a Hugging Face directory, in host memory, with every weight from its files.
 
-    In eval mode, always: dropout and a router's jitter are not part of the policy that the engine samples from.
+    It is always in eval mode: dropout and a router's jitter are not part of the policy that the engine samples from.
     Raises `LearnerError`, with what to change, if transformers cannot load it or a weight is missing or left over.
     """
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=ATTENTION_NAME, local_files_only=True, output_loading_info=True
         )
-    except Exception as error:  # of many kinds: files, their headers, names, shapes, an unknown model type
+    except Exception as error:  # many kinds: files, their headers, names, shapes, an unknown model type
         raise LearnerError(f"transformers cannot load `model.path` = {path}: {error}") from error
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(map(str, info[what])):
@@ -85,7 +86,7 @@ def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
             raise LearnerError(
                 f"`model.path` = {path}: the files do not fit config.json, {what.replace('_', ' ')}: {', '.join(names[:4])}{rest}"
             )
-    # A model that is asked for them collects all router logits; there is no auxiliary loss here.
+    # With this flag a model collects all router logits; there is no auxiliary loss here.
     if hasattr(model.config, "output_router_logits"):
         model.config.output_router_logits = False
     return model.eval()
@@ -93,7 +94,7 @@ def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class PackedInputs:
-    """What a forward pass needs, on the device. `token_ids` and `positions` int64 `[N]`."""
+    """The inputs of a forward pass, on the device. `token_ids` and `positions` are int64 `[N]`."""
 
     token_ids: Tensor
     positions: Tensor
@@ -106,7 +107,7 @@ class PackedInputs:
         return PackedInputs(ids, at, plan_attention(m.cu_seqlens, device, m.prefixes))
 
     def to_model_inputs(self) -> dict[str, Any]:
-        """For a transformers model."""
+        """Return the keyword arguments of a transformers model."""
         return {
             "input_ids": self.token_ids[None],
             "position_ids": self.positions[None],
@@ -116,17 +117,17 @@ class PackedInputs:
 
 
 class PackedModel(nn.Module):
-    """Log-probs of tokens under a transformers model: all of a pass in one `forward`, which is what FSDP shards.
+    """Log-probs of tokens under a transformers model: the whole pass is one `forward`, which FSDP shards.
 
-    `routing`, `routers`: the routes' shape and the modules that choose experts, in layer order; None and empty for a
-    dense model. Raises `LearnerError` for a model that this backend would train wrongly (see `_trial_forward`).
+    `routing` and `routers` are the routes' shape and the modules that choose experts, in layer order; None and empty
+    for a dense model. Raises `LearnerError` for a model that this backend would train wrongly (see `_trial_forward`).
     """
 
     def __init__(self, causal_lm: PreTrainedModel, config: Mapping[str, Any], max_total_tokens: int):
         super().__init__()
         self.causal_lm = causal_lm
         self.entropy_gradient = False
-        """Whether the loss has an entropy term."""
+        """True if the loss has an entropy term."""
         layers = getattr(causal_lm.base_model, "layers", None)
         if not isinstance(layers, nn.ModuleList) or not isinstance(causal_lm.get_output_embeddings(), nn.Linear):
             raise LearnerError(f"{type(causal_lm).__name__} has no list of decoder layers, or no linear output layer")
@@ -142,8 +143,10 @@ class PackedModel(nn.Module):
 
     @torch.no_grad()
     def _trial_forward(self) -> dict[int, list[nn.Module]] | None:
-        """Run one short sample to see what the model does; returns the modules that choose experts, by layer. Of a model whose
-        tensors have no values, what its code does with shapes alone; None if that cannot be run.
+        """Run one short sample to see what the model does, and return the modules that choose experts, by layer.
+
+        For a model whose tensors have no values, this checks only what its code does with shapes; returns None if it
+        cannot run.
 
         Raises `LearnerError` if a layer mixes tokens by anything but one call of packed attention (recurrent and
         convolutional layers would mix the samples of a micro-batch), if the logits are not the output layer's (they are
@@ -200,10 +203,14 @@ class PackedModel(nn.Module):
         routes: MicroBatchRoutes | None = None,
         supports: SupportSets | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """float32 `[M]` log-probs of the tokens at `rows` (int64 `[M]`, none a first token), and their entropies.
+        """Return log-probs of the tokens at `rows`, float32 `[M]`, and their entropies.
 
-        Logits are made for the tokens `before` them only. `temperatures` float32 `[M]`. `routes`: those bound for this pass.
-        `supports`: of these tokens.
+        Args:
+            rows: int64 `[M]`, none a sample's first token.
+            before: Gathers the tokens before them; logits are computed for these only.
+            temperatures: float32 `[M]`.
+            routes: The routes bound for this pass.
+            supports: The supports of these tokens.
         """
         hidden = self.causal_lm.base_model(**packed.to_model_inputs()).last_hidden_state[0]
         if routes is not None:
@@ -218,12 +225,14 @@ class PackedModel(nn.Module):
             entropy_gradient=self.entropy_gradient,
             supports=supports,
         )
-        # A view of all logits, which FSDP warns of: changed in place, it would lose FSDP's hook.
+        # A view of all logits, about which FSDP warns: changed in place, it would lose FSDP's hook.
         return logprobs.clone(), entropies
 
     def find_expert_biases(self) -> list[tuple[str, Tensor]]:
-        """Of each router the biases that decide, with its scores, who is chosen: the name, and float32 `[experts]`. Empty if
-        one has none."""
+        """Return the expert biases of each router: the name, and float32 `[experts]`. Empty if a router has none.
+
+        Experts are chosen by their scores and these biases.
+        """
         named = {
             id(buffer): (name, buffer)
             for name, buffer in self.causal_lm.named_buffers()
@@ -233,20 +242,20 @@ class PackedModel(nn.Module):
         return [one for (one,) in found] if all(len(some) == 1 for some in found) else []
 
     def enable_recompute(self, granularity: str) -> None:
-        """Make activations again in the backward pass: of MoE blocks (`selective`), of whole layers (`full`), or none."""
+        """Recompute activations in the backward pass: of MoE blocks (`selective`), of whole layers (`full`), or none."""
         blocks = (c for layer in self.layers for c in layer.children() if any(r in c.modules() for r in self.routers))
         for module in {"none": (), "selective": blocks, "full": self.layers}[granularity]:
             # As in transformers' own layers: within `forward`, so that FSDP's hooks run once.
             module.forward = partial(_forward_with_recompute, module.forward)
 
     def _list_exported(self, dtype: torch.dtype) -> dict[str, tuple[Tensor, torch.dtype]]:
-        """Parameters and persistent buffers, by our names, and the dtype in which they are exported."""
+        """Return parameters and persistent buffers, by our names, with the dtype in which they are exported."""
         ours = {name: (tensor, dtype) for name, tensor in self.causal_lm.named_parameters()}
         buffers = dict(self.causal_lm.named_buffers())
         return ours | {n: (buffers[n], buffers[n].dtype) for n in self.causal_lm.state_dict() if n in buffers}
 
     def group_names_by_layer(self) -> list[set[str]]:
-        """Our names of what is exported, layer by layer, and what belongs to none."""
+        """Return our names of exported tensors, layer by layer, with those that belong to no layer in one group."""
         layers: dict[str, set[str]] = {}
         for name in self._list_exported(torch.float32):
             number = next((part for part in name.split(".") if part.isdigit()), "")
@@ -261,11 +270,14 @@ class PackedModel(nn.Module):
         copy: bool = True,
         names: Collection[str] | None = None,
     ) -> dict[str, Tensor]:
-        """All weights in `dtype`, and persistent buffers as they are (what a router adds to its scores is float32 in any model),
-        under their checkpoint names, contiguous copies; without `copy` whatever they are.
+        """Return all weights in `dtype`, and persistent buffers as they are, by their checkpoint names.
 
-        `gather` makes a whole tensor of ours, or nothing where this rank is not the one that exports. `names`: ours, if
-        not all.
+        Buffers keep their dtype because what a router adds to its scores is float32 in any model. The tensors are
+        contiguous copies; without `copy` they may be views, and need not be contiguous.
+
+        Args:
+            gather: Returns a whole tensor for one of ours, or None on a rank that does not export it.
+            names: Our names of the tensors, if not all.
         """
         ours = {n: each for n, each in self._list_exported(dtype).items() if names is None or n in names}
         whole = {name: t for name, (tensor, of) in ours.items() if (t := gather(tensor.detach(), of)) is not None}
@@ -298,25 +310,26 @@ def _check_length_independence(config: Any, max_total_tokens: int) -> None:
         )
 
 
-# The routers of any transformers mixture of experts: found by what they do, and made to replay recorded experts.
+# The routers of any transformers mixture of experts: they are found by what they do, and replay recorded experts.
 #
-# A router is the module of a decoder layer whose forward calls `torch.topk(scores [N, experts], top_k)`. Replay changes the
-# result of exactly that call, so a model's own scoring, normalisation, scaling and dtypes stay as they are.
+# A router is the module of a decoder layer whose forward calls `torch.topk(scores [N, experts], top_k)`. Replay changes
+# the result of exactly that call, so a model's own scoring, normalisation, scaling and dtypes stay as they are.
 
 
 _TOPK_FUNCTIONS = (torch.topk, torch.Tensor.topk)
 
 
 def is_expert_choice(scores: Tensor, ids: Tensor, shape: RoutingShape | None) -> bool:
-    """Whether a top-k over `scores` that gave `ids` chose experts; routers may also call top-k over groups of experts.
+    """Return True if a top-k over `scores` that returned `ids` chose experts.
 
-    Any top-k over rows may be a choice of experts in a model that `config.json` does not say to have any.
+    Routers may also call top-k over groups of experts. In a model whose `config.json` mentions no experts, any top-k
+    over rows may be a choice of experts.
     """
     return scores.ndim == 2 and (shape is None or (scores.shape[1], ids.shape[1]) == (shape.num_experts, shape.top_k))
 
 
 class TopKInterceptor(TorchFunctionMode):
-    """While in force, the caller of a top-k gets what `on_topk` makes of its result."""
+    """A mode in which the caller of a top-k gets what `on_topk` returns for its result."""
 
     def __torch_function__(
         self,
@@ -333,12 +346,16 @@ class TopKInterceptor(TorchFunctionMode):
 
 
 class RouterSearch(TopKInterceptor):
-    """While in force, notes which module of which layer chooses experts.
+    """A mode that records which module of which layer chooses experts.
 
-    `routers`: by layer index, the modules in whose forward a choice was made, one for each time. `grouped_routers`: those
-    that chose among groups of experts first. The values of such a choice come back as NaN: a model that uses them (DeepSeek-V2's
-    group-limited routers do) takes gate weights from scores in which the other groups are masked, and recorded experts of
-    those would have none. A model that reads its weights from the whole scores (DeepSeek-V3, GLM-4) does not notice.
+    The values of a choice by a router that chose among groups of experts first come back as NaN. A model that uses them
+    (DeepSeek-V2's group-limited routers do) takes gate weights from scores in which the other groups are masked, and
+    recorded experts of those groups would have none. A model that reads its weights from the whole scores (DeepSeek-V3,
+    GLM-4) does not notice.
+
+    Attributes:
+        routers: By layer index, the modules in whose forward a choice was made, one entry for each choice.
+        grouped_routers: The modules that chose among groups of experts first.
     """
 
     def __init__(self, layers: Sequence[nn.Module], shape: RoutingShape | None):
@@ -383,7 +400,7 @@ class RouterSearch(TopKInterceptor):
 
 
 class _ReplayInterceptor(TopKInterceptor):
-    """While in force, scores and chosen experts are what `choose`, given the router's own, returns."""
+    """A mode in which scores and chosen experts are what `choose` returns, given the router's own."""
 
     def __init__(self, shape: RoutingShape, choose: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]):
         super().__init__()
@@ -400,7 +417,7 @@ class _ReplayInterceptor(TopKInterceptor):
 
 
 def _to_probabilities(scores: Tensor) -> Tensor:
-    """Scores that are chosen from are probabilities, or sigmoids that become some when they are normalised."""
+    """Normalise scores, which are probabilities, or sigmoids that become probabilities when they are normalised."""
     return scores / scores.sum(dim=-1, keepdim=True)
 
 
@@ -411,10 +428,10 @@ def _make_topk_result(values: Tensor, ids: Tensor) -> Any:
 def check_routers(
     found: dict[int, list[nn.Module]], shape: RoutingShape | None, expected: Sequence[int]
 ) -> list[nn.Module]:
-    """One router for each of the `expected` layers, in order.
+    """Return one router for each of the `expected` layers, in order.
 
-    Raises `LearnerError` if the model's layers do not choose experts where its `config.json` says so: the engine numbers
-    the layers of its records by that file.
+    Raises `LearnerError` if the model's layers do not choose experts where its `config.json` says so: the engine
+    numbers the layers of its records by that file.
     """
     if sorted(found) != list(expected):
         call = (
@@ -436,10 +453,10 @@ def check_routers(
 
 
 def attach_replay(routers: Sequence[nn.Module], shape: RoutingShape, replay: RoutingReplay, *, logits: bool) -> None:
-    """From now on the routers ask `replay` for their experts whenever a micro-batch is bound. `logits`: they choose among these,
-    and not among probabilities.
+    """Make the routers use the experts from `replay` whenever a micro-batch is bound.
 
-    Their `forward` is replaced, and not hooked, so that a recomputed forward pass goes through it as well.
+    With `logits`, they choose among logits instead of probabilities. Their `forward` is replaced instead of hooked, so
+    that a recomputed forward pass goes through it as well.
     """
     for index, router in enumerate(routers):
         router.forward = partial(

@@ -1,1 +1,1 @@
-"""The endpoint that agents talk to: sessions of episodes behind the APIs of three vendors."""
+"""The HTTP endpoint for agents: episodes as sessions behind the chat, completion, responses and messages APIs."""

@@ -1,4 +1,4 @@
-"""`/v1/messages` of Anthropic's API: blocks instead of messages of tools, and errors of its own form."""
+"""Anthropic's `/v1/messages` API, which has content blocks instead of tool messages, and its own form of errors."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from r3async.untrusted import decode_json_object
 
 
 class AnthropicOutputConfig(msgspec.Struct, forbid_unknown_fields=True):
-    """What is honoured of `output_config`."""
+    """The supported fields of `output_config`."""
 
     effort: str | None = None
 
 
 class CountTokensRequest(msgspec.Struct):
-    """What is honoured of `/v1/messages/count_tokens`."""
+    """The supported fields of a `/v1/messages/count_tokens` request."""
 
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
@@ -42,7 +42,7 @@ class CountTokensRequest(msgspec.Struct):
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
-    """What is honoured of `/v1/messages`."""
+    """The supported fields of a `/v1/messages` request."""
 
     max_tokens: int
     stop_sequences: list[str] | None = None
@@ -56,7 +56,7 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "mcp_servers": ([],),
     "container": (),
 }
-"""Parameters that cannot be granted, and the values with which they ask for nothing."""
+"""Parameters that cannot be granted, and the values with which they request nothing."""
 
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -71,7 +71,7 @@ _ERROR_TYPES = {
 
 
 def build_anthropic_error(refused: ApiError) -> dict[str, Any]:
-    """The body of an error in Anthropic's form, which has no field for a code: it stands before the message."""
+    """Return the body of an error in Anthropic's form. It has no field for the code, which precedes the message."""
     other = "api_error" if refused.status >= 500 else "invalid_request_error"
     message = f"{refused.code}: {refused}" if refused.code else str(refused)
     return {"type": "error", "error": {"type": _ERROR_TYPES.get(refused.status, other), "message": message}}
@@ -92,7 +92,7 @@ def parse_messages_request(
 
 
 def parse_count_request(body: Any, settings: EpisodeConfig) -> AgentRequest:
-    """What is to be counted."""
+    """Parse a `/v1/messages/count_tokens` request. Raises `ApiError`."""
     return _translate_request(parse_request_body(CountTokensRequest, body, settings, {}))
 
 
@@ -125,7 +125,7 @@ def _translate_tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _translate_message(where: str, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Results of tools are messages of their own, and what is said between them another."""
+    """Yield the chat messages of one message, with a separate message for each tool result and for text between."""
     role, blocks = message.get("role"), message.get("content")
     if role not in ("user", "assistant"):
         raise ApiError(f"{where} has role {role!r}", param="messages")
@@ -174,7 +174,7 @@ def _translate_tool_result(where: str, block: Mapping[str, Any]) -> dict[str, An
 
 
 def build_messages_body(request: AgentRequest, response: AgentResponse) -> dict[str, Any]:
-    """The body of an answer to `/v1/messages`."""
+    """Return the body of an answer to `/v1/messages`."""
     content: list[dict[str, Any]] = []
     if response.message["content"]:
         content.append({"type": "text", "text": response.message["content"]})
@@ -204,7 +204,10 @@ def build_messages_body(request: AgentRequest, response: AgentResponse) -> dict[
 
 
 def iter_messages_events(request: AgentRequest, body: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The message without its content, each block begun, filled and ended, and how it ended."""
+    """Yield the events of a stream.
+
+    They are the message without content; start, delta and stop of each block; and the stop reason.
+    """
 
     def make_event(name: str, /, **data: Any) -> tuple[str, dict[str, Any]]:
         return name, {"type": name, **data}
@@ -227,7 +230,7 @@ def iter_messages_events(request: AgentRequest, body: Mapping[str, Any]) -> Iter
 
 
 def build_anthropic_models(name: str) -> dict[str, Any]:
-    """The list of one model that `/v1/models` answers a client of this protocol."""
+    """Return the list of one model with which `/v1/models` answers a client of this protocol."""
     model = {"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
     return {"data": [model], "has_more": False, "first_id": name, "last_id": name}
 

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions` and `/v1/completions`: requests and answers in the shape of OpenAI's API."""
+"""OpenAI's `/v1/chat/completions` and `/v1/completions` APIs: their requests and answers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from r3async.rollout.endpoint.protocol import (
 )
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's default of `max_tokens` in `/v1/completions`. In chat the default is what the context has left."""
+"""OpenAI's default of `max_tokens` in `/v1/completions`. In chat the default is the rest of the context."""
 
 
 class ChatRequest(msgspec.Struct):
-    """What is honoured of `/v1/chat/completions`."""
+    """The supported fields of a `/v1/chat/completions` request."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -48,7 +48,7 @@ class ChatRequest(msgspec.Struct):
 
 
 class CompletionRequest(msgspec.Struct):
-    """What is honoured of `/v1/completions`."""
+    """The supported fields of a `/v1/completions` request."""
 
     prompt: str | list[Any]
     max_tokens: int | None = DEFAULT_COMPLETION_TOKENS
@@ -59,7 +59,7 @@ class CompletionRequest(msgspec.Struct):
 
     @property
     def single_prompt(self) -> str | list[int]:
-        """Text or token ids; a list of one of them is that one. Raises `ApiError` for several."""
+        """The prompt, as text or token ids, also if it is the only item of a list. Raises `ApiError` for several."""
         prompt: Any = self.prompt
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
             if len(prompt) > 1:
@@ -85,7 +85,7 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "response_format": ({"type": "text"},),
 }
-"""Parameters that cannot be granted, and the values with which they ask for nothing. None is one for all."""
+"""Parameters that cannot be granted, and the values with which they request nothing. None always is one."""
 
 
 def parse_chat_request(body: Any, settings: EpisodeConfig, stored_conversations: StoredConversations) -> AgentRequest:
@@ -103,7 +103,7 @@ def parse_chat_request(body: Any, settings: EpisodeConfig, stored_conversations:
 
 
 def build_chat_body(request: AgentRequest, response: AgentResponse) -> dict[str, Any]:
-    """The body of an answer to `/v1/chat/completions`."""
+    """Return the body of an answer to `/v1/chat/completions`."""
     sampled, logprobs = response.answer, None
     if request.dialect_request.logprobs:
         entries = build_token_logprobs(
@@ -116,7 +116,10 @@ def build_chat_body(request: AgentRequest, response: AgentResponse) -> dict[str,
 
 
 def iter_chat_events(request: AgentRequest, body: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The role, the content, each tool call by its name and then its arguments, the end; then `usage`, if it was asked for."""
+    """Yield the events of a stream: role, content, each tool call's name and then its arguments, and the finish reason.
+
+    The last event is `usage`, if the request wants it.
+    """
     (choice,) = body["choices"]
     message = choice["message"]
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
@@ -143,7 +146,7 @@ def parse_completion_request(body: Any, settings: EpisodeConfig) -> CompletionRe
 
 
 def build_completion_body(request: CompletionRequest, response: AgentResponse) -> dict[str, Any]:
-    """The body of an answer to `/v1/completions`."""
+    """Return the body of an answer to `/v1/completions`."""
     sampled, logprobs = response.answer, None
     if request.logprobs is not None:
         logprobs = build_completion_logprobs(response.decode_tokens(), sampled.logprobs.tolist(), request.logprobs > 0)
@@ -176,7 +179,10 @@ def _build_body(answer_id: str, kind: str, model: str, choices: list[dict[str, A
 
 
 def build_token_logprobs(tokens: Sequence[str], logprobs: Sequence[float], with_top: bool) -> list[dict[str, Any]]:
-    """Of each sampled token; `with_top`: with itself as its only alternative, since no other was recorded."""
+    """Return the log-prob entry of each sampled token.
+
+    `with_top` lists the token itself as its only alternative, since no other was recorded.
+    """
     entries = []
     for token, logprob in zip(tokens, logprobs, strict=True):
         entry = {"token": token, "logprob": float(logprob), "bytes": list(token.encode())}

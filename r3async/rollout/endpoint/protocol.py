@@ -1,4 +1,4 @@
-"""The form that requests, answers and refusals of every protocol of the endpoint share, and how conversations are rendered."""
+"""The requests, answers and errors that all protocols of the endpoint share, and the options of the chat template."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ from r3async.envs import Message
 from r3async.rollout.chat import ChatRenderer, TemplateError
 from r3async.untrusted import MalformedError, decode_json
 
-# What the protocols of the endpoint share: one form of a request, of an answer and of a refusal.
+# The protocols of the endpoint share one form of requests, answers and errors.
 #
-# Inside, a conversation is that of `/v1/chat/completions`: `Asked.messages` and the message of an `AgentResponse`. Each
-# protocol is an `ApiDialect`, which reads its own requests into that form, and writes answers and errors in its own.
+# Internally a conversation has the form of `/v1/chat/completions`: `AgentRequest.messages` and the message of an
+# `AgentResponse`. Each protocol is an `ApiDialect`, which translates its requests into that form, and answers and
+# errors into its own.
 #
-# What would change how tokens are sampled, and cannot be granted, is refused and never ignored: an episode is trained with the
-# log-probs of the distribution that `episode.temperature` gives.
+# Parameters that would change how tokens are sampled, and cannot be granted, are refused and never ignored: an episode
+# is trained with the log-probs of the distribution that `episode.temperature` gives.
 
 
 class ApiError(Exception):
-    """A request that is answered with an error. `code`, `param` and `error_type` (their `type`) are OpenAI's; `can_retry`:
-    whether asking again may help."""
+    """A request that is answered with an error.
+
+    `code`, `param` and `error_type` (`type` in the body) are those of OpenAI's errors. `can_retry` is True if sending
+    the request again may help.
+    """
 
     def __init__(
         self,
@@ -44,15 +48,20 @@ class ApiError(Exception):
 
 
 def build_openai_error(refused: ApiError) -> dict[str, Any]:
-    """The body of an error in OpenAI's form."""
+    """Return the body of an error in OpenAI's form."""
     error = {"message": str(refused), "type": refused.error_type, "param": refused.param, "code": refused.code}
     return {"error": error}
 
 
 class SampledAnswer(msgspec.Struct, frozen=True):
-    """One answer. `sampled_text`: what the policy sampled, without its stop token. `stop_string`: the stop string of the
-    request that ended it, if one did. `finish_reason` is `stop` or `length`. `answer_name`: by it the session knows
-    which turn it became."""
+    """One sampled answer.
+
+    Attributes:
+        answer_name: The name by which the session finds the turn that the answer became.
+        sampled_text: The text that the policy sampled, without its stop token.
+        finish_reason: `stop` or `length`.
+        stop_string: The stop string of the request that ended the answer, if one did.
+    """
 
     answer_name: str
     prompt_tokens: int
@@ -64,7 +73,7 @@ class SampledAnswer(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """What is handed out: up to the stop string."""
+        """The text that the agent gets: up to the stop string."""
         return self.sampled_text.partition(self.stop_string)[0] if self.stop_string else self.sampled_text
 
     @property
@@ -78,11 +87,19 @@ class SampledAnswer(msgspec.Struct, frozen=True):
 
 
 class AgentRequest(msgspec.Struct):
-    """A request, whatever protocol it came by. `messages` and `tools` are in the form of `/v1/chat/completions`;
-    `max_tokens`: of new tokens; `stop_strings`: strings that end the answer and are not handed out; `template_args`:
-    variables of the chat template, beside the episode's; `single_tool_call`: hand out the first tool call of an answer only;
-    `dialect_request`: what else its protocol has to know to answer. `stored_conversation`: the conversation that a later
-    request may go on from by the answer's id, if there is to be one."""
+    """A request for an answer, independent of its protocol.
+
+    Attributes:
+        messages: The conversation, in the form of `/v1/chat/completions`.
+        tools: The tools that the answer may call, in the same form.
+        max_tokens: Limit of new tokens.
+        stop_strings: Strings that end the answer and are not returned.
+        template_args: Variables of the chat template, in addition to the episode's.
+        single_tool_call: True to return only the first tool call of an answer.
+        dialect_request: The request in its own protocol, for whatever else that needs in order to answer.
+        stored_conversation: The conversation that a later request may continue by the answer's id; None if it is not
+            stored.
+    """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -96,8 +113,10 @@ class AgentRequest(msgspec.Struct):
 
 
 class AgentResponse(msgspec.Struct, frozen=True):
-    """What a request is answered with. `message`: in the form of `/v1/chat/completions`; `decode_tokens()`: of each sampled
-    token."""
+    """A response to a request, independent of its protocol.
+
+    `message` is in the form of `/v1/chat/completions`. `decode_tokens()` returns the text of each sampled token.
+    """
 
     id: str
     model: str
@@ -111,13 +130,19 @@ class AgentResponse(msgspec.Struct, frozen=True):
 
 
 StoredConversations = Mapping[str, Sequence[Mapping[str, Any]]]
-"""By the id of its last answer, a conversation of the session."""
+"""Conversations of the session, by the id of their last answer."""
 
 
 class ApiDialect(msgspec.Struct, frozen=True):
-    """One protocol. `id_prefix`: what its answers' ids begin with. `parse_request` raises `ApiError`. `build_body` gives the
-    body of an answer, and `iter_events` the same body as a stream: the name of each event, if events have names, and its
-    data; then comes `stream_end`."""
+    """One protocol of the endpoint.
+
+    Attributes:
+        id_prefix: Prefix of its answers' ids.
+        parse_request: Translates a request; raises `ApiError`.
+        build_body: Returns the body of an answer.
+        iter_events: Yields the same body as a stream: the name of each event, if events have names, and its data.
+        stream_end: Bytes that end the stream.
+    """
 
     id_prefix: str
     parse_request: Callable[[Any, EpisodeConfig, StoredConversations], AgentRequest]
@@ -127,15 +152,17 @@ class ApiDialect(msgspec.Struct, frozen=True):
 
 
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
-"""What a request may ask for only as the episode has it."""
+"""Sampling parameters that a request may set only to the episode's own values."""
 MAX_STOP_STRINGS = 16
 
 
 def parse_request_body(
     request_type: Any, body: Any, settings: EpisodeConfig, neutral_values: Mapping[str, tuple[Any, ...]]
 ) -> Any:
-    """`body` as a `request_type`. `neutral_values`: parameters that cannot be granted, and the values with which they ask for
-    nothing; None is one for all. Raises `ApiError` for what is ill-formed or cannot be granted."""
+    """Convert `body` to a `request_type`. Raises `ApiError` for a body that is malformed or cannot be granted.
+
+    `neutral_values` maps each parameter that cannot be granted to the values that request nothing; None always is one.
+    """
     if not isinstance(body, Mapping):
         raise ApiError("the body must be a JSON object")
     _check_sampling(body, settings, neutral_values)
@@ -156,7 +183,7 @@ def parse_request_body(
 def _check_sampling(
     body: Mapping[str, Any], settings: EpisodeConfig, neutral_values: Mapping[str, tuple[Any, ...]]
 ) -> None:
-    """Raises `ApiError` for a request that asks for other tokens than the episode samples."""
+    """Raise `ApiError` for a request with sampling parameters other than the episode's."""
     for name in SAMPLING_FIELDS:
         asked, value = body.get(name), getattr(settings, name)
         if asked is None or asked in neutral_values.get(name, ()) or _is_same_value(asked, value):
@@ -176,7 +203,10 @@ def _is_same_value(asked: Any, value: Any) -> bool:
 
 
 def parse_stop_strings(stop: str | Sequence[str] | None, param: str = "stop") -> tuple[str, ...]:
-    """Strings that end an answer. They change where it ends, and no token before that. Raises `ApiError` for too many."""
+    """Return the strings that end an answer; raises `ApiError` for too many.
+
+    They change where an answer ends, and no token before that.
+    """
     found = tuple(filter(None, [stop] if isinstance(stop, str) else stop or ()))
     if len(found) > MAX_STOP_STRINGS:
         raise ApiError(f"{param} has {len(found)} strings, more than {MAX_STOP_STRINGS}", param=param)
@@ -184,7 +214,10 @@ def parse_stop_strings(stop: str | Sequence[str] | None, param: str = "stop") ->
 
 
 def select_tools(tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> Sequence[Mapping[str, Any]]:
-    """The tools that an answer may call. `choice` is OpenAI's. Raises `ApiError` for one that would force a call."""
+    """Return the tools that an answer may call, given OpenAI's `tool_choice`.
+
+    Raises `ApiError` for a choice that would force a call.
+    """
     if choice not in (None, "auto", "none"):
         raise ApiError(
             f"tool_choice = {choice!r} cannot be enforced: leave it out",
@@ -195,7 +228,7 @@ def select_tools(tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> Sequ
 
 
 def build_chat_tool(name: str, description: str | None, parameters: Any) -> dict[str, Any]:
-    """A tool in the form of `/v1/chat/completions`."""
+    """Return a tool in the form of `/v1/chat/completions`."""
     function: dict[str, Any] = {"name": name}
     if description:
         function["description"] = description
@@ -204,12 +237,12 @@ def build_chat_tool(name: str, description: str | None, parameters: Any) -> dict
 
 
 def build_tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call of a tool in that form."""
+    """Return a tool call in the form of `/v1/chat/completions`."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def join_text_parts(content: Any, kinds: Sequence[str], where: str) -> str:
-    """A text, or a list of parts whose `type` is one of `kinds`. Raises `ApiError` for what is not text."""
+    """Return a text, or the joined texts of parts whose `type` is one of `kinds`. Raises `ApiError` for others."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
@@ -220,15 +253,18 @@ def join_text_parts(content: Any, kinds: Sequence[str], where: str) -> str:
 
 
 def parse_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Messages of the API as templates take them: text parts are joined, arguments of tool calls are objects.
+    """Convert messages of the API to those of templates: text parts are joined, arguments of tool calls are objects.
 
-    Raises `ApiError` for what is not text.
+    Raises `ApiError` for content that is not text.
     """
     return MessageParser().parse_messages(messages)
 
 
 class MessageParser:
-    """`parse_messages`, of requests that repeat the conversation: what the request before began with is not read again."""
+    """An incremental `parse_messages` for requests that repeat the conversation.
+
+    The prefix that a request shares with the one before is not parsed again.
+    """
 
     def __init__(self) -> None:
         self._raw_messages: list[Mapping[str, Any]] = []
@@ -276,7 +312,7 @@ def _parse_message(index: int, message: Mapping[str, Any]) -> Message:
 
 
 def _parse_call_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """With arguments as an object, which is what templates write best; where they are none, as they are."""
+    """Return the call with its arguments as an object, which templates write best; unchanged if they are no JSON."""
     arguments = call["function"].get("arguments", {})
     if isinstance(arguments, str):
         with contextlib.suppress(MalformedError):
@@ -285,20 +321,23 @@ def _parse_call_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class SampledTexts:
-    """Remembers for every answer how it was handed out, so that the message that comes back is given its own words again."""
+    """A record of the sampled text behind every message that the agent got.
+
+    When such a message comes back in a later request, it gets its sampled text again.
+    """
 
     def __init__(self) -> None:
         self._text_by_message: dict[Any, str] = {}
 
     def add(self, text: str, message: Message) -> None:
-        """The policy sampled `text`; the agent was given `message`."""
+        """Record that the policy sampled `text`, of which the agent got `message`."""
         self._text_by_message[_build_message_key(message, with_ids=True)] = text
         self._text_by_message[_build_message_key(message, with_ids=False)] = text
 
     def restore_sampled_text(self, message: Message) -> Message:
-        """`message` in the policy's own words, if it is an answer of ours unchanged; else as it is.
+        """Return `message` with its sampled text if it repeats an answer unchanged, otherwise `message` itself.
 
-        Of several answers that read the same, the one whose calls have these ids counts, then the newest.
+        Among several answers that read the same, the one whose calls have the same ids is taken, then the newest.
         """
         if message.role != "assistant":
             return message
@@ -318,26 +357,32 @@ def _build_message_key(message: Message, with_ids: bool) -> Any:
         )
         for call in message.tool_calls
     )
-    # White space around the words beside a call was not handed out; frameworks drop such content altogether, or send "".
+    # White space around the text beside a call was not returned; frameworks drop such content altogether, or send "".
     return (message.content.strip() if calls else message.content, calls)
 
 
-# What a request may ask of the chat template: variables that it has, which change the prompt and nothing of the sampling.
+# Variables of the chat template that a request may set. They change the prompt, and nothing of the sampling.
 
 
 EFFORT_VARIABLE, THINKING_VARIABLE = "reasoning_effort", "enable_thinking"
-"""Variables by which templates know how long, or whether, the model is to think."""
+"""Template variables that control how long the model thinks, and whether it thinks at all."""
 
 
 def add_reasoning_effort(template_args: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
-    """Variables that a request names, with its `effort` of reasoning; those that are None it leaves to the episode."""
+    """Return a request's template variables with its reasoning `effort`, without those that are None.
+
+    A variable that is None keeps the episode's value.
+    """
     named = {**template_args, EFFORT_VARIABLE: effort if effort is not None else template_args.get(EFFORT_VARIABLE)}
     return {name: value for name, value in named.items() if value is not None}
 
 
 def apply_template_args(renderer: ChatRenderer, template_args: Mapping[str, Any]) -> ChatRenderer:
-    """`renderer` with these variables beside the episode's. Without an effort in the template, `none` is no thinking. Raises
-    `ApiError` for what the template does not know."""
+    """Return `renderer` with these variables in addition to the episode's.
+
+    If the template has no variable for the effort, an effort of `none` turns thinking off. Raises `ApiError` for
+    variables that the template does not know.
+    """
     wanted, known = dict(template_args), renderer.template_variables
     if wanted.get(EFFORT_VARIABLE) == "none" and EFFORT_VARIABLE not in known and THINKING_VARIABLE in known:
         del wanted[EFFORT_VARIABLE]

@@ -1,4 +1,4 @@
-"""`/v1/responses` of OpenAI's API: items instead of messages, and a conversation may go on by the id of its last answer."""
+"""OpenAI's `/v1/responses` API, with items instead of messages, and conversations that continue by an answer's id."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ TEXT_PART_TYPES = ("input_text", "output_text", "text")
 
 
 class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """Of a response. No summary is made; `auto` asks for the best that there is."""
+    """The supported fields of `reasoning`. No summary is made; a `summary` of `auto` accepts the best there is."""
 
     effort: str | None = None
     summary: Literal["auto"] | None = None
 
 
 class ResponsesRequest(msgspec.Struct):
-    """What is honoured of `/v1/responses`."""
+    """The supported fields of a `/v1/responses` request."""
 
     input: str | list[dict[str, Any]] = []
     instructions: str | None = None
@@ -61,7 +61,7 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "include": ([], ["reasoning.encrypted_content"]),
 }
-"""Parameters that cannot be granted, and the values with which they ask for nothing."""
+"""Parameters that cannot be granted, and the values with which they request nothing."""
 
 
 def parse_responses_request(
@@ -103,7 +103,7 @@ def _translate_tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _translate_items(items: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Items as messages: the calls that follow an assistant's message are part of it."""
+    """Translate items to messages. The calls that follow an assistant's message become part of it."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []
@@ -137,7 +137,7 @@ def _require_texts(item: Mapping[str, Any], where: str, *names: str) -> list[str
 
 
 def build_responses_body(agent_request: AgentRequest, response: AgentResponse) -> dict[str, Any]:
-    """The body of an answer to `/v1/responses`."""
+    """Return the body of an answer to `/v1/responses`."""
     request: ResponsesRequest = agent_request.dialect_request
     cut = response.answer.finish_reason == "length"
     usage = response.answer.usage
@@ -196,7 +196,7 @@ def _build_output_items(response: AgentResponse, status: str) -> list[dict[str, 
 
 
 def iter_responses_events(request: AgentRequest, body: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each item is added, filled and done; the whole response comes at the end."""
+    """Yield the events of a stream: each item is added, filled and done; the last event has the whole response."""
     numbers = itertools.count()
 
     def make_event(name: str, /, **data: Any) -> tuple[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The endpoint: HTTP around sessions. Loopback by default, and nothing is answered without a key."""
+"""The HTTP server of the endpoint. It listens on loopback by default and answers nothing without a key."""
 
 from __future__ import annotations
 
@@ -56,10 +56,11 @@ from r3async.world.real import REAL_WORLD
 SHUTDOWN_SECONDS = 2.0
 MAX_HEADERS = 64
 MAX_HEADER_BYTES = 8190
-"""Of one header, and of the request line."""
+"""Limit of one header, and of the request line, in bytes."""
 AIOHTTP_LOG = logging.getLogger(f"{__name__}.aiohttp")
 AIOHTTP_LOG.setLevel(logging.CRITICAL)
-"""What handlers raise is reported. The rest is what comes from strangers and is no HTTP, with a traceback each."""
+"""aiohttp's logger, silenced: errors of handlers are reported elsewhere, and the rest is a traceback for each request
+from strangers that is no HTTP."""
 
 DIALECT_BY_PATH = {
     "/v1/chat/completions": CHAT_DIALECT,
@@ -68,11 +69,11 @@ DIALECT_BY_PATH = {
 }
 COUNT_TOKENS_PATH = "/v1/messages/count_tokens"
 _ANSWER_ID_PREFIXES = (*(edge.id_prefix for edge in DIALECT_BY_PATH.values()), "cmpl")
-"""What the ids of answers begin with."""
+"""Prefixes of the ids of answers."""
 
 
 class OutsideTask(EpisodeTask, frozen=True):
-    """An episode that no lease asked for; it is never trained. `group_index` counts them."""
+    """An episode that belongs to no lease and is never trained. `group_index` counts them."""
 
     @property
     def trajectory_id(self) -> str:
@@ -80,8 +81,11 @@ class OutsideTask(EpisodeTask, frozen=True):
 
 
 def limit_connections(server: web.Server, max_connections: int) -> set[web.RequestHandler]:
-    """Have `server` keep at most `max_connections` connections: beyond them, each new one takes the place of the oldest that
-    is not in the set which this returns, and is closed at once if all are."""
+    """Limit `server` to `max_connections` connections and return the set of admitted ones, which the caller fills.
+
+    Beyond the limit, each new connection replaces the oldest that is not admitted, and is closed at once if all are
+    admitted.
+    """
     admitted: set[web.RequestHandler] = set()
     accept, forget = server.connection_made, server.connection_lost
 
@@ -102,11 +106,11 @@ def limit_connections(server: web.Server, max_connections: int) -> set[web.Reque
 
 
 class AgentServer:
-    """Serves sessions of one engine, on its event loop.
+    """A server of one engine's sessions, on its event loop.
 
-    `open_session` and `close_session` are for the process that plays leased episodes. If `serving.enabled`, whoever has
-    `token` may take an episode that waits for an agent (`offer_session`), or begin one of his own that is not trained.
-    `report(event, **fields)` gets errors of our own.
+    `open_session` and `close_session` are for the process that plays leased episodes. If `serving.enabled`, a client
+    with `token` may take an episode that waits for an agent (`offer_session`), or begin a new one that is not trained.
+    `report(event, **fields)` gets internal errors.
     """
 
     def __init__(
@@ -122,7 +126,7 @@ class AgentServer:
     ):
         self.settings, self.serving, self._clock = episode, serving, clock
         self.base_url = ""
-        """Ends in `/v1`; known once started."""
+        """URL of the endpoint, which ends in `/v1`; known after `start`."""
         self.token = serving.token.reveal("serving.token") or secrets.token_urlsafe(32)
         self._engine, self._renderer = engine, renderer
         self._parse_tool_calls: ParseToolCalls = parse_builtin
@@ -133,10 +137,13 @@ class AgentServer:
         self._outside_numbers = itertools.count()
         self._runner: web.AppRunner | None = None
         self._admitted_connections: set[web.RequestHandler] = set()
-        """Connections that have shown a key, or the token."""
+        """Connections that have sent a valid key, or the token."""
 
     async def start(self) -> None:
-        """Listen. Raises `ConfigError` if `serving.host` and `serving.port`, or `serving.tool_parser`, cannot be had."""
+        """Start to listen.
+
+        Raises `ConfigError` if `serving.host` and `serving.port`, or `serving.tool_parser`, are not available.
+        """
         self._parse_tool_calls = await select_tool_parser(
             self.serving.tool_parser, self._engine, self._renderer, self._report
         )
@@ -150,7 +157,7 @@ class AgentServer:
         app.router.add_post("/v1/r3async/reward", self._handle_reward)
         app.router.add_get("/v1/r3async/session", self._handle_session)
         app.router.add_post("/v1/r3async/sessions", self._handle_new_session)
-        # An agent that hangs up aborts what it asked for. A connection has `keepalive_timeout` for the head of each request.
+        # An agent that hangs up aborts its request. A connection has `keepalive_timeout` for the head of each request.
         self._runner = web.AppRunner(
             app,
             handler_cancellation=True,
@@ -189,7 +196,7 @@ class AgentServer:
     # -- in this process -----------------------------------------------------------------------------------------
 
     def open_session(self, task: EpisodeTask) -> AgentSession:
-        """Begin an episode; whoever has its key plays it."""
+        """Open a session for an episode. The client with its key plays it."""
         session = AgentSession(
             task,
             self._engine,
@@ -205,7 +212,7 @@ class AgentServer:
         return session
 
     def close_session(self, session: AgentSession) -> None:
-        """End it: its key is unknown from now on. May be called twice."""
+        """Close a session, so that its key is unknown from now on. Idempotent."""
         session.close()
         self._sessions.pop(session.key, None)
         self._outside_keys.discard(session.key)
@@ -213,7 +220,7 @@ class AgentServer:
             self._offered_sessions.remove(session)
 
     def offer_session(self, session: AgentSession) -> None:
-        """Hand it to the next one who asks for an episode with the token."""
+        """Offer a session to the next client that requests an episode with the token."""
         self._offered_sessions.append(session)
 
     # -- over HTTP -----------------------------------------------------------------------------------------------
@@ -230,14 +237,14 @@ class AgentServer:
             if not _is_disconnected(request):
                 self._report("serving_failed", path=request.path, error=repr(error))
             refused = ApiError(f"internal error: {error!r}", status=500, error_type="server_error")
-        # What the official clients look at before they try again by themselves.
+        # The official clients read this header to decide whether to retry.
         headers = {"x-should-retry": "true" if refused.can_retry else "false"}
         write = build_anthropic_error if _is_anthropic_client(request) else build_openai_error
         response = web.json_response(write(refused), status=refused.status, headers=headers)
         if refused.status == 401:
             self._admitted_connections.discard(request.protocol)
         if request.protocol not in self._admitted_connections:
-            response.force_close()  # whoever has no key has no use for one of `serving.max_connections`
+            response.force_close()  # a client without a key must not hold one of `serving.max_connections`
         return response
 
     def _read_key(self, request: web.Request) -> str:
@@ -332,8 +339,10 @@ class AgentServer:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _handle_reward(self, request: web.Request) -> web.Response:
-        """`{"reward": x}` for the episode, with `"turn": i` for one answer (or `"id"`, what that answer was called);
-        `"done": true` ends it."""
+        """Handle `{"reward": x}` for the episode, with `"turn": i` (or `"id"`, an answer's id) for one answer.
+
+        `"done": true` ends the episode.
+        """
         session = self._require_session(request)
         body = await self._read_body(request)
         if not isinstance(body, dict) or not ("reward" in body or body.get("done")):
@@ -373,7 +382,7 @@ class AgentServer:
         return admitted
 
     async def _handle_new_session(self, request: web.Request) -> web.Response:
-        """With `task_seed`: a session that is not trained. Without: the next episode that waits for an agent."""
+        """Answer with a new session that is not trained, given `task_seed`; else with the next episode that waits."""
         if not self._has_token(request):
             message = "this takes the token of serving.token" if self.serving.enabled else "serving.enabled is false"
             raise ApiError(message, status=401, code="invalid_api_key", error_type="authentication_error")
@@ -407,7 +416,7 @@ class AgentServer:
         try:
             await _send_response(request, response)
         except BaseException:
-            # Nobody has its key: it waits for the next one, or ends.
+            # No client has its key: it waits for the next client, or ends.
             if session.key in self._outside_keys:
                 self.close_session(session)
             elif not session.closed.is_set():
@@ -417,7 +426,10 @@ class AgentServer:
 
 
 def _build_event_stream(events: Iterable[tuple[str, dict[str, Any]]], end: bytes) -> web.Response:
-    """In one piece: the engine answers at the end of an answer, and half of one is none."""
+    """Return all events of a stream in one response.
+
+    The engine returns whole answers, and half an answer is useless.
+    """
     named = [(f"event: {name}\n" if name else "", json.dumps(data)) for name, data in events]
     text = "".join(f"{head}data: {data}\n\n" for head, data in named)
     headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -425,7 +437,7 @@ def _build_event_stream(events: Iterable[tuple[str, dict[str, Any]]], end: bytes
 
 
 async def _send_response(request: web.Request, response: web.Response) -> None:
-    """Send it. Raises `ConnectionError` if who asked has gone."""
+    """Send a response. Raises `ConnectionError` if the client has disconnected."""
     await response.prepare(request)
     await response.write_eof()
 
@@ -435,12 +447,12 @@ def _is_disconnected(request: web.Request) -> bool:
 
 
 def _is_anthropic_client(request: web.Request) -> bool:
-    """Whether whoever asks reads errors in Anthropic's form."""
+    """Return True if the client expects errors in Anthropic's form."""
     return "anthropic-version" in request.headers or request.path.startswith("/v1/messages")
 
 
 def _find_turn(answer_id: Any, session: AgentSession) -> int:
-    """Raises `ApiError` for what is no answer's id, or that of an answer in another episode."""
+    """Return the turn of the answer with that id. Raises `ApiError` if it is no id of an answer in this episode."""
     kind, _, name = str(answer_id).partition("-")
     turn = session.find_turn(name) if kind in _ANSWER_ID_PREFIXES else -1
     if turn < 0:

@@ -1,4 +1,4 @@
-"""A session of the endpoint: one episode behind a key, its turns, and the parser of its tool calls."""
+"""A session of the endpoint: one episode with its key, its turns, and the parser of its tool calls."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from r3async.rollout.samples import EpisodeSamples, PendingCall, PrefixMismatchE
 from r3async.untrusted import MalformedError, decode_json_object, format_value, to_bounded_int, to_finite_float
 from r3async.world.real import REAL_WORLD
 
-# Who reads the tool calls of an answer: this library, or the engine's own parser for the model's form.
+# Selection of the parser for an answer's tool calls.
 #
-# Hermes' and Qwen's form is read here, without asking the engine. Every other is vLLM's to know.
+# Hermes' and Qwen's form is parsed here, without the engine. Every other form is left to vLLM's parsers.
 
 
 BUILTIN_PARSER, AUTO_PARSER = "builtin", "auto"
 ChatToolCalls = list[dict[str, Any]]
 ParseToolCalls = Callable[[str, Sequence[Mapping[str, Any]]], Awaitable[tuple[str, ChatToolCalls]]]
-"""`content, tool_calls` of an answer, in OpenAI's shape."""
+"""Function that parses an answer into `content, tool_calls`, in OpenAI's form."""
 
 PARSER_BY_MARKER = (
     ("<parameter=", "qwen3_coder"),
@@ -57,7 +57,8 @@ PARSER_BY_MARKER = (
     ("<|python_tag|>", "llama3_json"),
     ("<|tool_call|>", "granite"),
 )
-"""What a chat template writes around a call, and vLLM's parser of that form. The first that a template has counts."""
+"""Marker that a chat template writes around a call, and vLLM's parser of that form. The first match in a template
+counts."""
 
 
 async def parse_builtin(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, ChatToolCalls]:
@@ -65,7 +66,7 @@ async def parse_builtin(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[
 
 
 def detect_parser(template: str) -> str:
-    """The parser for what a chat template teaches: `builtin` for Hermes' form, and where it teaches none."""
+    """Return the parser for a chat template's form of tool calls: `builtin` for Hermes' form, and if it has none."""
     if "<｜tool▁calls▁begin｜>" in template and "```json" in template:
         return "deepseek_v3"
     return next((parser for marker, parser in PARSER_BY_MARKER if marker in template), BUILTIN_PARSER)
@@ -74,9 +75,11 @@ def detect_parser(template: str) -> str:
 async def select_tool_parser(
     name: str, engine: Engine, renderer: ChatRenderer, report: Callable[..., object] = lambda event, **fields: None
 ) -> ParseToolCalls:
-    """What `serving.tool_parser` = `name` asks for. The engine must have started. Raises `ConfigError` for a name that it
-    does not have. A parser that was chosen by the template, and that the engine cannot give, is reported, and ours is
-    taken."""
+    """Return the parser of `serving.tool_parser` = `name`. The engine must have started.
+
+    Raises `ConfigError` for a name that the engine does not have. If the template selects a parser that the engine
+    lacks, that is reported and the built-in parser is used.
+    """
     template = renderer.tokenizer.chat_template
     wanted = name
     if name == AUTO_PARSER:
@@ -115,20 +118,21 @@ def _is_json_object(arguments: str) -> bool:
     return True
 
 
-# One episode that somebody else plays: whole requests come in, in any order; samples come out.
+# Sessions: an agent plays one episode with complete requests, in any order, and the session builds its samples.
 
 
 _TOKENIZER_THREAD = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-"""One: a tokenizer is not for several threads at once, and a second one would only take turns with the first."""
+"""Thread of the tokenizer. One, because a tokenizer does not support several threads at once, and a second tokenizer
+would only take turns with the first."""
 
 PLAIN_REQUEST = AgentRequest(())
-"""Without tools, limits or anything else."""
+"""A request without tools, limits or other options."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 async def run_in_tokenizer(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """What `work` returns or raises, called in the thread that tokenises."""
+    """Call `work` in the tokenizer's thread, and return its result or raise its exception."""
     return await asyncio.get_running_loop().run_in_executor(_TOKENIZER_THREAD, functools.partial(work, *args, **kwargs))
 
 
@@ -136,9 +140,14 @@ REWARD_CALL_EXAMPLE = 'POST /v1/r3async/reward {"reward": 1.0}'
 
 
 class _AgentConversation(msgspec.Struct, eq=False):
-    """A conversation with the agent. `agent_messages`: its messages, as the agent sent them. `renderer`: with the variables
-    that it asked for. `last_answer`: the last one, in the policy's own words, once a request may continue it; None while it
-    is in flight, and after it failed."""
+    """A conversation with the agent.
+
+    Attributes:
+        renderer: The renderer with the template variables that the agent requested.
+        agent_messages: The messages as the agent sent them.
+        last_answer: The last answer as it was sampled, once a request may continue it; None while it is in flight, and
+            after it failed.
+    """
 
     renderer: ChatRenderer
     conversation: Conversation
@@ -148,12 +157,12 @@ class _AgentConversation(msgspec.Struct, eq=False):
 
 
 class AgentSession:
-    """Everything that one key caused.
+    """One episode that an agent plays through the endpoint, with the requests that carry its `key`.
 
-    A request is a whole conversation. What it repeats of earlier answers keeps the tokens that were sampled; what extends a
-    recorded sample continues it, and everything else branches (`EpisodeSamples`). An answer is of the episode once somebody has
-    it: one that nobody could be given is no turn of it, and its prompt may be asked again. Requests may overlap. `key`
-    authenticates requests for this episode. Belongs to one event loop.
+    A request is a whole conversation. Earlier answers that it repeats keep their sampled tokens. A prompt that extends
+    a recorded sample continues it, and any other prompt branches (`EpisodeSamples`). An answer becomes a turn once the
+    agent has it: an answer that could not be delivered is no turn, and its prompt may be sent again. Requests may
+    overlap. A session belongs to one event loop.
     """
 
     def __init__(
@@ -172,31 +181,32 @@ class AgentSession:
         self.key = f"r3-{secrets.token_urlsafe(32)}"
         self.task, self.settings, self.renderer = task, settings, renderer
         self.closed = asyncio.Event()
-        """The agent ended it, or the episode was taken from it. No request is answered any more."""
+        """Event that is set when the agent has ended the episode, or it was taken from the agent. No request is
+        answered after that."""
         self.exceeded_limit = ""
-        """Why a request was refused, if one was for good: `turns` or `length`."""
+        """Limit for which a request was refused for good: `turns` or `length`; "" if none was."""
         self.engine_failure: Exception | None = None
-        """What the engine failed with, too often."""
+        """Error of the engine after it failed too often; None otherwise."""
         self.stored_conversations: dict[str, Sequence[Mapping[str, Any]]] = {}
-        """Conversations that a request may go on from by the id of their last answer."""
+        """Conversations that a request may continue, by the id of their last answer."""
         self._generator_id, self._clock, self._report = generator_id, clock, report
         self._default_reward, self._parse_tool_calls = default_reward, parse_tool_calls
         self._samples = EpisodeSamples(engine.routing, settings.rows, settings.needs_sampling_mask)
         name = task.trajectory_id
         self._retrying_engine = RetryingEngine(name, engine, settings, renderer.stop_token_ids, report)
         self._conversations: list[_AgentConversation] = []
-        """Of the tokenizer's thread. The one that was answered last is the last."""
+        """Conversations in the order of their last answers. Used by the tokenizer's thread only."""
         self._answer_pieces: dict[str, list[PromptPiece]] = {}
         self._message_parser = MessageParser()
         self._sampled_texts = SampledTexts()
         self._completions: list[tuple[str, list[int]]] = []
-        """What was completed, prompt and answer together, without its stop token."""
+        """Text and tokens of each completion, prompt and answer together, without the stop token."""
         self._running_calls: set[asyncio.Task[Any]] = set()
         self._pending_count = 0
-        """Requests whose answers nobody has yet."""
+        """Number of requests whose answers are not delivered yet."""
         self._answer_numbers = itertools.count()
         self._turn_by_answer: dict[str, int] = {}
-        """Of answers that somebody has, by their names."""
+        """Turn of each delivered answer, by the answer's name."""
         self._episode_reward: float | None = None
         self._turn_rewards: dict[int, float] = {}
         self._preview: list[dict[str, str]] = []
@@ -204,7 +214,7 @@ class AgentSession:
 
     @property
     def turn_count(self) -> int:
-        """Answers so far."""
+        """The number of answers so far."""
         return self._samples.turn_count
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -213,10 +223,13 @@ class AgentSession:
     async def answer_chat(
         self, messages: Sequence[Message], request: AgentRequest = PLAIN_REQUEST
     ) -> AsyncIterator[tuple[SampledAnswer, dict[str, Any]]]:
-        """The answer to the `messages` that `parse_messages` made of those of `request`, and the message that it is handed
-        out as, which has to happen within the block (`_sample_answer`). Raises `ApiError`. Cancelling it aborts the request."""
+        """Answer a chat request, yielding the sampled answer and its message.
+
+        They must be delivered within the block (`_sample_answer`). `messages` are the messages of `request` after
+        `parse_messages`. Raises `ApiError`. Cancelling aborts the request.
+        """
         try:
-            # Rendering and tokenising take a second a MiB: off the event loop, which others wait for too.
+            # Rendering and tokenising take a second per MiB, so they run off the event loop.
             talk, prompt = await run_in_tokenizer(
                 self._open_conversation, messages, request.tools, request.template_args
             )
@@ -232,13 +245,13 @@ class AgentSession:
             sampled.sampled_text, Message("assistant", content, tool_calls=_parse_call_objects(calls))
         )
         self._add_preview(messages[-1].role, messages[-1].content, sampled.sampled_text)
-        # The next request waits for it in that thread, also where this one is cancelled now.
+        # The next request waits for this in the tokenizer's thread, even if this request is cancelled now.
         await asyncio.shield(run_in_tokenizer(self._record_answer, talk, sampled))
 
     async def _parse_answer(
         self, text: str, request: AgentRequest, opens_thought: bool
     ) -> tuple[str, list[dict[str, Any]]]:
-        # Its prompt wrote the tag, and a parser has to see that a thought has begun.
+        # The prompt already has the opening tag, but the parser has to see that a thought has begun.
         opened = THINK_OPEN_TAG if opens_thought else ""
         try:
             content, calls = await self._parse_tool_calls(opened + text, request.tools)
@@ -250,11 +263,11 @@ class AgentSession:
         return content.removeprefix(opened), calls[:1] if request.single_tool_call else calls
 
     def parse_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-        """Those of a request; see `parse_messages`."""
+        """Parse the messages of a request as `protocol.parse_messages` does, but only those that are new."""
         return self._message_parser.parse_messages(messages)
 
     async def count_prompt_tokens(self, request: AgentRequest) -> int:
-        """Tokens of a prompt, as if nothing of it had been said here. Raises `ApiError`."""
+        """Return the number of tokens of a prompt, as if none of it had been sampled here. Raises `ApiError`."""
         messages = parse_messages(request.messages)
 
         def counted() -> int:
@@ -273,7 +286,7 @@ class AgentSession:
     def _open_conversation(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], template_args: Mapping[str, Any]
     ) -> tuple[_AgentConversation, Prompt]:
-        """In the tokenizer's thread."""
+        """Find or begin the conversation of a request and build its prompt. Runs in the tokenizer's thread."""
         renderer = apply_template_args(self.renderer, template_args)
         talk = self._find_continued(messages, tools, renderer)
         if talk is not None:
@@ -289,7 +302,7 @@ class AgentSession:
         try:
             return self._begin_conversation(messages, own_words, tools, renderer)
         except TemplateError as error:
-            # Some templates insist on seeing the call before its result.
+            # Some templates require the parsed tool call before its result.
             if own_words == list(messages):
                 raise ApiError(str(error), param="messages") from error
         try:
@@ -300,7 +313,7 @@ class AgentSession:
     def _find_continued(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], renderer: ChatRenderer
     ) -> _AgentConversation | None:
-        """The conversation that these messages repeat with its answer, and go on with."""
+        """Return the conversation that these messages repeat, with its answer, and continue; None if there is none."""
         for talk in reversed(self._conversations):
             known = len(talk.agent_messages)
             if (
@@ -322,14 +335,17 @@ class AgentSession:
         tools: Sequence[Mapping[str, Any]],
         renderer: ChatRenderer,
     ) -> tuple[_AgentConversation, Prompt]:
-        """The agent `agent_messages` this, and the template is `template_messages` that."""
+        """Begin a conversation in which the agent sent `agent_messages` and the template gets `template_messages`."""
         most = self.settings.max_prompt_tokens
         conversation = Conversation(renderer, template_messages, tools, most, self._answer_pieces)
         conversation.adopt_closest([talk.conversation for talk in self._conversations])
         return _AgentConversation(renderer, conversation, tools, agent_messages), conversation.build_prompt()
 
     def _record_answer(self, conversation: _AgentConversation, sampled: SampledAnswer) -> None:
-        """In the tokenizer's thread. The answer may be continued if the template is shown it in the policy's own words."""
+        """Add the answer to its conversation as it was sampled, so that it can be continued.
+
+        Runs in the tokenizer's thread.
+        """
         text = conversation.conversation.add_answer(sampled.token_ids, turn=self.find_turn(sampled.answer_name))
         conversation.last_answer = Message("assistant", text)
         self._conversations = [*(other for other in self._conversations if other is not conversation), conversation]
@@ -338,8 +354,10 @@ class AgentSession:
     async def answer_completion(
         self, prompt: str | Sequence[int], max_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> AsyncIterator[SampledAnswer]:
-        """Continue a text, or token ids; what is sampled has to be handed out within the block. What a text repeats from its
-        beginning, with its answer, keeps its tokens."""
+        """Continue a text, or token ids, yielding the answer to deliver within the block.
+
+        A text that begins with an earlier prompt and its answer keeps their tokens.
+        """
         most = self.settings.max_prompt_tokens
         if isinstance(prompt, str):
             by_length = sorted(self._completions, key=lambda known: len(known[0]), reverse=True)
@@ -372,8 +390,11 @@ class AgentSession:
     async def _sample_answer(
         self, prompt: Prompt, max_tokens: int | None, stop: Sequence[str]
     ) -> AsyncIterator[SampledAnswer]:
-        """An answer, to be handed out within the block. Whoever leaves that by an exception has nobody to give it to: then the
-        episode is as if nothing had been asked."""
+        """Sample an answer and yield it, to be delivered within the block.
+
+        An exception in the block means that it could not be delivered: then the episode is as if there had been no
+        request.
+        """
         capacity = self._require_capacity(len(prompt.token_ids), max_tokens)
         try:
             call = self._samples.start_call(prompt.token_ids, prompt.shared_turn, prompt.shared_tokens)
@@ -395,7 +416,7 @@ class AgentSession:
         try:
             self._turn_by_answer[sampled.answer_name] = self._samples.finish_call(call, generation)
         except RoutingError as error:
-            self.engine_failure = error  # whoever asked has his answer, and cannot be told any more
+            self.engine_failure = error  # the agent has its answer already, so that no error can be returned
 
     async def _call_engine(self, call: PendingCall, capacity: int, stop: Sequence[str]) -> Generation:
         asking = asyncio.ensure_future(self._retrying_engine.generate_answer(call, capacity, stop))
@@ -427,7 +448,7 @@ class AgentSession:
         )
 
     def _require_capacity(self, prompt_tokens: int, max_tokens: int | None) -> int:
-        """Tokens that may be sampled. Raises `ApiError` where there is no capacity, or no turn, left."""
+        """Return the number of tokens that may be sampled. Raises `ApiError` if no capacity or no turn is left."""
         if self.closed.is_set():
             raise build_closed_error()
         if max_tokens is not None and max_tokens < 1:
@@ -456,13 +477,15 @@ class AgentSession:
             param="messages",
         )
 
-    # -- what it was worth ---------------------------------------------------------------------------------------
+    # -- rewards and the trajectory ------------------------------------------------------------------------------
 
     def set_reward(self, reward: float, turn: int | None = None) -> None:
-        """What the episode earned in the end, or what the answer `turn` earned. They add up; saying either again replaces it.
+        """Set the reward of the whole episode, or of the answer `turn`.
 
-        What the episode earned is credited at its last answer. Raises `ValueError` for a reward that is not a finite number, for
-        rewards that are beyond `MAX_EPISODE_REWARD` together, and for a turn that there is not.
+        Both kinds add up; setting the same reward again replaces it.
+
+        The reward of the episode is credited at its last answer. Raises `ValueError` for a reward that is not a finite
+        number, for rewards that together exceed `MAX_EPISODE_REWARD`, and for an unknown turn.
         """
         try:
             if isinstance(reward, bool):
@@ -490,7 +513,7 @@ class AgentSession:
 
     @property
     def has_effective_reward(self) -> bool:
-        """Whether there is a reward, or `serving.unrewarded` stands for it."""
+        """True if there is a reward, or `serving.unrewarded` stands for it."""
         return self.is_rewarded or self._default_reward is not None
 
     @property
@@ -498,20 +521,20 @@ class AgentSession:
         return (self._episode_reward or 0.0) + sum(self._turn_rewards.values())
 
     def find_turn(self, name: str) -> int:
-        """Of the answer of that name (`SampledAnswer`); -1 if nobody was given one."""
+        """Return the turn of the answer with that name (`SampledAnswer`); -1 if no such answer was delivered."""
         return self._turn_by_answer.get(name, -1)
 
     def close(self) -> None:
-        """Answer nothing more; running requests are aborted."""
+        """Close the session: no request is answered any more, and running ones are aborted."""
         self.closed.set()
         for call in self._running_calls:
             call.cancel()
 
     def build_trajectory(self, stop_reason: str) -> Trajectory:
-        """What was played, once it is closed; to be taken once. Raises `EpisodeError` if nothing was, or nobody rewarded it.
+        """Return the trajectory of a closed session; call it once. Raises `EpisodeError` without an answer or a reward.
 
-        If time ran out (`timeout`) before the episode was rewarded as a whole, answers after the last one that has a reward of
-        its own are left out: nobody knows what they are worth.
+        If time ran out (`timeout`) before the whole episode was rewarded, answers after the last one that has its own
+        reward are left out, as their rewards are unknown.
         """
         name, turns = self.task.trajectory_id, self.turn_count
         if not turns:
@@ -556,5 +579,5 @@ def build_closed_error() -> ApiError:
 
 
 def _parse_call_objects(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Calls as `parse_messages` will read them when they come back."""
+    """Return the calls as `parse_messages` will read them when they come back."""
     return parse_messages([{"role": "assistant", "tool_calls": list(calls)}])[0].tool_calls

@@ -1,1 +1,1 @@
-"""vLLM as the engine: the client beside the generator, the core process, and its worker."""
+"""The vLLM rollout engine: the client in the generator's process, the engine core's process, and its workers."""

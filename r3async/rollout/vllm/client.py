@@ -1,4 +1,4 @@
-"""The engine core's process, as its owner sees it: started, called, watched, and ended with its owner."""
+"""The client of vLLM's engine core, which starts, calls, watches and ends the core's process."""
 
 from __future__ import annotations
 
@@ -41,20 +41,25 @@ from r3async.rollout.vllm.messages import (
 from r3async.untrusted import decode_msgpack
 from r3async.world.processes import hide_main_module, pause_garbage_collector
 
-# vLLM's engine core, as the process that owns it sees it.
+# The client side of vLLM's engine core.
 #
-# The core runs in a process of its own, which alone imports vLLM (`vllm.core.run_core`).
+# The core runs in a separate process (`vllm.core.run_core`), and only that process imports vLLM.
 
 
 KILL_SECONDS = 5.0
-"""A process that was killed has ended by then."""
+"""Seconds after which a killed process has ended."""
 
 
 class EngineCoreClient:
-    """The engine core's process, which begins to import vLLM at once. All calls belong to one event loop.
+    """A client of the engine core, whose process begins to import vLLM at once. All calls belong to one event loop.
 
-    `args` are those of vLLM's `AsyncEngineArgs`. `threads` and `kv_cache_bytes` matter on CPU only. What the process fails with
-    is raised by whatever waits for it, as `EngineError`. `run_process`: what the process does.
+    If the process fails, every call that waits for it raises its error as `EngineError`.
+
+    Args:
+        args: Arguments of vLLM's `AsyncEngineArgs`.
+        threads: CPU threads; matters on CPU only.
+        kv_cache_bytes: Size of the KV cache; matters on CPU only.
+        run_process: Function that the process runs; default: the engine core.
     """
 
     def __init__(
@@ -62,7 +67,7 @@ class EngineCoreClient:
     ):
         self.load = EngineLoad()
         self.max_model_len = self.block_size = 0
-        """Known after `start`."""
+        """Limits of the core in tokens, of a text and of a block of the cache; known after `start`."""
         self._directory = Path(tempfile.mkdtemp(prefix="r3async-engine-"))
         self._context: zmq.asyncio.Context = zmq.asyncio.Context(io_threads=2)
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), CoreOutputDecoder()
@@ -88,7 +93,7 @@ class EngineCoreClient:
         self._loop = asyncio.get_running_loop()
         self._failure: EngineError | None = None
         self._pending_frames: asyncio.Future[Any] = self._loop.create_future()
-        """The frames of the next message."""
+        """Future of the next message's frames."""
         self._loop.add_reader(self._process.sentinel, self._handle_process_end)
 
     def _build_address(self, name: str) -> str:
@@ -101,7 +106,7 @@ class EngineCoreClient:
         return socket
 
     async def start(self) -> None:
-        """Until the core has loaded its model. Raises `EngineError` if it ends before that."""
+        """Wait until the core has loaded its model. Raises `EngineError` if it ends before that."""
         with self._bind_socket(zmq.ROUTER, "start") as starting:
             name, _ = await self._receive_frames(starting)
             addresses = {"inputs": [self._build_address("input")], "outputs": [self._build_address("output")]}
@@ -114,7 +119,7 @@ class EngineCoreClient:
     async def add_request(
         self, request_id: str, prompt_ids: list[int], params: CoreSamplingParams, cache_salt: str | None
     ) -> None:
-        """Raises `EngineError` for a request that the engine could not serve. The id must be new."""
+        """Send a request, whose id must be new. Raises `EngineError` for one that the engine could not serve."""
         if not 0 < len(prompt_ids) < self.max_model_len:
             raise EngineError(f"a prompt of {len(prompt_ids)} tokens: it has to have 1 to {self.max_model_len - 1}")
         if params.max_tokens < 1:
@@ -128,15 +133,17 @@ class EngineCoreClient:
         )
 
     async def abort_requests(self, request_ids: list[str]) -> None:
-        """Their last outputs come all the same. Nothing happens for those that have ended."""
+        """Abort requests. Their last outputs still arrive. Requests that have ended are ignored."""
         if request_ids and self._failure is None:
             await self._send_message(ABORT_MESSAGE, request_ids)
 
     async def receive_outputs(self) -> list[CoreOutput]:
-        """The next ones, in the order in which they left. Raises `EngineError` when the engine is lost.
+        """Return the next outputs, in the order in which they left the core.
 
-        Somebody has to wait here while calls run: their answers come in one line with the outputs. So whoever has the answer to a
-        call knows that everything that left before it was returned here.
+        Raises `EngineError` when the engine is lost.
+
+        A task must wait here while calls run, because their results arrive in one stream with the outputs. So when a
+        call has returned, everything that left the core before its result was returned here.
         """
         while True:
             frames = await self._receive_frames(self._output_socket)
@@ -156,23 +163,23 @@ class EngineCoreClient:
         await self._call_core("resume_scheduler")
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        """What the method of that name returns in each worker."""
+        """Call the method of that name in each worker and return the results."""
         answers: list[Any] = await self._call_core("collective_rpc", method, None, args)
         return answers
 
     async def parse_tool_calls(self, parser: str, text: str, tools: Sequence[Mapping[str, Any]]) -> Any:
-        """See `vllm.core.VllmToolParser`."""
+        """Call `vllm.core.VllmToolParser` in the core's process."""
         return await self._call_core("r3_tool_calls", parser, text, tools)
 
     def close(self) -> None:
-        """No call returns any more. Of the event loop, as all but `end_process`."""
+        """Close the client: no call returns any more. Belongs to the event loop, like all methods but `end_process`."""
         self._loop.remove_reader(self._process.sentinel)
         self._set_failure(EngineError("the engine was stopped"))
         self._context.destroy(linger=0)
         self._failure_pipe.close()
 
     def end_process(self, timeout: float) -> None:
-        """Blocking: up to `timeout` seconds for the engine's processes to end."""
+        """End the engine's processes, blocking up to `timeout` seconds until they have ended."""
         self._finalizer.cancel()
         _end_process(self._process, self._directory, timeout)
 
@@ -200,26 +207,26 @@ class EngineCoreClient:
             call.set_result(answer.result[1])
 
     async def _receive_frames(self, socket: zmq.asyncio.Socket) -> list[Any]:
-        """The frames of its next message. Raises what the process failed with, if it does first."""
+        """Return the frames of the socket's next message. Raises the process's failure if that comes first."""
         if self._failure is not None:
             raise self._failure
         self._pending_frames = receiving = asyncio.ensure_future(socket.recv_multipart(copy=False))
         return [frame.buffer for frame in await receiving]
 
     async def _receive_failure(self) -> EngineError:
-        """What the process fails with: it is about to end, and to say it."""
+        """Wait for the error of a core that is about to end, and return it."""
         with contextlib.suppress(TimeoutError, EngineError):
             async with asyncio.timeout(KILL_SECONDS):
                 await self._receive_frames(self._output_socket)
         return self._set_failure(EngineError("the engine failed"))
 
     def _set_failure(self, failure: EngineError) -> EngineError:
-        """From now on every call raises `failure`, or what there was before it, and so do those that wait."""
+        """Make every waiting and later call raise `failure`, or the failure set before it; return that failure."""
         self._failure = self._failure or failure
         for waiting in (self._pending_frames, *self._pending_calls.values()):
             if not waiting.done():
                 waiting.set_exception(self._failure)
-                waiting.exception()  # it is known, also where nobody waits
+                waiting.exception()  # mark it as retrieved, in case nobody waits
         return self._failure
 
     def _handle_process_end(self) -> None:
@@ -236,12 +243,12 @@ def _spawn_core(run: Callable[..., None], threads: int, workers: int, args: tupl
     defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     with inherited_environment() as environment:
         environment.update({name: os.environ.get(name, value) for name, value in defaults.items()})
-        # A forked child would share its parent's threads' locks, and not read OMP_NUM_THREADS any more.
+        # A forked child would inherit locks of its parent's threads, and would not read OMP_NUM_THREADS again.
         environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         if is_cpu_vllm():
             environment["OMP_NUM_THREADS"] = str(threads)
             environment["TORCH_COMPILE_DISABLE"] = "1"
-            # The worker lives in the engine's one process, and not in a pinned one of its own.
+            # The worker runs in the engine's process, and not in a separate pinned one.
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             environment.pop("VLLM_CPU_KVCACHE_SPACE", None)
             if (
@@ -257,7 +264,7 @@ def _spawn_core(run: Callable[..., None], threads: int, workers: int, args: tupl
 def _run_core_process(
     args: dict[str, Any], address: str, owner_pid: int, kv_cache_bytes: int, failure_pipe: Connection
 ) -> None:
-    """The core's process. What it fails with goes to `failure_pipe`."""
+    """Run the core in its process. The error with which it fails is sent to `failure_pipe`."""
 
     exit_with_owner(owner_pid)
     try:
@@ -272,7 +279,7 @@ def _run_core_process(
 
 
 def is_cpu_vllm() -> bool:
-    """Whether the installed vLLM computes on CPU, by what vLLM itself goes by."""
+    """Return True if the installed vLLM computes on CPU, by the criteria that vLLM itself uses."""
     if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
         return True
     try:
@@ -282,7 +289,7 @@ def is_cpu_vllm() -> bool:
 
 
 def _end_process(process: SpawnProcess, directory: Path, timeout: float) -> None:
-    """In order within `timeout` seconds, or by force."""
+    """End the process, by force if it has not ended within `timeout` seconds."""
     process.terminate()
     process.join(timeout)
     if process.exitcode is None:
@@ -293,7 +300,7 @@ def _end_process(process: SpawnProcess, directory: Path, timeout: float) -> None
 
 @contextlib.contextmanager
 def inherited_environment() -> Iterator[os._Environ[str]]:
-    """Environment variables set inside are inherited by processes started inside, and taken back at the end."""
+    """Yield `os.environ` and restore it at the end: variables set inside are inherited by processes started inside."""
     before = dict(os.environ)
     try:
         yield os.environ
@@ -305,13 +312,13 @@ def inherited_environment() -> Iterator[os._Environ[str]]:
                 os.environ[name] = before[name]
 
 
-# No process of an engine outlives the engine's owner: not the engine core, and not what it starts.
+# No process of an engine outlives the engine's owner: neither the engine core nor the processes that it starts.
 #
-# Imports nothing that takes time: the watch begins before the process does anything else.
+# This part imports nothing slow, because the watch begins before the process does anything else.
 
 
 class OwnerBoundConfig(dict[str, Any]):
-    """vLLM's `additional_config`; every process that it is unpickled in ends with process `owner_pid`.
+    """A value for vLLM's `additional_config` that ends every process in which it is unpickled with process `owner_pid`.
 
     vLLM hands its whole configuration to each process it spawns, before that process does anything else. A hook in
     the worker would come too late: an owner that is killed during the start would leave its engine waiting.
@@ -335,10 +342,10 @@ def _restore_owner_bound(owner_pid: int, values: dict[str, Any]) -> OwnerBoundCo
 
 
 def exit_with_owner(owner_pid: int) -> None:
-    """Start a daemon thread that ends this process as soon as process `owner_pid` has ended, however that happened.
+    """Start a daemon thread that ends this process as soon as process `owner_pid` has ended, for whatever reason.
 
-    A worker sits in a subprocess of its own; if its owner is killed before it can clean up, nobody else would
-    ever end the worker.
+    A worker runs in a separate subprocess. If its owner is killed before it can clean up, nothing else would ever end
+    the worker.
     """
 
     def watch_owner() -> None:

@@ -1,4 +1,4 @@
-"""The engine core's process, inside: vLLM's own classes, its CPU engine and its parsers of tool calls."""
+"""The code that runs in the engine core's process: extensions of vLLM's scheduler, its tool parsers and CPU patches."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ from r3async.rollout.vllm.client import OwnerBoundConfig, is_cpu_vllm
 from r3async.rollout.vllm.messages import STOP_STRINGS_KEY
 from r3async.world.processes import pause_garbage_collector
 
-# Stop strings, in vLLM's engine core: an answer ends with the token that completes one.
+# Stop strings in vLLM's engine core: an answer ends with the token that completes one.
 #
-# vLLM looks for them where it makes text of tokens, beyond the core, when the core has gone on already. Here whole answers leave
-# the core, so it looks itself. All tokens up to and with the last one were sampled, and stay.
+# vLLM looks for them when it detokenises, outside the core, which has continued meanwhile. Here whole answers leave the
+# core, so the core itself looks for them. All tokens up to and including the last one were sampled, and stay.
 
 
 class StopStringMatcher:
-    """The text of one answer, as far as it is needed: what may be the beginning of a stop string."""
+    """A matcher of stop strings in one answer. It keeps only the end of the text that may begin a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str]):
         self._tokenizer, self._stop_strings = tokenizer, tuple(stop_strings)
@@ -63,10 +63,13 @@ class StopStringMatcher:
         self._tail = ""
 
     def add_token(self, token_id: int) -> str | None:
-        """The stop string that the next token completes. A character of several tokens counts with its last one."""
+        """Add the next token and return the stop string that it completes, or None.
+
+        A character of several tokens counts with its last token.
+        """
         try:
             piece = self._stream.step(self._tokenizer, token_id)
-        except Exception:  # tokens that are no text together
+        except Exception:  # tokens that do not decode to text together
             self._stream, piece = DecodeStream(skip_special_tokens=False), None
         text = self._tail + (piece or "")
         self._tail = text[len(text) - self._tail_length :] if len(text) > self._tail_length else text
@@ -74,7 +77,7 @@ class StopStringMatcher:
 
 
 class StopStringsMixin:
-    """Mixed into vLLM's scheduler."""
+    """A mixin of vLLM's scheduler that ends answers at stop strings."""
 
     vllm_config: Any = None
 
@@ -92,11 +95,11 @@ class StopStringsMixin:
         text = self._stop_matchers.get(request.request_id)
         if text is None:
             text = self._stop_matchers[request.request_id] = StopStringMatcher(self._load_tokenizer(), stop)
-        # A token that ends the answer at its limit may complete a string too: then the string ended it, as vLLM says as well.
+        # The token at the length limit may complete a stop string too: then the string ended the answer, as in vLLM.
         for token in tokens if not stopped or request.status == RequestStatus.FINISHED_LENGTH_CAPPED else ():
             found = text.add_token(token)
             if found is not None:
-                # As vLLM does with a stop token. A step makes one token: none follows.
+                # As vLLM does with a stop token. A step samples one token, so none follows.
                 request.status, request.stop_reason, stopped = RequestStatus.FINISHED_STOPPED, found, True
         if stopped:
             del self._stop_matchers[request.request_id]
@@ -114,20 +117,20 @@ class StopStringsMixin:
         return self._tokenizer
 
 
-# vLLM's engine core, driven directly: what runs in its process. `vllm_client` has the other side.
+# vLLM's engine core, driven directly: the part that runs in its process. `vllm.client` has the other side.
 #
-# `AsyncLLM` works on every token of every request in the caller's process: it decodes, counts and copies it, and keeps
-# statistics. Here an answer stays in the engine's process until it ends (`AnswerBufferingMixin`), and crosses the boundary as
-# arrays, in one message. Made for vLLM 0.30: `check_vllm_interface` says what another version lacks.
+# `AsyncLLM` handles every token of every request in the caller's process: it decodes, counts and copies it, and keeps
+# statistics. Here an answer stays in the engine's process until it ends (`AnswerBufferingMixin`), and crosses the
+# boundary as arrays, in one message. Made for vLLM 0.30: `check_vllm_interface` reports what another version lacks.
 
 
 LOAD_INTERVAL_SECONDS = 0.1
-"""How often a busy engine sends its load."""
+"""Seconds between two reports of a busy engine's load."""
 CPU_BLOCK_TOKENS = 32
-"""Tokens of a block of the cache on CPU, the fewest that its attention takes. Only whole blocks are found again: with 128, which
-vLLM has there, each turn of a short conversation would feed all of it."""
+"""Tokens per block of the KV cache on CPU, the fewest that its attention supports. Only whole blocks are reused: with
+128, vLLM's default there, each turn of a short conversation would feed all of it again."""
 SAMPLING_MASK_KEY = "r3async_masks"
-"""In vLLM's `additional_config`: whether supports are recorded."""
+"""Key in vLLM's `additional_config` whose value is True if supports are recorded."""
 _NO_IDS = np.empty((0, 0), np.int32)
 _REQUIRED_NAMES: dict[type, str] = {
     EngineCoreProc: "run_engine_core pause_scheduler resume_scheduler collective_rpc ENGINE_CORE_DEAD",
@@ -144,7 +147,7 @@ _REQUIRED_NAMES: dict[type, str] = {
     SamplingMaskLists: "slice_request",
     RequestStatus: "FINISHED_ABORTED",
 }
-"""Classes of vLLM, and the names of each that are used here."""
+"""Classes of vLLM, each with its names that are used here."""
 _POSITIONAL_TYPES: dict[type, type] = {
     EngineCoreRequest: vllm_messages.CoreRequest,
     EngineCoreOutput: vllm_messages.CoreOutput,
@@ -153,7 +156,7 @@ _POSITIONAL_TYPES: dict[type, type] = {
     LogprobsLists: vllm_messages.CoreLogprobs,
     SamplingMaskLists: vllm_messages.CoreSamplingMask,
 }
-"""Classes of vLLM whose fields travel by position, and what stands for them on the other side."""
+"""Classes of vLLM whose fields travel by position, each with its counterpart on the other side."""
 _EXPECTED_VALUES = (
     (tuple(map(str, vllm_messages.CoreFinishReason)), FINISH_REASON_STRINGS),
     (vllm_messages.PREEMPTED_EVENT, EngineCoreEventType.PREEMPTED.value),
@@ -163,11 +166,11 @@ _EXPECTED_VALUES = (
     (vllm_messages.CORE_DEAD_MESSAGE, EngineCoreProc.ENGINE_CORE_DEAD),
     (vllm_messages.RAW_VIEW_CODE, CUSTOM_TYPE_RAW_VIEW),
 )
-"""What the other side takes for granted, and what vLLM says."""
+"""Pairs of the value that the other side assumes and vLLM's value."""
 
 
 def check_vllm_interface() -> None:
-    """Raises `EngineError` with what the installed vLLM lacks of what is used here."""
+    """Raise `EngineError` if the installed vLLM lacks something that is used here, with the names."""
     lacking = [
         f"{kind.__name__}.{name}"
         for kind, names in _REQUIRED_NAMES.items()
@@ -191,12 +194,12 @@ def _has_name(kind: type, name: str) -> bool:
 
 
 def _field_names(kind: Any) -> tuple[str, ...]:
-    """Of a msgspec structure, or of a named tuple."""
+    """Return the field names of a msgspec structure or of a named tuple."""
     return tuple(getattr(kind, "__struct_fields__", ()) or kind._fields)
 
 
 class AnswerBuffer:
-    """What one request has sampled since the last output that left the process."""
+    """The tokens that one request has sampled since the last output that left the process."""
 
     __slots__ = ("_route_rows", "events", "first_output", "logprobs", "route_count", "supports", "tokens")
 
@@ -210,8 +213,10 @@ class AnswerBuffer:
         self._route_rows: np.ndarray | None = None
 
     def add_output(self, output: EngineCoreOutput, step_supports: SupportSets | None = None) -> None:
-        """Copies what it needs: vLLM may use the arrays of a step again. `step_supports`: of all requests, see
-        `extract_step_supports`."""
+        """Add the output of a step, copying what is needed, because vLLM may reuse the arrays of a step.
+
+        `step_supports` are the supports of all requests (`extract_step_supports`).
+        """
         self.first_output = self.first_output or output
         self.tokens += output.new_token_ids
         if output.new_logprobs is not None:
@@ -235,7 +240,10 @@ class AnswerBuffer:
         self.route_count = needed
 
     def build_output(self, request_id: str, last_output: EngineCoreOutput | None) -> EngineCoreOutput:
-        """All of it. `last_output`: the one that says how the request ended; None if it goes on."""
+        """Return everything in the buffer as one output.
+
+        `last_output` is vLLM's output with the finish reason; None if the request continues.
+        """
         logprobs = None
         if self.logprobs:
             logprobs = LogprobsLists(_NO_IDS, np.asarray(self.logprobs, np.float32), _NO_IDS)
@@ -254,10 +262,10 @@ class AnswerBuffer:
 
 
 def extract_step_supports(runner_output: ModelRunnerOutput, vocab_size: int) -> SupportSets | None:
-    """Of the tokens that a step sampled, by its rows; None if nobody recorded them. In their place each request gets the number
-    of its row.
+    """Return the supports of the tokens that a step sampled, one per row; None if they are not recorded.
 
-    vLLM's second model runner returns ids, and the first one what `vllm_masks` put beside the sampled tokens.
+    In `runner_output` each request gets the number of its row in their place. vLLM's second model runner returns ids;
+    the first one returns the bits that `worker.MaskRecordingSampler` put beside the sampled tokens.
     """
     masks, logprobs = runner_output.sampling_masks, runner_output.logprobs
     if masks is not None:
@@ -274,10 +282,10 @@ def extract_step_supports(runner_output: ModelRunnerOutput, vocab_size: int) -> 
 
 
 class AnswerBufferingMixin:
-    """Mixed into vLLM's scheduler: the outputs of a request stay here until it ends, or until the engine is paused.
+    """A mixin of vLLM's scheduler that keeps the outputs of a request until it ends, or until the engine is paused.
 
-    When a pause is confirmed, everything that was sampled before it has left: whoever pauses knows the tokens of every request.
-    An aborted request leaves what it has. One client takes all outputs.
+    When a pause is confirmed, everything that was sampled before it has left the process, so the client knows the
+    tokens of every request. An aborted request sends what it has. One client receives all outputs.
     """
 
     vllm_config: Any = None
@@ -288,10 +296,10 @@ class AnswerBufferingMixin:
         self._aborted_outputs: list[EngineCoreOutput] = []
         self._load_sent_at = 0.0
         config, self._support_vocab_size = self.vllm_config, 0
-        """Tokens of it, if which of them could be sampled is recorded."""
+        """Number of tokens in the vocabulary if supports are recorded, else 0."""
         if config is not None and config.additional_config.get(SAMPLING_MASK_KEY):
             self._support_vocab_size = config.model_config.get_vocab_size()
-            self.return_sampling_mask = True  # also where the model runner is not vLLM's second one
+            self.return_sampling_mask = True  # also if the model runner is not vLLM's second one
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
         supports = extract_step_supports(args[1], self._support_vocab_size) if self._support_vocab_size else None
@@ -312,7 +320,10 @@ class AnswerBufferingMixin:
         return steps
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
-        """vLLM's client makes the last output of an aborted request itself, but it does not have what is here."""
+        """Finish requests, and send the last outputs of aborted ones.
+
+        vLLM's client would create those outputs itself, but it does not have the tokens that are buffered here.
+        """
         finished = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
         if finished_status == RequestStatus.FINISHED_ABORTED:
             for request in finished:
@@ -322,11 +333,11 @@ class AnswerBufferingMixin:
         return finished
 
     def has_requests(self) -> bool:
-        """A pause is not confirmed, and the engine steps on, until this is False."""
+        """Return True while outputs are still to be sent: until then the engine steps on and confirms no pause."""
         return super().has_requests() or bool(self._aborted_outputs or (self._answer_buffers and self._is_paused()))  # type: ignore[misc]
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
-        """None if the load was sent just now, and the engine is busy."""
+        """Return the load, or None if the engine is busy and has sent it less than `LOAD_INTERVAL_SECONDS` ago."""
         now = time.monotonic()
         if now < self._load_sent_at + LOAD_INTERVAL_SECONDS and (self.running or self.waiting):  # type: ignore[attr-defined]
             return None
@@ -346,10 +357,10 @@ class BufferingAsyncScheduler(AnswerBufferingMixin, StopStringsMixin, AsyncSched
 
 
 def run_core(args: dict[str, Any], address: str, owner_pid: int, kv_cache_bytes: int) -> None:
-    """Be the core of process `owner_pid`, which waits at `address`, until this process is told to end. Of its main thread.
+    """Run the engine core for process `owner_pid`, which waits at `address`, until this process is signalled to end.
 
-    `args` are those of vLLM's `AsyncEngineArgs`; a scheduler class that they name must have `AnswerBufferingMixin`. Raises
-    what vLLM raises.
+    Must run in the main thread. `args` are those of vLLM's `AsyncEngineArgs`; a scheduler class among them must have
+    `AnswerBufferingMixin`. Raises whatever vLLM raises.
     """
     check_vllm_interface()
     patch_vllm_for_cpu()
@@ -360,7 +371,7 @@ def run_core(args: dict[str, Any], address: str, owner_pid: int, kv_cache_bytes:
         config = AsyncEngineArgs(**args).create_engine_config()
         executor = Executor.get_class(config)
     gc.freeze()
-    # Its own check refuses what `vllm_masks` adds to the first model runner.
+    # vLLM's own check would refuse the supports that `MaskRecordingSampler` adds to the first model runner.
     config.model_config.return_sampling_mask = masks and config.use_v2_model_runner
     config.additional_config = OwnerBoundConfig(owner_pid, {**config.additional_config, SAMPLING_MASK_KEY: masks})
     scheduler = config.scheduler_config
@@ -376,14 +387,14 @@ def run_core(args: dict[str, Any], address: str, owner_pid: int, kv_cache_bytes:
     )
 
 
-# vLLM's tool parsers, by their names, in the engine's process: there vLLM is imported already, and they cost it nothing more.
+# vLLM's tool parsers, by name. They run in the engine's process, where vLLM is imported already.
 
 
 class VllmToolParser:
-    """`calls(parser, text, tools)`: the content of an answer, and its calls as `id, name, arguments` (JSON as a text).
+    """A callable `(parser, text, tools)` that returns an answer's content and its calls.
 
-    Raises `ValueError` for a parser that there is not, and what it raises if it does not fit the tokenizer of `model`. What it
-    cannot read is content.
+    A call is `id, name, arguments` (JSON as text). Text that cannot be parsed is content. Raises `ValueError` for an
+    unknown parser, and the parser's own error if it does not fit the tokenizer of the model at `model_path`.
     """
 
     def __init__(self, model_path: str):
@@ -401,7 +412,7 @@ class VllmToolParser:
         except KeyError as error:
             raise ValueError(f"vLLM has no tool parser {parser!r}") from error
         request = ChatCompletionRequest(messages=[{"role": "user", "content": ""}], tools=list(tools) or None)
-        # A new one for each answer: it keeps what it has read.
+        # A parser has state, so each answer gets a new one.
         reading = kind(self._tokenizer, request.tools)
         if not text:
             return "", []
@@ -414,20 +425,20 @@ class VllmToolParser:
         return read.content or "", [(c.id, c.function.name, c.function.arguments) for c in read.tool_calls]
 
 
-# vLLM's CPU engine: experts that are packed again after a reload, small matrices that are not packed at all, and rotary
-# positions of all heads.
+# Patches of vLLM's CPU engine: experts are packed again after a reload, small matrices are not packed at all, and
+# rotary embeddings apply to all heads.
 
 
 SMALL_MATRIX_ELEMENTS = 2**18
-"""Elements. From here on packed matrices are multiplied faster: of 1024 x 1024 it takes 1.2 times as long as it is with 64 rows,
-and 3 times as long with 4."""
+"""Number of elements from which packed matrices are multiplied faster. An unpacked 1024 x 1024 matrix takes 1.2 times
+as long as a packed one with 64 rows, and 3 times as long with 4."""
 
 
 def repack_cpu_experts(model: torch.nn.Module) -> int:
-    """Bring reloaded expert weights into the layout that vLLM's CPU kernels compute with; returns how many layers.
+    """Convert reloaded expert weights to the packed layout of vLLM's CPU kernels and return the number of layers.
 
     vLLM (0.30 to 0.32) packs experts for the CPU on the first load only; after a reload the kernels would read
-    checkpoint layout as packed layout and give wrong outputs without an error. No layers on other devices.
+    checkpoint layout as packed layout and give wrong outputs without an error. Returns 0 on other devices.
     """
     repacked = 0
     for module in model.modules():
@@ -438,7 +449,10 @@ def repack_cpu_experts(model: torch.nn.Module) -> int:
 
 
 def find_tied_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Modules whose only weights are an earlier module's: an output layer that is the embedding. A loader gives them nothing."""
+    """Return the modules that have only weights of an earlier module, such as an output layer tied to the embedding.
+
+    A loader loads nothing into them.
+    """
     seen: set[int] = set()
     tied = []
     for module in model.modules():
@@ -450,8 +464,11 @@ def find_tied_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def repack_cpu_tied_layers(model: torch.nn.Module) -> None:
-    """Have layers whose weights are another module's compute with those that it has now: vLLM packs what it loads, and it has
-    loaded nothing for them. None on other devices."""
+    """Make tied layers compute with the current weights of the module that they are tied to.
+
+    vLLM packs the weights that it loads, and it loads nothing into these layers. Does nothing on other devices than
+    CPU.
+    """
     from vllm.model_executor.layers import utils
 
     for module in find_tied_modules(model):
@@ -460,28 +477,29 @@ def repack_cpu_tied_layers(model: torch.nn.Module) -> None:
 
 
 def needs_cpu_repack(module: torch.nn.Module) -> bool:
-    """`repack_cpu_experts` does."""
+    """Return True if `repack_cpu_experts` must pack the experts of this module."""
     kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
     weight = getattr(module, "w13_weight", None)
     return kernel is not None and weight is not None and bool(weight.device.type == "cpu")
 
 
 def is_unpacked_linear(module: torch.nn.Module) -> bool:
-    """A linear layer on CPU computes with its `weight`, and with nothing that was made of it."""
+    """Return True if a linear layer on CPU computes with its `weight` itself, and not with a packed copy."""
     return getattr(module, "cpu_linear", None) is torch.nn.functional.linear
 
 
 def patch_vllm_for_cpu() -> None:
-    """What has to be otherwise in a process that runs vLLM on CPU. Called before a model is loaded. Idempotent."""
+    """Apply all patches for a process that runs vLLM on CPU. Call it before a model is loaded. Idempotent."""
     patch_small_matrices()
     patch_rotary_embedding()
 
 
 def patch_rotary_embedding() -> None:
-    """In this process vLLM turns all heads of a query that has a dimension for them.
+    """Make vLLM in this process rotate all heads of a query that has a dimension for heads.
 
-    Its kernel for the CPU (0.30) reads the number of heads from the last dimension: of queries `[tokens, heads, D]`, as
-    latent attention hands them over, it turns the first head alone, without an error. Only YaRN does not go through it.
+    Its kernel for the CPU (0.30) infers the number of heads from the last dimension: for queries `[tokens, heads, D]`,
+    as latent attention passes them, it rotates only the first head, without an error. Only YaRN does not use that
+    kernel.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
@@ -497,10 +515,11 @@ def patch_rotary_embedding() -> None:
 
 
 def patch_small_matrices() -> None:
-    """In this process vLLM does not pack small matrices in single precision. Called before a model is loaded. Idempotent.
+    """Keep vLLM in this process from packing small float32 matrices. Call it before a model is loaded. Idempotent.
 
-    It packs each for oneDNN, which compiles a kernel for each number of rows that it meets, and forgets the oldest of them: of
-    a small matrix this takes longer than all products with it between two versions of the weights. So does packing each version.
+    vLLM packs every matrix for oneDNN, which compiles a kernel for each number of rows that it meets, and evicts the
+    oldest. For a small matrix this takes longer than all products with it between two versions of the weights; so does
+    packing each version.
     """
     from vllm.model_executor.layers import utils
 
@@ -517,5 +536,5 @@ def patch_small_matrices() -> None:
 
 
 def _is_small_matrix(weight: torch.Tensor) -> bool:
-    """Other dtypes are multiplied by oneDNN in either case."""
+    """Return True for a small float32 matrix; oneDNN multiplies other dtypes in either case."""
     return bool(weight.dtype == torch.float32 and weight.ndim == 2 and weight.numel() < SMALL_MATRIX_ELEMENTS)

@@ -1,4 +1,4 @@
-"""The vLLM engine: requests, and new weights under them, in the order that makes every token's version exact."""
+"""The vLLM rollout engine, which installs new weights under running requests and keeps every token's version exact."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from r3async.world.stages import create_stage_task
 
 # vLLM as the rollout engine: token-in, token-out, with routes, and weights that change under running requests.
 #
-# The model and vLLM's engine core run in child processes; this one drives them, and does not import vLLM: see `vllm_client`.
-# Which version sampled which token is known exactly: see `vllm_requests`.
+# The model and vLLM's engine core run in child processes. This process drives them and does not import vLLM
+# (`EngineCoreClient`). The version that sampled each token is known exactly (`install_version`).
 
 
 SCORE_TIMEOUT = 120.0
@@ -47,13 +47,19 @@ STOP_TIMEOUT = 10.0
 
 
 class VllmEngine:
-    """One vLLM engine; see `Engine` for what the methods promise. They all belong to one event loop.
+    """One vLLM engine; see `Engine` for the contracts of its methods. All calls belong to one event loop.
 
-    `model_path` is a local Hugging Face directory. `concurrency` requests run at once, more wait inside vLLM.
-    `on_update` decides what becomes of running requests when weights change (the setting of that name). With
-    `record_sampling_masks` it records which tokens could be sampled.
-    `threads` and `kv_cache_gib` matter on CPU only. `engine_args` go to vLLM's `AsyncEngineArgs` as they are, over
-    ours: what a person wrote of them was checked when it was read (`config.engine_args`). Nothing is loaded before `start`.
+    Nothing is loaded before `start`.
+
+    Args:
+        model_path: A local Hugging Face directory.
+        concurrency: Number of requests that run at once; more wait inside vLLM.
+        on_update: What happens to running requests when weights change (the setting of that name).
+        record_sampling_masks: True to record which tokens could be sampled.
+        threads: CPU threads; matters on CPU only.
+        kv_cache_gib: Size of the KV cache; matters on CPU only.
+        engine_args: Arguments that are passed to vLLM's `AsyncEngineArgs` as they are, overriding ours. Those that a
+            user wrote were checked when the configuration was read (`config.rollout`).
     """
 
     def __init__(
@@ -84,7 +90,7 @@ class VllmEngine:
             enforce_eager=True,
             enable_return_routed_experts=self.routing is not None,
             return_sampling_mask=record_sampling_masks,
-            # After temperature: what was really sampled from.
+            # Log-probs after temperature and truncation: the distribution that was really sampled from.
             logprobs_mode="processed_logprobs",
             generation_config="vllm",
             skip_tokenizer_init=True,
@@ -101,13 +107,13 @@ class VllmEngine:
         self._receive_task: asyncio.Task[None] | None = None
         self._processes: list[psutil.Process] = []
         self.process_ids: list[int] = []
-        """Of its processes; known after `start`."""
+        """Process ids of the engine; known after `start`."""
         self.gpu_uuids: list[str] = []
-        """Of the workers, by uuid; none on CPU. Known after `start`."""
+        """Uuids of the workers' GPUs; empty on CPU. Known after `start`."""
         self._parameter_names: frozenset[str] = frozenset()
         self._install_lock = asyncio.Lock()
         self._cache_checked_version = -1
-        """Version under which the prefix cache was looked at last."""
+        """Version under which the prefix cache was checked last."""
         counters = ("generated_tokens", "finished", "aborted", "installs", "unrecorded_rows")
         self._counters = dict.fromkeys(counters, 0)
         self._pause_seconds = 0.0
@@ -117,9 +123,9 @@ class VllmEngine:
         return self._requests.core
 
     async def start(self) -> None:
-        """Load the model: seconds to minutes. Raises `EngineError`. If it is cancelled, the engine is ended."""
+        """Load the model, which takes seconds to minutes. Raises `EngineError`. Cancelling ends the engine."""
         try:
-            # Before anything else: its process imports vLLM meanwhile.
+            # First, because its process imports vLLM meanwhile.
             core = self._requests.core = EngineCoreClient(self._engine_args, self._threads, self._kv_cache_bytes)
             self._parameter_names = await asyncio.to_thread(read_tensor_names, Path(self._engine_args["model"]))
             await core.start()
@@ -135,7 +141,7 @@ class VllmEngine:
             if isinstance(error, Exception):
                 raise EngineError(f"vLLM could not start with {self._engine_args['model']}: {error}") from error
             raise
-        # What was imported stays: a collection that walks all of it would hold up the event loop.
+        # Imported objects stay alive: a garbage collection over all of them would block the event loop.
         gc.freeze()
         self.process_ids = [p.pid for p in self._processes]
         self._requests.failure = None
@@ -144,9 +150,10 @@ class VllmEngine:
     async def generate(self, request: GenerationRequest) -> Generation:
         """Sample a continuation. Waits while weights are being installed.
 
-        Only `request.stop_token_ids` and `request.stop` end it early: the model's own end-of-sequence token is not added.
-        Cancelling it aborts the request in vLLM. Raises `EngineError` if the engine has failed, refuses the request, or returns
-        something that cannot be trained on. There is no timeout here: the caller knows how long an answer may take.
+        Only `request.stop_token_ids` and `request.stop_strings` end it early: the model's own end-of-sequence token is
+        not added. Cancelling aborts the request in vLLM. Raises `EngineError` if the engine has failed, refuses the
+        request, or returns something that cannot be trained on. There is no timeout here: the caller knows how long an
+        answer may take.
         """
         if request.stop_strings and not (Path(self._engine_args["model"]) / "tokenizer.json").is_file():
             raise EngineError(f"{self._engine_args['model']} has no tokenizer.json, which stop strings need")
@@ -170,12 +177,14 @@ class VllmEngine:
                 return self._build_generation(request, running, first)
 
     async def abort_request(self, request_id: str) -> None:
-        """End the running requests of that id: their `generate` returns what was sampled so far, and may be nothing."""
+        """End the running requests of that id. Their `generate` returns the tokens sampled so far, possibly none."""
         await self._requests.abort_request(request_id)
 
     async def install_version(self, manifest: WeightManifest, timeout: float) -> InstallReport:
-        """Install published weights under the running requests; see `Engine.install_version` and
-        `install_version`."""
+        """Install published weights under the running requests.
+
+        See `Engine.install_version` for the contract, and the function `install_version` for the order of events.
+        """
         async with self._install_lock:
             if self._requests.failure is not None:
                 raise self._requests.failure
@@ -197,14 +206,17 @@ class VllmEngine:
         self.version = version
 
     async def score_tokens(self, token_ids: np.ndarray) -> np.ndarray:
-        """float32 `[T - 1]`: log-prob of each token after the first, at temperature 1, without any prefix cache."""
+        """Return the log-prob of each token after the first, float32 `[T - 1]`.
+
+        They are at temperature 1, without any prefix cache.
+        """
         running = await self._run_single_text("score", token_ids.tolist(), use_cache=False, prompt_logprobs=0)
         if running.prompt_logprobs is None or len(running.prompt_logprobs) != len(token_ids) - 1:
             raise EngineError("vLLM returned no prompt log-probs for a text that was to be scored")
         return running.prompt_logprobs
 
     async def count_stale_cached_tokens(self, token_ids: np.ndarray) -> int:
-        """See `Engine.count_stale_cached_tokens`. The text is repeated until it fills blocks of the cache."""
+        """Implement `Engine.count_stale_cached_tokens`, repeating the text until it fills blocks of the cache."""
         block = self._core.block_size
         ids = np.resize(
             token_ids, min(max(len(token_ids), 2 * block + 1), self._engine_args["max_model_len"] - 1)
@@ -214,14 +226,17 @@ class VllmEngine:
         return 0 if known else running.cached_tokens
 
     async def find_weight_differences(self, manifest: WeightManifest, timeout: float) -> list[TensorMismatch]:
-        """See `Engine.find_weight_differences`."""
+        """Implement `Engine.find_weight_differences`."""
         async with self._install_lock:
             return await find_weight_differences(self._requests, manifest, timeout)
 
     async def record_activations(self, token_ids: np.ndarray, path: Path) -> tuple[np.ndarray, str]:
-        """Score a text as `score_tokens` does, alone in the engine, and write what its model computed of each stage to `path`
-        (safetensors, see `activations.ActivationRecorder`). Returns the log-probs and the dtype that it computes in. Raises
-        `EngineError`; with CUDA graphs nothing is seen, so the engine must be eager."""
+        """Score a text as `score_tokens` does and write the model's activations at each stage to `path`.
+
+        The text must be alone in the engine. The file is safetensors (`activations.ActivationRecorder`). Returns the
+        log-probs and the dtype in which the model computes. Raises `EngineError`, also for an engine with CUDA graphs,
+        in which stages cannot be recorded: it must be eager.
+        """
         if not self._engine_args["enforce_eager"]:
             raise EngineError("stages of a model in CUDA graphs cannot be seen: set enforce_eager=true")
         async with self._install_lock:
@@ -234,8 +249,10 @@ class VllmEngine:
     async def parse_tool_calls(
         self, parser: str, text: str, tools: Sequence[Mapping[str, Any]]
     ) -> tuple[str, list[tuple[str, str, str]]]:
-        """The content of an answer, and its calls as `id, name, arguments`, by vLLM's parser of that name. Raises `EngineError`
-        for a parser that there is not, or that does not fit the model's tokenizer."""
+        """Parse an answer with vLLM's parser of that name into its content and its calls as `id, name, arguments`.
+
+        Raises `EngineError` for an unknown parser, and for one that does not fit the model's tokenizer.
+        """
         if self._core is None:
             raise EngineError("the engine is not running")
         async with asyncio.timeout(CALL_TIMEOUT):
@@ -243,7 +260,7 @@ class VllmEngine:
         return content, [tuple(call) for call in calls]
 
     def collect_stats(self) -> dict[str, float]:
-        """Counters since `start`, the number of requests in vLLM now, and its load (`vllm.core.Load`)."""
+        """Return counters since `start`, the number of requests in vLLM now, and its load (`EngineLoad`)."""
         requests = self._requests
         aborted = self._counters["aborted"] + requests.aborted_count
         now = {"aborted": aborted, "restarted": requests.restarted_count, "running": len(requests)}
@@ -251,7 +268,7 @@ class VllmEngine:
         return {**self._counters, **now, **load, "pause_seconds": self._pause_seconds}
 
     async def stop(self) -> None:
-        """Fail what is running, shut vLLM down and make sure that its processes have ended. Idempotent."""
+        """Fail running requests, shut vLLM down and make sure that its processes have ended. Idempotent."""
         if self._core is None:
             return
         await self._requests.fail_requests(EngineError("the engine was stopped"))
@@ -263,7 +280,7 @@ class VllmEngine:
                 process.kill()
 
     async def _end_core(self, timeout: float) -> None:
-        """The core's process, if there is one."""
+        """End the core's process, if there is one."""
         if self._core is None:
             return
         llm, self._requests.core = self._core, None
@@ -273,11 +290,14 @@ class VllmEngine:
         await asyncio.to_thread(llm.end_process, timeout)
 
     def _build_cache_salt(self) -> str:
-        """Of a new request. An older version's cached prefix has another one, so it is never hit."""
+        """Return the cache salt of a new request.
+
+        Prefixes cached under other versions have other salts, so they are never hit.
+        """
         return f"version {self.version}"
 
     async def _run_single_text(self, name: str, ids: list[int], *, use_cache: bool, **params: Any) -> RunningRequest:
-        """A text of ours in vLLM, all by one version, and one token after it."""
+        """Run a text through vLLM, all under one version, and sample one token after it."""
         try:
             async with asyncio.timeout(SCORE_TIMEOUT):
                 while True:
@@ -318,17 +338,19 @@ class VllmEngine:
         return supports
 
     def _build_routes(self, request: GenerationRequest, running: RunningRequest, first: int) -> np.ndarray | None:
-        """Routes of the MoE layers from position `first`; of length 0 if vLLM returned none, or not as many as it must have fed.
+        """Return the routes of the MoE layers from position `first`; None for an engine without routes.
 
-        For a position that the prefix cache served, vLLM returns the row of the call that computed its keys and values. That call
-        had the same salt, hence the same weights."""
+        They have length 0 if vLLM returned none, or not as many as it must have fed. For a position that the prefix
+        cache served, vLLM returns the row of the call that computed its keys and values. That call had the same salt,
+        hence the same weights.
+        """
         shape = self.routing
         if shape is None:
             return None
         sampled, returned = len(running.tokens), sum(map(len, running.routes))
         expected = len(request.prompt_ids) + sampled - 1 - first if sampled else 0
         if returned > expected or (returned < expected and running.finish_reason != "abort"):
-            returned = 0  # Which rows are missing is not known: rather none than one at a wrong position.
+            returned = 0  # It is unknown which rows are missing: better none than one at a wrong position.
         self._counters["unrecorded_rows"] += expected - returned
         if not returned:
             return np.empty((0, shape.layers, shape.top_k), route_dtype(shape.num_experts))
@@ -343,7 +365,7 @@ class VllmEngine:
 
 
 def iter_process_ancestors(pid: int) -> Iterator[psutil.Process]:
-    """Process `pid` and its ancestors below this process."""
+    """Yield process `pid` and its ancestors below this process."""
     process = psutil.Process(pid)
     while process is not None and process.pid != os.getpid():
         yield process
@@ -351,7 +373,7 @@ def iter_process_ancestors(pid: int) -> Iterator[psutil.Process]:
 
 
 def read_tensor_names(directory: Path) -> frozenset[str]:
-    """Names of the tensors in a safetensors checkpoint, also one without its weights (`TENSOR_NAMES_FILE`)."""
+    """Return the tensor names of a safetensors checkpoint, also of one without weights (`TENSOR_NAMES_FILE`)."""
     from safetensors import safe_open
 
     names: set[str] = set()
@@ -363,12 +385,12 @@ def read_tensor_names(directory: Path) -> frozenset[str]:
     return frozenset(names)
 
 
-# The requests inside vLLM, and new weights under them: the order of events that makes every token's version exact.
+# Running requests and the installation of new weights. The order of events makes every token's version exact:
 #
-# Verify (nothing is paused yet), wait for running requests if they are to be drained, pause (no step runs any more), load,
-# have every worker confirm, take every output that was produced before the pause, stamp all running requests with their
-# token counts, resume. A request that has not produced a token when the pause comes starts again, so its prompt is never half
-# old and half new.
+# Verify (nothing is paused yet), wait for running requests if they are drained, pause (no step runs any more), load,
+# have every worker confirm, receive every output that was produced before the pause, stamp all running requests with
+# their token counts, resume. A request that has not produced a token before the pause starts again, so its prompt is
+# never half old and half new.
 
 
 CALL_TIMEOUT = 30.0
@@ -376,9 +398,15 @@ CALL_TIMEOUT = 30.0
 
 
 class RunningRequest:
-    """A request inside vLLM, and what has left the engine of it: `tokens`; `logprobs`, `supports` and `routes` in pieces;
-    `prompt_logprobs` float32 of the prompt's tokens after the first; `cached_tokens` positions from the prefix cache;
-    `finish_reason` why it ended."""
+    """A request inside vLLM, with its outputs so far.
+
+    Attributes:
+        tokens: Sampled tokens.
+        logprobs: Log-probs, in pieces; so are `supports` and `routes`.
+        prompt_logprobs: Log-probs of the prompt's tokens after the first, float32.
+        cached_tokens: Number of positions taken from the prefix cache.
+        finish_reason: Why the request ended; "" while it runs.
+    """
 
     __slots__ = (
         "cached_tokens",
@@ -408,7 +436,7 @@ class RunningRequest:
         self.finished_future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def add_output(self, output: Any) -> None:
-        """An output of vLLM's engine core."""
+        """Add an output of vLLM's engine core."""
         self.tokens += output.new_token_ids
         if output.new_logprobs is not None:
             self.logprobs.append(output.new_logprobs.logprobs)
@@ -424,7 +452,7 @@ class RunningRequest:
             self.finish_reason = str(output.finish_reason)
 
     def finish_request(self, error: Exception | None = None) -> None:
-        """Its caller goes on, or gets the error. Idempotent."""
+        """Let the request's caller continue, or raise the error there. Idempotent."""
         if self.finished_future.done():
             return
         if error is None:
@@ -434,8 +462,10 @@ class RunningRequest:
 
 
 class RequestRegistry:
-    """All calls belong to one event loop. `core` is a `vllm_core.Core`, once it has started; `failure`, if not None, is what
-    every call raises."""
+    """The requests that run inside vLLM. All calls belong to one event loop.
+
+    `core` is the `EngineCoreClient`, once it has started. `failure`, if not None, is raised by every call.
+    """
 
     def __init__(self) -> None:
         self.core: Any = None
@@ -452,15 +482,15 @@ class RequestRegistry:
         return len(self._running_requests)
 
     def resume_admission(self) -> None:
-        """Requests may enter."""
+        """Let requests enter."""
         self._admission_open.set()
 
     def pause_admission(self) -> None:
-        """Requests have to wait, until `resume_admission` or until the engine fails."""
+        """Make new requests wait, until `resume_admission` or until the engine fails."""
         self._admission_open.clear()
 
     async def wait_for_admission(self) -> None:
-        """Wait until requests may enter. Raises what made the engine fail.
+        """Wait until requests may enter. Raises the engine's failure.
 
         No other task runs between its return and the caller's next suspension.
         """
@@ -470,7 +500,7 @@ class RequestRegistry:
             raise self.failure
 
     async def receive_outputs(self) -> None:
-        """Take what leaves the engine, for as long as it lives: then every running and later request fails."""
+        """Receive the engine's outputs for as long as it lives; then make every running and later request fail."""
         try:
             while True:
                 ended = [
@@ -480,7 +510,7 @@ class RequestRegistry:
                 ]
                 for running in ended:
                     running.finish_request()
-                    # Its caller validates, parses and asks again: one of them in a turn of the loop.
+                    # Its caller validates, parses and sends its next request: one caller per turn of the loop.
                     await asyncio.sleep(0)
         except Exception as error:
             self._receive_error = error
@@ -488,7 +518,10 @@ class RequestRegistry:
                 running.finish_request(error)
 
     def _dispatch_output(self, output: Any) -> RunningRequest | None:
-        """The request, if this was its last output. One that is not waited for any more is not known."""
+        """Add an output to its request and return the request if this was its last output; else None.
+
+        Outputs of requests that nobody waits for any more are dropped.
+        """
         running = self._running_requests.get(output.request_id)
         if running is None or running.finished_future.done():
             return None
@@ -496,13 +529,13 @@ class RequestRegistry:
         return running if running.finish_reason else None
 
     def create_request(self, name: str, version: int) -> RunningRequest:
-        """A request that enters under weights `version`; vLLM knows it by a name that it never saw before."""
+        """Return a request that enters under weights `version`, with an id that vLLM has not seen before."""
         return RunningRequest(f"{name}#{next(self._request_numbers)}", version)
 
     async def run_request(
         self, request: RunningRequest, prompt_ids: list[int], params: Any, cache_salt: str | None
     ) -> bool:
-        """Play a new request to its end. False if it has to start again under newer weights."""
+        """Run a new request to its end. Returns False if it must start again under newer weights."""
         self._running_requests[request.request_id] = request
         self._idle.clear()
         try:
@@ -528,16 +561,19 @@ class RequestRegistry:
         return not request.needs_restart
 
     async def abort_request(self, name: str) -> None:
-        """End the running requests of that name, with what they have sampled so far."""
+        """End the running requests of that name, with the tokens sampled so far."""
         if self.core is not None:
             await self.core.abort_requests([r for r in self._running_requests if r.rpartition("#")[0] == name])
 
     async def wait_until_idle(self) -> None:
-        """Wait until no request runs: for ever, if further ones may enter."""
+        """Wait until no request runs, possibly for ever if further ones may enter."""
         await self._idle.wait()
 
     async def stamp_version(self, version: int) -> None:
-        """Running requests continue under `version`; those without a token start again. Only while paused and counted."""
+        """Continue running requests under `version`, and restart those without a token.
+
+        Call it only while the engine is paused and all outputs are received.
+        """
         restart = []
         for running in self._running_requests.values():
             if running.finish_reason or running.finished_future.done():
@@ -552,7 +588,7 @@ class RequestRegistry:
         await self.core.abort_requests(restart)
 
     async def fail_requests(self, failure: EngineError) -> None:
-        """From now on every call raises `failure`, and so do those that are running."""
+        """Make every running and later call raise `failure`."""
         self.failure = self.failure or failure
         self._admission_open.set()
         names = list(self._running_requests)
@@ -572,13 +608,16 @@ async def install_version(
     timeout: float,
     on_installed: Callable[[int], None],
 ) -> InstallReport:
-    """Install a version that must have a tensor for each of `tensor_names`; `on_update` is the setting of that name.
+    """Install a version under the running requests.
 
-    `on_installed` gets the version when the running requests are stamped with it, before any new one can enter.
+    Until the engine is paused, a failure leaves it unchanged on its old version: `CorruptWeightsError` then names the
+    tensor, or `EngineError` the number of requests that did not end in time. If anything fails later, or the call is
+    cancelled, the weights are in an unknown state: the engine stays paused, and every running and later request fails.
 
-    Until the engine is paused a failure leaves it as it was, on its old version: `CorruptWeightsError` then names the tensor, or
-    `EngineError` says how many requests did not end in time. If anything fails later, or the call is cancelled, the weights are
-    in an unknown state: the engine stays paused, and every running and later request fails.
+    Args:
+        tensor_names: Tensors that the version must have.
+        on_update: The setting of that name.
+        on_installed: Gets the version when the running requests are stamped with it, before any new one can enter.
     """
     started = time.perf_counter()
     deadline = asyncio.get_running_loop().time() + timeout
@@ -598,10 +637,10 @@ async def install_version(
     drained = time.perf_counter()
     try:
         async with asyncio.timeout_at(deadline):
-            # To clear the cache vLLM takes running requests' keys and values too. It raises if a block is left, and computes
-            # them again, with the weights that it has then, before these requests continue.
+            # To clear the cache vLLM drops the keys and values of running requests too. It raises if a block is left,
+            # and computes them again, with the weights that it has then, before these requests continue.
             await requests.core.pause_generation(mode="keep", clear_cache=on_update == "recompute")
-            paused = time.perf_counter()  # until then the engine made the step that it was in
+            paused = time.perf_counter()  # until then the engine finished its current step
             _confirm_installed(await requests.core.collective_rpc("r3_install_version", args=(encoded,)), manifest)
             load = time.perf_counter() - paused
             on_installed(version)
@@ -629,9 +668,11 @@ async def install_version(
 async def find_weight_differences(
     requests: RequestRegistry, manifest: WeightManifest, timeout: float
 ) -> list[TensorMismatch]:
-    """Which tensors of an installed version the workers do not hold as they were published. If there are none, the engine
-    continues with the same weights, to the bit. Otherwise, and if the comparison fails, it must be restarted. Raises
-    `EngineError`."""
+    """Return the tensors of an installed version that the workers do not hold as they were published.
+
+    If there are none, the engine continues with the same weights, to the bit. Otherwise, and if the comparison fails,
+    it must be restarted. Raises `EngineError`.
+    """
     ended = EngineError("the engine's weights were compared and reloaded; it must be restarted")
     requests.pause_admission()
     try:
@@ -682,7 +723,7 @@ async def _drain_requests(requests: RequestRegistry, version: int, deadline: flo
 
 
 def _confirm_installed(answers: Sequence[Sequence[int]], manifest: WeightManifest) -> None:
-    """What every worker says that it holds must be this version, with these contents."""
+    """Raise `EngineError` unless every worker reports that it holds this version with these contents."""
     digest = manifest.digest
     for worker, holds in enumerate(answers):
         if tuple(holds) != (manifest.version, digest):

@@ -1,6 +1,6 @@
-"""Messages to and from vLLM's engine core, without vLLM: its import takes nine seconds, and half a gigabyte.
+"""Messages to and from vLLM's engine core, declared without vLLM, whose import takes nine seconds and half a gigabyte.
 
-What is declared here has the fields of vLLM's classes, in their order, as far as they are used.
+The classes here have the fields of vLLM's classes, in their order, as far as they are used.
 `vllm.core.check_vllm_interface` compares them when the core starts.
 """
 
@@ -20,13 +20,13 @@ ADD_MESSAGE, ABORT_MESSAGE, CALL_MESSAGE = b"\x00", b"\x01", b"\x03"
 CORE_DEAD_MESSAGE = b"ENGINE_CORE_DEAD"
 """The core's last message when it fails."""
 RAW_VIEW_CODE = 3
-"""Kind of a msgpack extension: bytes of a small array."""
+"""Code of the msgpack extension for the bytes of a small array."""
 MAX_TEMPERATURE = 2.0
-"""vLLM refuses more."""
+"""Highest temperature that vLLM accepts."""
 
 
 class CoreFinishReason(enum.IntEnum):
-    """Why a request ended."""
+    """The reason for which a request ended."""
 
     STOP = 0
     LENGTH = 1
@@ -39,14 +39,17 @@ class CoreFinishReason(enum.IntEnum):
 
 
 class CoreLogprobs(msgspec.Struct, array_like=True, gc=False):
-    """Of sampled tokens, or of a prompt."""
+    """The log-probs of sampled tokens, or of a prompt."""
 
     logprob_token_ids: Any
     logprobs: np.ndarray
 
 
 class CoreSamplingMask(msgspec.Struct, array_like=True, gc=False):
-    """In place of token ids: the bytes of `SupportSets`, a set for each new token."""
+    """The supports of the new tokens.
+
+    In place of token ids it has the bytes of `SupportSets`, with a set for each token.
+    """
 
     token_ids: np.ndarray
 
@@ -60,14 +63,15 @@ class CoreEvent(msgspec.Struct, gc=False):
 
 
 STOP_STRINGS_KEY = "r3async_stop"
-"""In a request's `extra_args`: its stop strings. vLLM's own want text, which the core does not make."""
+"""Key of the stop strings in a request's `extra_args`. vLLM's own stop strings need text, which the core does not
+have."""
 
 PREEMPTED_EVENT = 3
-"""Type of an event."""
+"""Event type of a preemption."""
 
 
 class CoreOutput(msgspec.Struct, array_like=True, gc=False):
-    """What left the core of one request; see `vllm.core.AnswerBuffer`."""
+    """An output of one request that left the core; see `vllm.core.AnswerBuffer`."""
 
     request_id: str
     new_token_ids: list[int]
@@ -93,7 +97,7 @@ class CoreSchedulerStats(msgspec.Struct, gc=False):
 
 
 class CoreCallResult(msgspec.Struct, array_like=True, gc=False):
-    """What a call returned: `result` after its type, which is None."""
+    """The result of a call. `result` has the type, which is None, and then the value."""
 
     call_id: int
     failure_message: str | None = None
@@ -111,7 +115,7 @@ class CoreOutputs(msgspec.Struct, array_like=True, gc=False):
 
 
 class CoreSamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
-    """vLLM's `SamplingParams`; the core adds its own defaults."""
+    """The fields of vLLM's `SamplingParams` that are set here; the core adds its own defaults."""
 
     temperature: float
     stop_token_ids: list[int]
@@ -128,7 +132,7 @@ class CoreSamplingParams(msgspec.Struct, omit_defaults=True, gc=False):
 
 
 class CoreRequest(msgspec.Struct, array_like=True, gc=False):
-    """vLLM's `EngineCoreRequest`."""
+    """A request in the form of vLLM's `EngineCoreRequest`."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -142,15 +146,20 @@ class CoreRequest(msgspec.Struct, array_like=True, gc=False):
 
 
 class CoreReady(msgspec.Struct):
-    """What the core says of itself when it has started."""
+    """The message of a core that has started."""
 
     max_model_len: int
     block_size: int
 
 
 class EngineLoad:
-    """The newest figures of the engine's load. `kv_cache_usage`: share of the blocks that hold anything of a running request,
-    0..1. `waiting`: requests in the queue. `preemptions`: requests that were put back into it for want of blocks."""
+    """The newest figures of the engine's load.
+
+    Attributes:
+        kv_cache_usage: Share of the blocks that hold data of a running request, 0..1.
+        waiting: Number of requests in the queue.
+        preemptions: Number of requests that were put back into the queue for lack of blocks.
+    """
 
     def __init__(self) -> None:
         self.kv_cache_usage = 0.0
@@ -168,14 +177,14 @@ class EngineLoad:
 
 
 class CoreOutputDecoder:
-    """Of messages from the core. Arrays are views of the frames that they came in."""
+    """A decoder of messages from the core. Arrays are views of the frames in which they arrived."""
 
     def __init__(self) -> None:
         self._frames: list[Any] = []
         self._decoder = msgspec.msgpack.Decoder(CoreOutputs, dec_hook=self._decode_array, ext_hook=_decode_raw_view)
 
     def decode(self, frames: list[Any]) -> CoreOutputs:
-        """The first has the message, the others an array each."""
+        """Decode a message. The first frame has the message, each further one an array."""
         self._frames = frames
         try:
             return self._decoder.decode(frames[0])
@@ -206,7 +215,10 @@ def build_sampling_params(
     min_p: float = 0.0,
     stop_strings: tuple[str, ...] = (),
 ) -> CoreSamplingParams:
-    """What a request asks for. Raises `EngineError` for a value that has no meaning: in the core it would end everything."""
+    """Return the sampling parameters of a request.
+
+    Raises `EngineError` for an invalid value, which would end everything in the core.
+    """
     if not (math.isfinite(temperature) and 0.0 <= temperature <= MAX_TEMPERATURE):
         raise EngineError(f"temperature must be in [0, {MAX_TEMPERATURE:g}], and is {temperature}")
     if not (0.0 < top_p <= 1.0 and top_k >= 0 and 0.0 <= min_p <= 1.0):

@@ -1,4 +1,4 @@
-"""Inside vLLM's worker: what a model holds, how new weights are loaded, what was sampled, and what was sent."""
+"""Extensions of vLLM's worker: loading and comparing weights, recording supports, and sending weights over NCCL."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from r3async.weights.fetch import VersionFile, iter_verified_tensors, map_file_p
 from r3async.weights.manifest import TensorMismatch, WeightError, WeightManifest
 from r3async.weights.nccl import Send, Sent, Up, decode_nccl_message, encode_nccl_message, request_receive_offer
 
-# What runs inside vLLM's worker processes: installing published weights.
+# The worker extension, which installs published weights inside vLLM's worker processes.
 #
 # vLLM mixes `WorkerExtension` into its worker class (`worker_extension_cls`) and calls its methods by name. Everything
 # that crosses the process boundary is bytes, numbers or strings.
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 def find_unfilled_modules(model: torch.nn.Module) -> list[str]:
-    """Modules with weights that vLLM's loader, in the middle of a reload, was given nothing for."""
+    """Return the modules with weights for which vLLM's loader, in the middle of a reload, got no tensors."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -58,8 +58,11 @@ def find_unfilled_modules(model: torch.nn.Module) -> list[str]:
 
 @contextlib.contextmanager
 def check_all_loaded(model: torch.nn.Module, published: WeightManifest) -> Iterator[None]:
-    """Inside, vLLM gives the model a published version, in one call of its `load_weights` or several. Raises `WeightError` at
-    the end for a tensor that it was not given, or a module that was not filled."""
+    """Check that vLLM, inside the block, loads a published version completely.
+
+    It may call the model's `load_weights` once or several times. At the end of the block, raises `WeightError` for a
+    tensor that the model did not get, or for a module that was not filled.
+    """
     load, given = model.load_weights, set()
     empty: list[str] = []
     tied = {id(module) for module in find_tied_modules(model)}
@@ -71,7 +74,7 @@ def check_all_loaded(model: torch.nn.Module, published: WeightManifest) -> Itera
 
     def load_and_check(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         loaded = load(record_names(weights))
-        # vLLM only logs that these keep what they have.
+        # vLLM only logs that these modules keep their old weights.
         modules = dict(model.named_modules(remove_duplicate=False))
         empty[:] = [name for name in find_unfilled_modules(model) if id(modules.get(name)) not in tied]
         return loaded
@@ -89,39 +92,39 @@ def check_all_loaded(model: torch.nn.Module, published: WeightManifest) -> Itera
 
 
 class WorkerExtension:
-    """Methods that `VllmEngine` calls on every worker."""
+    """The methods that `VllmEngine` calls on every worker."""
 
     r3_installed = (-1, 0)
-    """Version and digest of the contents that were installed last, and completely; (-1, 0) if there are none."""
+    """Version and digest of the contents that were last installed completely; (-1, 0) if there are none."""
     r3_nccl_link = ""
-    """The NCCL group that this worker has joined."""
+    """Name of the NCCL group that this worker has joined; "" if none."""
     r3_load_plan: LoadPlan | None = None
-    """What loads files like the one that was loaded last."""
+    """Plan that loads files with the same header as the last one; None if there is none."""
     r3_activations: ActivationRecorder | None = None
-    """What the model computes is seen."""
+    """Recorder of the model's activations while it is active."""
     weight_transfer_engine: Any
-    """The worker's own."""
+    """Weight transfer engine of vLLM's worker."""
 
     def r3_process_id(self) -> int:
-        """Pid of the worker's process."""
+        """Return the pid of the worker's process."""
         return os.getpid()
 
     def r3_gpu_uuid(self) -> str:
-        """The uuid of the worker's GPU; empty on CPU."""
+        """Return the uuid of the worker's GPU; empty on CPU."""
         device = self.device  # type: ignore[attr-defined]
         return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
     def r3_record_sampling_masks(self) -> None:
-        """From now on the sampler records which tokens could be sampled."""
+        """Make the sampler record, from now on, which tokens could be sampled."""
         record_sampling_masks(self.model_runner)  # type: ignore[attr-defined]
 
     def r3_install_version(self, manifest: bytes) -> tuple[int, int]:
-        """Load the published weights of a msgpack-encoded `WeightManifest` in place; returns `r3_installed`.
+        """Load the published weights of a msgpack-encoded `WeightManifest` in place and return `r3_installed`.
 
-        The owner has verified the very file before it paused the engine, so only its header is compared again, with that of the
-        plan; from a `source` names, shapes and dtypes are. Raises `WeightError` for those, for a tensor that was not given to
-        vLLM's loader and for a module that the loader did not fill, or whatever the loader raises; the model then holds neither
-        version and must not be run.
+        The owner has verified the same file before it paused the engine, so only its header is compared again, with the
+        plan's. For weights from a `source`, names, shapes and dtypes are compared. Raises `WeightError` for a
+        difference in those, for a tensor that vLLM's loader did not get and for a module that the loader did not fill,
+        or whatever the loader raises. The model then holds neither version and must not be run.
         """
         published = decode_msgpack(manifest, WeightManifest)
         self.r3_installed = (-1, 0)
@@ -134,11 +137,14 @@ class WorkerExtension:
         return self.r3_installed
 
     def r3_map_file(self, published: WeightManifest) -> torch.Tensor:
-        """The file of a version, uint8 `[n]`, mapped."""
+        """Return the memory-mapped file of a version, uint8 `[n]`."""
         return map_file_privately(published.path)
 
     def r3_load_file(self, published: WeightManifest) -> None:
-        """Load a published file: by the plan, or if there is none for such a file, as vLLM does it, which makes the plan."""
+        """Load a published file by the plan.
+
+        Without a plan for its header, load it with vLLM's loader and build the plan.
+        """
         content = self.r3_map_file(published)
         if self.r3_load_plan is not None and self.r3_load_plan.can_load(content):
             self.r3_load_plan.load_file(content)
@@ -159,7 +165,10 @@ class WorkerExtension:
             self.r3_reload_tensors(published, file.iter_tensors())
 
     def r3_is_plan_exact(self, plan: LoadPlan, content: torch.Tensor) -> bool:
-        """Whether the plan gives what vLLM's loader just gave, to the bit: padding and packed weights too."""
+        """Return True if the plan reproduces what vLLM's loader just loaded, to the bit.
+
+        The comparison includes padding and packed weights.
+        """
         model = self.model_runner.model  # type: ignore[attr-defined]
         before = digest_parameters(model)
         plan.load_file(content, poison=True)
@@ -177,10 +186,10 @@ class WorkerExtension:
         self.r3_finish_load()
 
     def r3_receive_tensors(self, published: WeightManifest) -> None:
-        """The same with tensors that come over vLLM's NCCL group, which is joined first if it is new; see `weights.nccl`.
+        """Load tensors received over vLLM's NCCL group, which is joined first if it is new; see `weights.nccl`.
 
-        Blocks until all of them are here. If the sender is lost on the way this never returns: the owner's wait times
-        out after `weights.install_timeout`, and it ends the engine.
+        Blocks until all tensors have arrived. If the sender is lost on the way, this never returns: the owner's wait
+        times out after `weights.install_timeout`, and it ends the engine.
         """
         engine = self.r3_get_transfer_engine()
         p = engine.parallel_config
@@ -214,7 +223,7 @@ class WorkerExtension:
             self.finish_weight_update()  # type: ignore[attr-defined]
 
     def r3_get_transfer_engine(self) -> Any:
-        """vLLM's receiving end, as `weight_transfer_config` would have made it at the start."""
+        """Return vLLM's receiving end, created as `weight_transfer_config` would have done at the start."""
         if self.weight_transfer_engine is None:
             from vllm.config import WeightTransferConfig
             from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -228,13 +237,13 @@ class WorkerExtension:
         return self.weight_transfer_engine
 
     def r3_finish_load(self) -> None:
-        """Whatever vLLM itself leaves undone after a reload."""
+        """Complete the steps that vLLM itself leaves undone after a reload."""
         model = self.model_runner.model  # type: ignore[attr-defined]
         repack_cpu_experts(model)
         repack_cpu_tied_layers(model)
 
     def r3_find_weight_differences(self, manifest: bytes) -> bytes:
-        """See `find_model_differences`; msgpack."""
+        """Return the msgpack-encoded result of `find_model_differences`."""
         published = decode_msgpack(manifest, WeightManifest)
         runner = self.model_runner  # type: ignore[attr-defined]
 
@@ -245,11 +254,14 @@ class WorkerExtension:
         return msgspec.msgpack.encode(find_model_differences(runner.model, published, load))
 
     def r3_record_activations(self) -> None:
-        """From now on, see what the model computes, stage by stage; until `r3_save_activations`."""
+        """Record the model's activations, stage by stage, until `r3_save_activations`."""
         self.r3_activations = ActivationRecorder(self.model_runner.model)  # type: ignore[attr-defined]
 
     def r3_save_activations(self, path: str) -> str:
-        """Write what was seen to a safetensors file, if this is the first worker; returns the dtype that it computes in."""
+        """Write the activations to a safetensors file and return the dtype of the computation.
+
+        Only the first worker writes.
+        """
         from safetensors.torch import save_file
 
         stages, self.r3_activations = self.r3_activations, None
@@ -261,23 +273,29 @@ class WorkerExtension:
         return stages.dtype
 
 
-# Installing weights by a plan: which bytes of a published file go where in an engine's parameters.
+# Installing weights by a plan, which records the bytes of a published file that go to each of an engine's parameters.
 #
-# vLLM's loader finds the place of each tensor by its name, and does so twice: a fraction of a millisecond a tensor, and an expert
-# has three. Files with equal headers all load alike. So the loader is watched once, and what it copied is copied again for every
-# later version: tensors that lie side by side, or at equal distances, at once. What vLLM does with a module that has been filled
-# (padding, packing, handing weights to a kernel) it does as ever.
+# vLLM's loader looks up the place of each tensor by its name, and does so twice: a fraction of a millisecond per
+# tensor, and an expert has three. Files with equal headers all load in the same way. So the loader is recorded once,
+# and its copies are repeated for every later version; tensors that lie side by side, or at equal distances, are copied
+# at once. vLLM processes a module that has been filled (padding, packing, handing weights to a kernel) as usual.
 
 
 _POISON_BYTE = 87
-"""What is in a parameter before it is filled for a comparison."""
+"""Byte with which a parameter is overwritten before it is filled for a comparison."""
 
 
 @dataclass(frozen=True)
 class TensorCopy:
-    """A part of the file's data into a part of `parameter`. `byte_offset` is in bytes of the data, `element_offset` in
-    elements of the parameter. `dimensions`: for each dimension its size, and the strides in the file and in the parameter, in
-    elements."""
+    """A copy of a part of the file's data to a part of a parameter.
+
+    Attributes:
+        parameter: Name of the parameter.
+        dtype: Dtype of the elements in the file.
+        byte_offset: Offset in the data, in bytes.
+        element_offset: Offset in the parameter, in elements.
+        dimensions: Size of each dimension, and its strides in the file and in the parameter, in elements.
+    """
 
     parameter: str
     dtype: torch.dtype
@@ -286,13 +304,13 @@ class TensorCopy:
     dimensions: tuple[tuple[int, int, int], ...]
 
     def view_source(self, data: torch.Tensor) -> torch.Tensor:
-        """A view of the file's data, uint8 `[n]`."""
+        """Return the view of the file's data, uint8 `[n]`, that is copied."""
         width = self.dtype.itemsize
         whole = data[: data.numel() // width * width].view(self.dtype)
         return self._view_strided(whole, 1, whole.storage_offset() + self.byte_offset // width)
 
     def view_target(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A view of the parameter."""
+        """Return the view of the parameter that is written."""
         return self._view_strided(parameter, 2, parameter.storage_offset() + self.element_offset)
 
     def _view_strided(self, tensor: torch.Tensor, stride_index: int, offset: int) -> torch.Tensor:
@@ -301,7 +319,7 @@ class TensorCopy:
 
 @dataclass(frozen=True)
 class TensorFill:
-    """A part of `parameter` that the loader sets to a number: padding."""
+    """A part of `parameter` that the loader sets to a number, such as padding."""
 
     parameter: str
     offset: int
@@ -315,18 +333,18 @@ class TensorFill:
 
 @dataclass
 class ModuleLoad:
-    """What a module's parameters get."""
+    """The copies and fills that load a module's parameters."""
 
     copies: list[TensorCopy] = field(default_factory=list)
     fills: list[TensorFill] = field(default_factory=list)
 
     def fill_module(self, module: torch.nn.Module, data: torch.Tensor, poison: bool) -> None:
-        """Fill the module's parameters. `poison`: set all bytes first, to see later whether each was filled."""
+        """Fill the module's parameters. `poison` overwrites all bytes first, to show later whether each was filled."""
         fill_modules([(module, self)], data, poison)
 
 
 def fill_modules(module_loads: Iterable[tuple[torch.nn.Module, ModuleLoad]], data: torch.Tensor, poison: bool) -> None:
-    """`ModuleLoad.fill_module` of several modules, with one call for all copies."""
+    """Fill several modules as `ModuleLoad.fill_module` does, with one call for all copies."""
     targets, sources = [], []
     for module, filling in module_loads:
         held = module._parameters
@@ -343,7 +361,7 @@ def fill_modules(module_loads: Iterable[tuple[torch.nn.Module, ModuleLoad]], dat
 
 
 def merge_copies(copies: Iterable[TensorCopy]) -> list[TensorCopy]:
-    """The same copies, as few as they can be made of."""
+    """Merge copies into as few as possible with the same effect."""
     found = sorted(map(_collapse_dimensions, copies), key=lambda c: (c.parameter, c.byte_offset))
     before = len(found) + 1
     while len(found) < before:
@@ -353,7 +371,7 @@ def merge_copies(copies: Iterable[TensorCopy]) -> list[TensorCopy]:
 
 
 def _collapse_dimensions(copy: TensorCopy) -> TensorCopy:
-    """Without dimensions that go on where the next one ends."""
+    """Return the copy with contiguous dimensions merged and dimensions of size 1 removed."""
     steps: list[tuple[int, int, int]] = []
     for size, near, far in reversed(copy.dimensions):
         if size == 1:
@@ -366,7 +384,7 @@ def _collapse_dimensions(copy: TensorCopy) -> TensorCopy:
 
 
 def _join_adjacent(copies: list[TensorCopy]) -> Iterator[TensorCopy]:
-    """Those that lie one behind the other, in file and parameter, joined."""
+    """Yield the copies, joining those that follow each other without a gap in both file and parameter."""
     open_: TensorCopy | None = None
     for copy in copies:
         if open_ is not None:
@@ -388,7 +406,7 @@ def _join_adjacent(copies: list[TensorCopy]) -> Iterator[TensorCopy]:
 
 
 def _join_equidistant(copies: list[TensorCopy]) -> Iterator[TensorCopy]:
-    """Those of one shape at equal distances joined."""
+    """Yield the copies, joining those of one shape at equal distances."""
     at = 0
     while at < len(copies):
         first, stop = copies[at], at + 1
@@ -403,7 +421,10 @@ def _join_equidistant(copies: list[TensorCopy]) -> Iterator[TensorCopy]:
 
 
 def _measure_gap(one: TensorCopy, other: TensorCopy) -> tuple[int, int] | None:
-    """How far the second is from the first, in elements of the file and of the parameter, if it could be the next step."""
+    """Return the distance of two copies, in elements of the file and of the parameter.
+
+    Returns None if `other` cannot be the next copy of a series at equal distances.
+    """
     if (one.parameter, one.dtype, one.dimensions) != (other.parameter, other.dtype, other.dimensions):
         return None
     near, rest = divmod(other.byte_offset - one.byte_offset, one.dtype.itemsize)
@@ -412,17 +433,20 @@ def _measure_gap(one: TensorCopy, other: TensorCopy) -> tuple[int, int] | None:
 
 
 class LoadRecorder(TorchDispatchMode):
-    """Sees, while it is entered, what a load copies out of `data` (a file's, uint8 `[n]`) into the modules that vLLM fills."""
+    """A recorder of a load, which is active while entered.
+
+    It records what the load copies from a file's `data` (uint8 `[n]`) to the modules that vLLM fills.
+    """
 
     def __init__(self, data: torch.Tensor):
         super().__init__()
         self._storage, self._data_offset = data.untyped_storage().data_ptr(), data.storage_offset()
         self._module_load, self._parameters_by_storage = ModuleLoad(), dict[int, tuple[str, torch.Tensor]]()
         self.module_loads: dict[torch.nn.Module, ModuleLoad] = {}
-        """In the order in which vLLM filled them."""
+        """Recorded load of each module, in the order in which vLLM filled them."""
 
     def is_repeatable(self, model: torch.nn.Module) -> bool:
-        """Something of `model` was filled, and nothing that vLLM fills in another way."""
+        """Return True if a module of `model` was filled, and none that vLLM fills in another way."""
         return bool(self.module_loads) and self.module_loads.keys().isdisjoint(_find_deferred_attention(model))
 
     def __enter__(self) -> LoadRecorder:
@@ -458,7 +482,7 @@ _WRITE_OPS = {torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar, torch.o
 
 
 def _find_deferred_attention(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Modules that vLLM finishes after all others; scales are all that they load."""
+    """Return the attention modules that vLLM finishes after all others; they load nothing but scales."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
     return [module for module in model.modules() if is_deferred_attention_layer(module)]
@@ -466,7 +490,7 @@ def _find_deferred_attention(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 @contextlib.contextmanager
 def on_materialize(callback: Callable[[torch.nn.Module], None]) -> Iterator[None]:
-    """Inside, `callback` is called with each module that vLLM has made room in, and is about to fill."""
+    """Call `callback`, inside the block, with each module that vLLM has allocated and is about to fill."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     make = layerwise.materialize_layer
@@ -483,7 +507,7 @@ def on_materialize(callback: Callable[[torch.nn.Module], None]) -> Iterator[None
 
 
 class LoadPlan:
-    """What loads `model`, whose dtype is `dtype`, from any file that has `header`, as vLLM's loader did when it was watched."""
+    """A plan that loads any file with `header` by repeating a recorded load. `dtype` is the dtype of `model`."""
 
     def __init__(
         self, model: torch.nn.Module, dtype: torch.dtype, header: bytes, module_loads: dict[torch.nn.Module, ModuleLoad]
@@ -491,7 +515,7 @@ class LoadPlan:
         self._header, self._dtype = header, dtype
         self._deferred_attention = _find_deferred_attention(model)
         self._unprocessed_loads: list[tuple[torch.nn.Module, ModuleLoad]] = []
-        """Parameters that vLLM leaves as they are loaded."""
+        """Loads of the modules that vLLM does not process after loading."""
         self._processed_loads: list[tuple[torch.nn.Module, ModuleLoad]] = []
         for module, filling in module_loads.items():
             filling = ModuleLoad(merge_copies(filling.copies), filling.fills)
@@ -500,15 +524,15 @@ class LoadPlan:
 
     @property
     def copy_count(self) -> int:
-        """How many an installation makes."""
+        """The number of copies per installation."""
         return sum(len(filling.copies) for _, filling in (*self._unprocessed_loads, *self._processed_loads))
 
     def can_load(self, content: torch.Tensor) -> bool:
-        """A file's bytes, uint8 `[n]`, begin with the header."""
+        """Return True if a file's bytes, uint8 `[n]`, begin with the header."""
         return content[: len(self._header)].numpy().tobytes() == self._header
 
     def load_file(self, content: torch.Tensor, poison: bool = False) -> None:
-        """Load a file that `can_load`."""
+        """Load a file for which `can_load` is True. `poison` is as in `ModuleLoad.fill_module`."""
         from vllm.model_executor.model_loader.reload import layerwise, meta, utils
 
         data = content[len(self._header) :]
@@ -527,7 +551,7 @@ class LoadPlan:
 
 
 def _is_unprocessed(module: torch.nn.Module) -> bool:
-    """vLLM does nothing with what it has loaded into the module; experts on CPU are packed by `repack_cpu_experts`."""
+    """Return True if vLLM does not process the module after loading. `repack_cpu_experts` packs experts on CPU."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -554,25 +578,26 @@ def _has_loaded_layout(module: torch.nn.Module) -> bool:
 
 
 def digest_parameters(model: torch.nn.Module) -> dict[str, int]:
-    """XXH3 of what each parameter holds."""
+    """Return the XXH3 digest of each parameter's contents."""
     return {
         name: xxhash.xxh3_64_intdigest(view_as_integers(held.cpu()).numpy())
         for name, held in iter_parameter_contents(model)
     }
 
 
-# Which tokens vLLM could sample: recorded by the sampler of its first model runner, as bits beside the sampled token.
+# Recording of supports by the sampler of vLLM's first model runner, as bits beside the sampled token.
 #
-# The second model runner records ids by itself, and it wants Triton. Log-probs after top-k, top-p and min-p are minus infinity
-# where nothing can be sampled. So a row of `logprob_token_ids`, which has the sampled token first, gets a bit for each token
-# of the vocabulary behind it: of one shape for all rows, without a wait for the device, and carried wherever log-probs are.
+# The second model runner records ids itself, but needs Triton. Log-probs after top-k, top-p and min-p are minus
+# infinity for tokens that cannot be sampled. So a row of `logprob_token_ids`, which has the sampled token first, gets a
+# bit for each token of the vocabulary behind it: all rows have one shape, nothing waits for the device, and the bits
+# travel wherever log-probs do.
 
 
 WORD_BITS = 32
 
 
 def pack_bits(allowed: Tensor) -> Tensor:
-    """int32 `[B, ceil(V / 32)]` of bool `[B, V]`: the lowest bit of the lowest byte first."""
+    """Pack bool `[B, V]` into int32 `[B, ceil(V / 32)]`, the lowest bit of the lowest byte first."""
     extra = -allowed.shape[1] % WORD_BITS
     lanes = torch.nn.functional.pad(allowed, (0, extra)).view(len(allowed), -1, 8).to(torch.uint8)
     shifts = torch.arange(8, dtype=torch.uint8, device=allowed.device)
@@ -580,7 +605,7 @@ def pack_bits(allowed: Tensor) -> Tensor:
 
 
 class MaskRecordingSampler(Sampler):
-    """Gives what vLLM's gives, and the bits."""
+    """A sampler that adds the bits of each row's support to the output of vLLM's sampler."""
 
     _processed_logprobs: Tensor | None = None
 
@@ -599,32 +624,33 @@ class MaskRecordingSampler(Sampler):
 
 
 def record_sampling_masks(runner: Any) -> None:
-    """Give a first model runner this sampler. The second one has had its own from the start."""
+    """Replace the sampler of a first model runner. The second one has its own from the start."""
     old = runner.sampler
     if isinstance(old, Sampler):
         runner.sampler = MaskRecordingSampler(old.logprobs_mode, old.use_fp64_gumbel)
 
 
-# What a vLLM model holds, and which published tensors it does not hold as they were published.
+# Comparison of the weights in a vLLM model with the published tensors.
 
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 _TAG_BASE = 128
-"""Tags are written in digits of this base: every floating-point dtype of weights has 1 to 128 exactly, but for float8."""
+"""Base of the digits in which tags are written: every floating-point dtype of weights represents 1 to 128 exactly,
+except float8."""
 
 
 def find_model_differences(
     model: torch.nn.Module, published: WeightManifest, load_tensors: Callable[[NamedTensors], None]
 ) -> list[TensorMismatch]:
-    """Published tensors that the model does not hold, in the manifest's order. Afterwards it holds what `load_tensors` makes
-    of them.
+    """Return the published tensors that the model does not hold as they were published, in the manifest's order.
 
-    vLLM fuses, splits and re-packs what it loads, and the names are lost by then. So what the model holds is compared with what
-    a load by the book makes of the same file; and to name the elements that differ, the loader is given tags instead of
-    weights: whatever it does with the tensors, it does to the tags too.
+    vLLM fuses, splits and re-packs the tensors that it loads, which loses their names. So the model's parameters are
+    compared with those after a regular load of the same file by `load_tensors`. To name the elements that differ, the
+    loader then gets tags instead of weights: whatever it does with the tensors, it does with the tags too.
 
-    `load_tensors` gives tensors to the model the right way. Empty if the model holds just that: then either the weights are
-    well, or every load goes wrong in the same way. Needs host memory for one copy of the model.
+    The list is empty if the model holds exactly the loaded weights: then either they are correct, or every load goes
+    wrong in the same way. Afterwards the model holds the result of `load_tensors`. Needs host memory for one copy of
+    the model.
     """
     held = {name: tensor.to("cpu", copy=True) for name, tensor in iter_parameter_contents(model)}
     load_tensors(iter_verified_tensors(published))
@@ -661,10 +687,10 @@ def find_model_differences(
 
 
 def iter_parameter_contents(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What each parameter holds.
+    """Yield the name and contents of each parameter.
 
-    On CPU vLLM hands the weights of dense layers to oneDNN and empties the parameter; the layer's output for the unit vectors
-    is what oneDNN has, to the bit.
+    On CPU vLLM passes the weights of dense layers to oneDNN and empties the parameter. The layer's output for the unit
+    vectors equals oneDNN's weights, to the bit.
     """
     for owner, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -677,31 +703,34 @@ def iter_parameter_contents(model: torch.nn.Module) -> Iterator[tuple[str, torch
 
 
 def view_as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """As integers, so that what is not a number equals itself."""
+    """Return the tensor's bits as integers, flattened, so that NaN equals itself."""
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().reshape(-1).view(sizes[tensor.element_size()])
 
 
 def _iter_tag_tensors(published: WeightManifest, place: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of the published shapes, full of one digit (plus 1) of their index."""
+    """Yield tensors of the published shapes, each filled with one digit (plus 1) of its index."""
     for index, (name, entry) in enumerate(published.tensors.items()):
         yield name, torch.full(entry.shape, index // place % _TAG_BASE + 1, dtype=getattr(torch, entry.dtype))
 
 
 # The process that sends weights from the learner's GPU to one generator's workers; see `weights.nccl`.
 #
-# vLLM's own trainer engine does the sending: its wire format is the one that vLLM's workers receive. It would also drive the
+# vLLM's own trainer engine does the sending, in the wire format that vLLM's workers receive. It could also drive the
 # workers, but here the generator does that, between pause and resume.
 
 
 POLL_MILLISECONDS = 60_000
 
 SendVersion = Callable[[Send], None]
-"""Sends one version; returns when all workers have it."""
+"""Function that sends one version and returns when all workers have it."""
 
 
 def main() -> None:
-    """Arguments, after `sys.path`: where to ask for work, the link's name, the owner's process id."""
+    """Run a sending process.
+
+    Its arguments after `sys.path` are the endpoint that gives work, the link's name, and the owner's process id.
+    """
     from r3async.rollout.vllm.client import exit_with_owner
 
     endpoint, link, owner = sys.argv[2:]
@@ -710,7 +739,10 @@ def main() -> None:
 
 
 def serve_sends(endpoint: str, link: str, send_version: SendVersion, stop: Callable[[], bool] = lambda: False) -> None:
-    """Send what is asked for, until `stop` or an error; a failed operation leaves no group that could be used again."""
+    """Send the requested versions until `stop` returns True, or until an error.
+
+    A failed operation leaves no group that could be used again.
+    """
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 1000
         dealer.connect(endpoint)
@@ -724,17 +756,19 @@ def serve_sends(endpoint: str, link: str, send_version: SendVersion, stop: Calla
 
 
 def order_tensor_names(widths: Mapping[str, int]) -> list[str]:
-    """The order in which tensors travel: sender and workers know the names, but not in one order. `widths`: bytes of an element.
+    """Return the order in which tensors are sent, as sender and workers know the names in different orders.
 
-    The widest come first: vLLM packs tensors one behind the other, and none may begin where its elements cannot.
+    `widths` has the bytes per element of each tensor. The widest come first: vLLM packs tensors one behind the other,
+    and each must begin at an offset that its elements allow.
     """
     return sorted(widths, key=lambda name: (-widths[name], name))
 
 
 def make_nccl_sender() -> SendVersion:
-    """Over vLLM's NCCL group, on this process's first GPU. The group is made by the first `Send`, and meets all workers then.
+    """Return a function that sends over vLLM's NCCL group, on this process's first GPU.
 
-    Raises `RuntimeError` without CUDA."""
+    The first `Send` creates the group and waits for all workers to join. Raises `RuntimeError` without CUDA.
+    """
     if not torch.cuda.is_available():
         raise RuntimeError('weights.backend="nccl" needs CUDA where the learner is')
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
@@ -776,13 +810,13 @@ def make_nccl_sender() -> SendVersion:
 
 
 def check_nccl_group(engine: Any) -> None:
-    """vLLM's broadcasts do nothing at all, and raise nothing, if it could not load NCCL: `WeightError` then."""
+    """Raise `WeightError` if vLLM could not load NCCL: its broadcasts would do nothing, without an error."""
     if getattr(engine.model_update_group, "disabled", True):
         raise WeightError('weights.backend="nccl": vLLM cannot use NCCL here (is VLLM_DISABLE_PYNCCL set?)')
 
 
 def read_tensors(path: str) -> dict[str, torch.Tensor]:
-    """All tensors of a file, mapped, in the order in which they travel."""
+    """Return all tensors of a file, memory-mapped, in the order in which they are sent."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt", device="cpu") as file:
@@ -791,7 +825,7 @@ def read_tensors(path: str) -> dict[str, torch.Tensor]:
 
 
 class _PassiveWorkerClient:
-    """The workers are driven by their generator, and not by this process."""
+    """A client that does nothing, because the generator drives its workers and not this process."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         pass

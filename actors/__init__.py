@@ -1,1 +1,1 @@
-"""The actors of a run, one module for each kind. Ray lives here, and in the launcher, and nowhere in r3async."""
+"""The actors of a run. They reach Ray through `r3async.world` alone."""

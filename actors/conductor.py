@@ -689,7 +689,7 @@ class FleetMembership:
 
     def _check_compatible(self, report: Mapping[str, Any]) -> None:
         """Check that a generator that joins has the tasks and routing of the others, and that weights reach it. Raises
-        `RunFailed` if it is not like the others."""
+        `RunFailed` if it is not like the others, and `ValueError` if weights cannot reach its host."""
         start = self._context
         for what in ("tasks", "routing"):
             if report[what] != start.reference_report[what]:

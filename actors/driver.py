@@ -742,8 +742,8 @@ class FleetScaler:
     Args:
         events: A structlog logger.
         spawn: `spawn(name, placement)` starts one generator.
-        placements: Placements of the first generators, in `reservation`.
-        home_hosts: Hosts of the learner, by `Node.key`, which further engines prefer.
+        placements: Reserved placements of the first generators.
+        home_hosts: Hosts of the learner, by `ClusterNode.node_id`, which further engines prefer.
     """
 
     def __init__(

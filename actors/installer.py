@@ -116,7 +116,7 @@ class VersionInstaller:
 
     def needs_probe_scores(self, version: int) -> bool:
         """Return True if a generator is due to be probed with `version`, which the learner makes next, and cannot be
-        probed with a version that is on its way."""
+        probed with a version that is on its way. Such a version is remembered as the one to score."""
         on_its_way = self.newest_published.version < self._scored_version < version
         due = [g for g in self.fleet if not g.is_finished and self._is_probe_due(g, version)]
         if any(g.probed_version < 0 or (g.install_task is None and not on_its_way) for g in due):

@@ -94,7 +94,7 @@ class ProcessLayout(msgspec.Struct, frozen=True):
     """The places of all processes of a run.
 
     Attributes:
-        bundles: Bundles of resources, which name their hosts by `Node.key`.
+        bundles: Bundles of resources, which name their hosts by `ClusterNode.node_id`.
         learner: Seat of the actor that receives and packs. With one rank it is that rank, and `ranks` is empty.
         ranks: Seats of the ranks.
         engines: Seats of the engines.

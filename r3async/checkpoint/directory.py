@@ -568,7 +568,7 @@ class CheckpointWriter:
 # Resuming a run: checks of configuration and model, rewinding records and leases to the checkpoint's step, and the
 # starts of a run.
 #
-# Each start is a line of a file in the run's directory, which is on the disk before any process of that start exists:
+# Each start is an entry of a file in the run's directory, which is on the disk before any process of that start exists:
 # so two crashes without a checkpoint between them still leave two lineages. The file also distinguishes the directory
 # of a run from any other: it is made with the directory.
 

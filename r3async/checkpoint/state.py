@@ -155,7 +155,7 @@ def decode_state(data: bytes) -> RunState:
 
 MANIFEST_FILE = "manifest.json"
 MANIFEST_SCHEMA = 1
-"""Layout version of a checkpoint's directory, to be raised when the layout changes. A later one is refused."""
+"""Layout version of a checkpoint's directory, to be raised when the layout changes. Any other one is refused."""
 
 _FILE_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _READ_BLOCK_BYTES = 2**20

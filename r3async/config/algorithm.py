@@ -345,7 +345,7 @@ class RoutingConfig(Section):
     trace: Literal["off", "sample", "all"] = "sample"
     """Trajectories whose routes are kept in `runs/NAME/routes`, as the engine returned them and as the learner used
     them. `sample`: the first trajectory of every `trace_every`-th step. `all`: every trajectory; `r3async inspect
-    verify NAME` then verifies that they are equal. Each token takes 25 bytes, and 3 ids for each MoE layer and
+    verify NAME` then verifies that they are equal. A sampled token takes 41 bytes, and 3 ids for each MoE layer and
     expert it is sent to."""
     trace_every: PositiveInt = 10
 

@@ -40,7 +40,7 @@ def did_you_mean(
 
 @dataclass(frozen=True)
 class NumberRange:
-    """Range of a number in a section: `field: Annotated[float, Range(-1, 1)]`. Both ends are included, except the
+    """Range of a number in a section: `field: Annotated[float, NumberRange(-1, 1)]`. Both ends are included, except the
     lower one with `excludes_low`."""
 
     low: float

@@ -1,1 +1,2 @@
-"""Definitions of tokens, samples, trajectories and routes, and the containers that they travel in. Pure."""
+"""Definitions of tokens, samples, trajectories and routes, and the containers that they travel in. Pure, but
+for containers and model directories, whose files are an argument."""

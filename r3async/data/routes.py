@@ -33,8 +33,8 @@ def check_expert_ids(rows: np.ndarray, *, layers: int, top_k: int, num_experts: 
     """Check that integer ids `[n, layers, top_k]` have the right shape and range and are not all zero.
 
     Two passes over the ids, quick enough for an event loop. Raises `RoutingError` that says what is wrong. Single
-    all-zero rows are legal with `top_k == 1`, but a whole block of them over more than one row, with several experts,
-    is what an engine returns that did not record.
+    all-zero rows are legal with `top_k == 1`, but more than 16 of them (rows times layers), with several experts,
+    are what an engine returns that did not record.
     """
     if rows.ndim != 3 or rows.shape[1:] != (layers, top_k):
         raise RoutingError(

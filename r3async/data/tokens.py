@@ -229,7 +229,7 @@ class TokenTable:
         return self._columns.items()
 
     def slice_rows(self, start: int, stop: int) -> TokenTable:
-        """Return rows `start:stop` of every column, as views."""
+        """Return rows `start:stop` of every column, as views; packed routes are unpacked first."""
         return TokenTable({n: a[start:stop] for n, a in self.stored_items()}, self.schema)
 
     def with_columns(self, **columns: ColumnData) -> TokenTable:

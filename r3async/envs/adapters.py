@@ -513,7 +513,8 @@ def make_verifiers(target: str, config: EnvConfig) -> EnvironmentFactory:
 
     In `env.args`, `tasks` is the number of the taskset's tasks that are played (default 1000); the rest is the
     verifiers environment's own configuration, for example `taskset = { difficulty = 3 }`. Tasksets that a single policy
-    cannot play are refused: those with several agents, tools, interceptors or containers.
+    cannot play are refused: those with several agents, tools, interceptors or containers, and those that stop at
+    single requests or responses.
     """
     vf = import_optional_package("verifiers.v1", config)
     args = config.reveal_args()

@@ -62,8 +62,8 @@ _name_counter = itertools.count()
 class CommandLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The limits of one command; `disk_mib` limits all files of a sandbox.
 
-    A command with more than `processes` processes, or with more files than `disk_mib`, is ended; this is checked ten
-    times a second.
+    A command with more than `processes` processes, or with more files than `disk_mib`, is ended; this is checked
+    every 0.1 s, or less often where a check takes long.
 
     Attributes:
         memory_mib: Address space of each process, and the size of /dev/shm (with Docker: memory of all processes), in

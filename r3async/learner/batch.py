@@ -404,7 +404,7 @@ def find_round_levels(
     samples are as long as they may be); and no less than the i-th longest sample where that is over half the cap, as no
     two of those are together. The levels of any plan are, sorted, at least M_j = y_{j · ranks}, so
 
-        Σ_j Σ_r min(M_j, u_{j · ranks + r}) >= work,    M_j >= cost of that single sample,
+        Σ_j Σ_r min(M_j, u_{j · ranks + r}) >= total_cost,    M_j >= cost of that single sample,
 
     and the least Σ_j M_j under this is a bound on every plan. Each sum over r is concave in M_j, with a slope of the
     number of micro-batches that can still follow: so levels are raised where most can, until the work is done. Work
@@ -435,7 +435,7 @@ def find_round_levels(
 class _SamplePool:
     """The samples that are not placed yet, found by length in nearly constant time.
 
-    `samples` ascend in length. `below[i + 1]` leads, over some steps, to `j + 1` of the last sample `j <= i` that is
+    `samples` ascend in length. `_below[i + 1]` leads, over some steps, to `j + 1` of the last sample `j <= i` that is
     left (disjoint sets with path halving, Tarjan & van Leeuwen 1984).
     """
 

@@ -694,7 +694,7 @@ class Minibatch:
     """Columns of the trained tokens of all ranks, if `set_global_logprobs` was called."""
     _loss_sums: LossSums | None = field(init=False, default=None)
     _drift_sums: list[Tensor] = field(init=False, default_factory=list)
-    """float64 `[2, drift_rows, 2]` for each trained micro-batch: `sum_drift` of its tokens, and of the probed ones."""
+    """float64 `[2, drift_bin_count, 2]` for each trained micro-batch: `sum_drift` of its tokens, and of the probed ones."""
     _traces: list[RouteTrace] = field(init=False, default_factory=list)
     _traced_logprobs: dict[int, Tensor] = field(init=False, default_factory=dict)
     """Log-probs of each micro-batch's trained tokens, with `records_traces`."""

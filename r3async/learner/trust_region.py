@@ -192,7 +192,7 @@ def _extract_probed_samples(micro_batch: MicroBatch) -> list[Sample]:
 
 
 def sum_served_drift(backend: LearnerBackend, minibatch: Minibatch, probes: ProbeBatches) -> np.ndarray:
-    """Return `sum_drift`, float64 `[drift_rows, 2]`, of this rank's probed tokens with the routers' own choice.
+    """Return `sum_drift`, float64 `[drift_bin_count, 2]`, of this rank's probed tokens with the routers' own choice.
 
     It uses the weights as they are. It is 0 where another rank has them. Collective. With FSDP, gradients in progress
     are lost: there must be none.

@@ -36,7 +36,8 @@ from r3async.world.files import make_directory, replace_file
 
 PrintLine = Callable[[str], object]
 MAX_QUEUED_ROWS = 1024
-"""Maximum number of rows queued for a slow sink. Further rows are dropped for that sink, counted, and reported once."""
+"""Maximum number of rows queued for a slow sink. Further rows are dropped for that sink, counted, and
+reported at the first one and at the end."""
 CLOSE_TIMEOUT_SECONDS = 15.0
 """Maximum seconds that the end of a run waits for sinks to write their queued rows."""
 MAX_CONSECUTIVE_FAILURES = 3
@@ -46,7 +47,7 @@ MAX_CONSECUTIVE_FAILURES = 3
 class Sink:
     """One backend behind a queue.
 
-    `print_line` is called when the sink failed and when rows were dropped, at most once each.
+    `print_line` is called when the sink failed, when the first row was dropped, and at the end if rows are missing.
     """
 
     def __init__(self, name: str, make_backend: Callable[[], SinkBackend], capacity: int, print_line: PrintLine):

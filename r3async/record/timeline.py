@@ -82,7 +82,7 @@ class Timeline:
     def measure_span(
         self, activity: str, *, step: int | None = None, version: int | None = None
     ) -> AbstractContextManager[None]:
-        """Measure the body as a span: `with timeline.span("train", step=3): …`. Written also if the body raises."""
+        """Measure the body as a span: `with timeline.measure_span("train", step=3): …`. Written also if the body raises."""
         return nullcontext() if self._file is None else self._record_span(activity, step, version)
 
     @contextmanager

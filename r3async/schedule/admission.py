@@ -32,7 +32,7 @@ although it may wake up and play on. The proof requires only that its engine has
 `g`, whichever owner samples it and however late it arrives, is not older than `v`. If `g` was trained meanwhile, the
 token is in a duplicate. If not, it is as young as a token of the next owner may be, whose lease names the same version.
 
-Pure: no clock, no sockets. Owners are generators.
+Pure: no sockets; the clock is an argument. Owners are generators.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class AdmissionController:
 
         A group is leased whole, because its episodes share a prompt; or in equal shares, if fewer than `idle_owners`
         groups are available. An owner with too few free places for that waits until it has them, unless it never will
-        (`max_episodes`), the rest of the group is elsewhere, or `split` is `room`: then it gets what it has places for.
+        (`max_episodes`), the rest of the group is elsewhere, or `split` is `capacity`: then it gets what it has places for.
 
         Args:
             owner: Generator that asks for work.
@@ -603,7 +603,7 @@ class PaceMonitor:
 
 
 HIGH_CACHE_USAGE = 0.95
-"""Share of the KV cache above which no further episode is begun."""
+"""Share of the KV cache above which the limit is lowered, if requests wait in the engine's queue."""
 LOW_CACHE_USAGE = 0.85
 """Share of the KV cache below which the limit may rise."""
 DECREASE_FACTOR = 0.75

@@ -1,4 +1,5 @@
-"""The tasks of groups: their order, their difficulty, the mix of environments, and how many may fail. Pure.
+"""The tasks of groups: their order, their difficulty, the mix of environments, and how many may fail. Pure, but for
+the quarantine, which writes files.
 
 The data cursor needs no state but a group's index, and the group from which on each task is quarantined. All episodes
 of a group play one task, so they fail together: the limit is on the share of tasks, not of episodes. A task of which
@@ -407,7 +408,7 @@ class TaskHistory:
 
 
 MAX_PERIOD = 1000
-"""Maximum number of groups after which the order repeats: weights are rounded to that."""
+"""Number of groups after which the order repeats: weights are rounded to that. It is larger if a weight is below 1/1000."""
 
 
 class EnvironmentOrder:

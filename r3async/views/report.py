@@ -1,6 +1,6 @@
 """The report of one or several finished or running runs: a self-contained page, `report.html`, that needs no network.
 
-`charts.py` and the end of this file compute what is drawn; the templates `report*.html`, `report.css` and `report.js`
+`charts.py` and the first functions of this file compute what is drawn; the templates `report*.html`, `report.css` and `report.js`
 define the look. All text that comes from a run is escaped: model output and configuration are shown, never interpreted.
 """
 

@@ -196,7 +196,7 @@ def _deflate_plane(plane: np.ndarray) -> bytes:
 
 
 def _inflate_plane(plane: Buffer, max_bytes: int) -> bytes:
-    """Inflate a plane to at most `max_bytes` bytes, whatever a torn plane contains."""
+    """Inflate a plane to at most `max_bytes + 1` bytes, whatever a torn plane contains; one more tells that it is too long."""
     opener = zlib.decompressobj(-zlib.MAX_WBITS)
     data = opener.decompress(plane, max_bytes + 1)
     if not opener.eof and len(data) <= max_bytes:

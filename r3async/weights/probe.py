@@ -133,7 +133,7 @@ def describe_mismatches(mismatches: Sequence[TensorMismatch], max_named: int = 4
 
 
 def make_probe_text(max_tokens: int) -> str:
-    """Return a text of at most `max_tokens - 1` bytes, so that no tokenizer makes more tokens than fit."""
+    """Return a text of at most `max_tokens - 2` bytes, and at least 2, so that no tokenizer makes more tokens than fit."""
     return (_PROBE_TEXT * 4)[: max(2, min(len(_PROBE_TEXT) * 4, max_tokens - 2))]
 
 

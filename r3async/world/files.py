@@ -155,7 +155,7 @@ class DiskRetrier:
 
     @property
     def current_wait(self) -> dict[str, Any] | None:
-        """The reason why work waits (`why`), and for how many `waited_seconds`; None while no work waits."""
+        """The reason why work waits (`why`), and for how many `seconds`; None while no work waits."""
         if self._waiting_since is None:
             return None
         since, error = self._waiting_since

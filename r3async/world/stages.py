@@ -176,7 +176,7 @@ def start_accounting() -> Callable[[], None]:
     """Account for this thread's time from now on, which is the time of the running event loop. Calling the returned
     function ends it.
 
-    Tasks that exist already are the loop's own, except for what they `await booked(...)`. Does nothing where
+    Tasks that exist already are the loop's own, except for what they `await in_stage(...)`. Does nothing where
     accounting is running already.
     """
     loop = asyncio.get_running_loop()

@@ -430,10 +430,12 @@ class GroupPlayer:
     def _report_failure(
         self, event: str, task: EpisodeTask, failed_by: FailureSource, attempts: int, raised: ErrorSummary
     ) -> None:
-        """Report a failed attempt at an episode. The traceback of each error is reported once."""
-        known = (raised.error, raised.place) in self._reported_errors
-        if not known and len(self._reported_errors) < MAX_REPORTED_TRACEBACKS:
-            self._reported_errors.add((raised.error, raised.place))
+        """Report a failed attempt at an episode. The traceback of each error is reported once, and of no further error
+        after `MAX_REPORTED_TRACEBACKS`."""
+        kind = (raised.error, raised.place)
+        with_traceback = kind not in self._reported_errors and len(self._reported_errors) < MAX_REPORTED_TRACEBACKS
+        if with_traceback:
+            self._reported_errors.add(kind)
         self._report(
             event,
             task_seed=task.task_seed,
@@ -443,7 +445,7 @@ class GroupPlayer:
             **({"place": raised.place} if raised.place else {}),
             episode=task.trajectory_id,
             attempt=attempts,
-            **({} if known else {"exception": raised.trace}),
+            **({"exception": raised.trace} if with_traceback else {}),
         )
 
     def _report_end(self, task: EpisodeTask, failed_by: FailureSource | None = None, error: str = "") -> None:

@@ -379,6 +379,13 @@ async def test_a_failed_try_names_task_group_error_and_the_users_last_frame_and_
     assert "exception" not in last
 
 
+async def test_tracebacks_of_ever_new_errors_end_at_a_limit(engine, monkeypatch):
+    monkeypatch.setattr("r3async.rollout.episode.MAX_REPORTED_TRACEBACKS", 2)
+    errors = [ValueError("a"), KeyError("b"), TypeError("c"), IndexError("d")]
+    _, reports, _ = await play_broken(engine, Broken(*errors), retries=3)
+    assert ["exception" in facts for _, facts in reports] == [True, True, False, False]
+
+
 async def test_an_environment_that_exits_fails_its_episode_and_not_the_process(engine):
     _, reports, _ = await play_broken(engine, Broken(SystemExit(3)), retries=0)
     assert reports[0][1]["error"] == "the environment called sys.exit(3)"

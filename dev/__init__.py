@@ -1,1 +1,1 @@
-"""What the project is developed with. Not in the wheel, and nothing in `r3async` imports it."""
+"""Development tools of the project. They are not part of the wheel, and nothing in `r3async` imports them."""

@@ -1,4 +1,4 @@
-"""`python -m dev`: what the project itself is developed with. Imports nothing heavy until a command needs it."""
+"""Command line of the development tools: `python -m dev`. Imports nothing heavy until a command needs it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def chaos(
     runs: NewRunsOption = DEFAULT_RUNS_DIRECTORY,
     json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line")] = False,
 ) -> None:
-    """Rehearse failure: a scenario happens to a real run; what it trained is checked. Exit 1 if something is wrong."""
+    """Inject the faults of a scenario into a real run, and check what it trained. Exits with 1 for any problem."""
     import msgspec
 
     from dev.chaos.run import chaos as rehearse
@@ -80,7 +80,7 @@ def simulate(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line")] = False,
 ) -> None:
-    """Run the whole system in virtual time, with faults, each run from a seed. Exit 1 at the first that breaks an invariant."""
+    """Simulate the whole system in virtual time with faults, a run per seed. Exits with 1 if an invariant is broken."""
     from dev.simulation.command import simulate_command
 
     raise typer.Exit(
@@ -105,7 +105,7 @@ def fuzz(
     checkpoints: Annotated[int, typer.Option(help="damaged checkpoints", min=0)] = 100_000,
     seed: int = 0,
 ) -> None:
-    """Damage messages, spools and checkpoints, and print how each was answered."""
+    """Damage messages, spool files and checkpoints, and print how each kind was handled."""
     from dev.fuzz.run import run_fuzz
 
     run_fuzz(messages=messages, files=files, checkpoints=checkpoints, seed=seed)

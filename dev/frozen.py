@@ -1,11 +1,12 @@
-"""Recompute what a refactoring must not change, and compare it with what was written before: `make check-frozen`.
+"""Recompute what a refactoring must not change, and compare it with the recorded values: `make check-frozen`.
 
-`python -m dev.frozen --write` writes `dev/frozen.json`. The parts: digests of simulated runs, digests of every stage of twenty
-trained steps of two presets, one real run under chaos, the bytes of ten messages on the wire, and the files of a checkpoint.
+`python -m dev.frozen --write` writes the values to `dev/frozen.json`. The parts are: digests of simulated runs, digests
+of every stage of twenty trained steps of two presets, one real run under chaos, the bytes of ten messages on the wire,
+and the files of a checkpoint.
 
-Bits of trained steps depend on the kind of CPU, and the file names the one that it was written on. A digest of a simulated run
-has the names of events and remote calls in it: a commit that renames them adds `new = "old"` to `dev/frozen_names.toml`, which
-is applied to today's lines before they are hashed.
+The bits of trained steps depend on the CPU model; the file names the CPU it was written on. The digest of a simulated
+run covers the names of events and remote calls. A commit that renames them adds `new = "old"` to
+`dev/frozen_names.toml`, which is applied to the current lines before they are hashed.
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ SMALL_RUN = (
     *("model.init.hidden_size=32", "model.init.expert_hidden_size=32", "model.init.layers=2"),
     *("model.init.max_warm_steps=1", "model.init.warm_reward=0.01"),
 )
-"""The order in which episodes arrive changes nothing of it: each step is made of the groups that its version played."""
+"""Overrides for a small run whose result does not depend on the order in which episodes arrive: each step trains the
+groups that were played with its version of the weights."""
 
 
 @cache
 def original_names() -> Callable[[str], str]:
-    """Return a function that puts the names of before into a line of today's."""
+    """Return a function that replaces renamed names in a line of the log by their original names."""
     names: dict[str, str] = tomllib.loads((HERE / "frozen_names.toml").read_text())
     if not names:
         return str
@@ -54,7 +56,7 @@ def original_names() -> Callable[[str], str]:
 
 
 def simulate_seed(seed: int) -> str:
-    """Return the digest of everything that happens in the simulated run of `seed`."""
+    """Simulate the run of `seed`. Returns the digest of everything that happens, or the invariant that is violated."""
     from dev.simulation.run import Simulated, draw_case
     from dev.simulation.world import SimulationLog
 
@@ -75,7 +77,7 @@ def simulate_seed(seed: int) -> str:
 
 
 def simulated_runs() -> dict[str, str]:
-    """Return a digest for each of the first seeds."""
+    """Simulate the first `SEEDS` seeds in parallel. Returns the result of `simulate_seed` by seed."""
     from dev.simulation.run import model_here
     from dev.simulation.search import quiet_logs
 
@@ -84,7 +86,7 @@ def simulated_runs() -> dict[str, str]:
 
 
 def trained_steps() -> dict[str, Any]:
-    """Return for each preset the digests of its recorded steps, and the learner's file in its last checkpoint."""
+    """Train each preset. Returns the digests of its recorded steps, and the learner's files in its last checkpoint."""
     from r3async.record.recording import find_recorded_steps, read_recorded_step
 
     found: dict[str, Any] = {}
@@ -96,7 +98,7 @@ def trained_steps() -> dict[str, Any]:
             manifest = json.loads(file.read_text().splitlines()[0])  # its own digest follows
             found[preset] = {
                 "steps": [[step.step, step.version, step.groups, step.minibatches] for step in steps],
-                # Its bits are those of the last step's digests; what else is in the file has times.
+                # Its tensors are covered by the digests of the last step. The rest of the file contains times.
                 "checkpoint": [
                     [one["name"], one["size"]] for one in manifest["files"] if one["name"].startswith("learner")
                 ],
@@ -105,7 +107,7 @@ def trained_steps() -> dict[str, Any]:
 
 
 def chaos_run() -> dict[str, Any]:
-    """Return what a run under faults trained. Which faults it met depends on time."""
+    """Return what a real run under faults trained. Which faults hit it depends on timing."""
     with tempfile.TemporaryDirectory() as directory:
         report = json.loads(
             run_command("chaos", "quickstart", "--seed", "1", "--json", program="dev", cwd=directory).splitlines()[-1]
@@ -114,7 +116,7 @@ def chaos_run() -> dict[str, Any]:
 
 
 def wire_messages() -> list[list[int]]:
-    """Return the sizes and checksums of the frames of ten trajectories."""
+    """Return the sizes and CRC-32 checksums of the frames of ten encoded trajectories."""
     from r3async.data.wire import encode_trajectory
     from tests.helpers.wire import make_table, make_trajectory
 
@@ -135,7 +137,7 @@ PARTS: dict[str, Callable[[], Any]] = {
 
 
 def run_command(*words: str, program: str = "r3async", cwd: str | None = None) -> str:
-    """Run `program` with `words` and return what it printed. Raises `RuntimeError` with its errors if it fails."""
+    """Run `program` with `words` and return its standard output. Raises `RuntimeError` with its output if it fails."""
     done = subprocess.run(
         [sys.executable, "-m", program, *words], cwd=cwd, capture_output=True, text=True, timeout=1200
     )
@@ -145,7 +147,7 @@ def run_command(*words: str, program: str = "r3async", cwd: str | None = None) -
 
 
 def list_differences(name: str, before: Any, now: Any) -> Iterator[str]:
-    """Yield the places at which two values of JSON differ."""
+    """Yield a line for each place at which two JSON values differ."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in sorted({*before, *now}):
             yield from list_differences(f"{name}.{key}", before.get(key), now.get(key))
@@ -163,7 +165,7 @@ def processor_name() -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Compare, or write; return the exit status."""
+    """Compare the parts with `dev/frozen.json`, or write them to it. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PARTS)}; all of them if none is named")
     parser.add_argument("--write", action="store_true", help=f"write {FROZEN.name} instead of comparing with it")

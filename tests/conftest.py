@@ -19,26 +19,28 @@ import typer.testing
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# An example takes as long as a busy machine lets it. The suite has the same examples each time; `pytest
+# No deadline: on a busy machine an example may take long. The suite has the same examples each time; `pytest
 # --hypothesis-profile=explore` draws others.
 hypothesis.settings.register_profile("r3async", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None)
 hypothesis.settings.load_profile("r3async")
-# A machine may have a GPU, of which a torch for CPUs knows nothing, but Ray does.
+# A machine may have a GPU that Ray sees, but a CPU build of torch does not.
 if os.path.exists("/dev/nvidiactl") and "+cpu" in importlib.metadata.version("torch"):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-# Matrices of tests are small, and their processes many: threads that wait for each other on busy cores take most of the time.
+# Tests have small matrices and many processes: threads that wait for each other on busy cores would take most of the
+# time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A person's process builds the commands once, and one of the tests would a thousand times, a seventh of a second each.
+# A user's process builds the commands once, but one of the tests would a thousand times, a seventh of a second each.
 typer.main.get_command = typer.testing._get_command = functools.cache(typer.main.get_command)
-# Images of containers often set it. Then each of some hundred processes compiles our sources again, and all tests' assertions.
+# Container images often set it. Then each of some hundred processes compiles our sources again, and all tests'
+# assertions.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """Directory of a tiny random Qwen3-MoE whose second layer is dense."""
+    """Make a directory with a tiny random Qwen3-MoE whose second layer is dense."""
     from tests.helpers.engine import make_model
 
     return make_model(tmp_path_factory.mktemp("model"), dense_layers=(1,), seed=0)
@@ -46,7 +48,7 @@ def tiny_model(tmp_path_factory):
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def vllm_engine(tiny_model):
-    """The suite's one vLLM engine, 32 requests at once. Its tests run in the session's event loop."""
+    """Start the suite's one vLLM engine, for 32 requests at once. Its tests run in the session's event loop."""
     from r3async.rollout.vllm.engine import VllmEngine
 
     engine = VllmEngine(
@@ -75,19 +77,19 @@ def _ranks(world, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory):
-    """Two processes in a gloo process group."""
+    """Start two processes in a gloo process group."""
     yield from _ranks(2, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def four_ranks(tmp_path_factory):
-    """Four processes in a gloo process group."""
+    """Start four processes in a gloo process group."""
     yield from _ranks(4, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def untrained(tmp_path_factory):
-    """Directory of a small model that was hardly warmed up, for runs whose engine is scripted."""
+    """Make a directory with a small model that was hardly warmed up, for runs whose engine is scripted."""
     from r3async.config import load_config
     from r3async.tools.init_model import init_model
 
@@ -99,7 +101,7 @@ def untrained(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def warm_model(tmp_path_factory):
-    """Directory of the quickstart's model, warmed up a little: what runs with a real engine begin with."""
+    """Make a directory with the quickstart's model, warmed up a little, for runs with a real engine."""
     from r3async.config import load_config
     from r3async.tools.init_model import init_model
 
@@ -110,7 +112,8 @@ def warm_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def ray_head():
-    """Address of one Ray on this machine, for all tests that need some: to start and end one takes ten seconds and more."""
+    """Yield the address of one Ray on this machine for all tests that need one, since starting and ending one takes ten
+    seconds and more."""
     from tests.helpers.cluster import plain_head
 
     with plain_head() as address:
@@ -119,7 +122,7 @@ def ray_head():
 
 @pytest.fixture(scope="module")
 def local_ray(ray_head):
-    """The runs of a module, also those of child processes, are on the suite's Ray."""
+    """Connect a module's runs, including those of child processes, to the suite's Ray."""
     import ray
 
     ray.init(address=ray_head, logging_level="error")
@@ -131,7 +134,7 @@ def local_ray(ray_head):
 
 @pytest.fixture(scope="session")
 def token_cluster():
-    """A Ray that takes jobs and wants a token. What its clients' environment adds."""
+    """Start a Ray that takes jobs and requires a token, and yield the variables that its clients' environment needs."""
     from tests.helpers.cluster import own_cluster
 
     with own_cluster() as environment:
@@ -146,7 +149,7 @@ STARTED_BY = {
     "four_ranks": "ranks",
     "ranks_of": "ranks",
 }
-"""What a test with this fixture starts: its marker follows from it."""
+"""Markers of tests by the fixture that they use: what the fixture starts."""
 LONGEST = (
     "ray/test_pipeline.py",
     "sim/test_simulate.py",
@@ -157,9 +160,10 @@ LONGEST = (
     "unit/test_full_disk.py",
     "unit/test_schedule_machine.py",
 )
-"""Files that `make test` gives to its processes first, or one of them waits for another at the end."""
+"""Files that `make test` gives to its processes first, so that no process waits for another one's long file at the
+end."""
 MARKED_FOLDERS = ("engine", "ranks", "ray")
-"""What is in one of them has the marker of its name."""
+"""Folders whose tests have the marker of the folder's name."""
 
 
 def pytest_itemcollected(item):
@@ -180,7 +184,8 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def _only_what_its_marker_says(request, monkeypatch):
-    """A test that starts Ray or an engine without saying so would make `make test` slow for everybody."""
+    """Fail a test that starts Ray or an engine without the marker, since it would make `make test` slow for
+    everybody."""
     if request.node.get_closest_marker("ray") is None and "ray" in sys.modules:
         import ray
 
@@ -199,7 +204,10 @@ EXIT_SECONDS = 120.0
 
 
 def pytest_sessionfinish(session, exitstatus):
-    """A thread or a child that a test left behind can keep this process from ending, without a word. Say what it is, and end."""
+    """Report what keeps this process from ending, and end it.
+
+    A thread or a child that a test left behind can do that silently.
+    """
 
     def give_up():
         sys.stderr.write(f"\nthe tests are over, and after {EXIT_SECONDS:.0f} s their process has not ended:\n")
@@ -214,5 +222,5 @@ def pytest_sessionfinish(session, exitstatus):
     timer = threading.Timer(EXIT_SECONDS, give_up)
     timer.daemon = True
     timer.start()
-    # No Python thread runs if what hangs holds the interpreter.
+    # No Python thread runs if the hanging code holds the interpreter.
     faulthandler.dump_traceback_later(2 * EXIT_SECONDS, exit=True)

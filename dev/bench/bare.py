@@ -1,8 +1,8 @@
-"""The parts of the pipeline alone, for `bench e2e`: a bare `AsyncLLM` that plays the tasks of a run, and a bare loop of forward,
-backward and optimizer on what it played. Each is a job of its own.
+"""The pipeline's parts alone, for `bench e2e`: a bare `AsyncLLM` that plays a run's tasks, and a bare training loop.
 
-Both have the run's settings, and nothing beside the model: no environment, chat template, validation, transport, publication,
-metrics. What they need of these is made before the measurement, or after it.
+The training loop does forward, backward and optimizer steps on what the engine played. Each part is a separate job.
+Both use the run's settings and nothing but the model: no environment, chat template, validation, transport, publication
+or metrics. Whatever they need of these is prepared before the measurement or done after it.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ if TYPE_CHECKING:
     from r3async.learner.trainer import Trainer
 
 WARM_UP = 2
-"""Batches that are not measured."""
+"""Number of leading batches that are not measured."""
 EPISODES = "episodes.bin"
 
 
 class Job(msgspec.Struct, frozen=True):
-    """`config`: of the run, with its model's path. `batches`: steps' worth of episodes."""
+    """The input of both jobs: the run's configuration `config`, with the model's path, and the number of steps' worth
+    of episodes to measure, `batches`."""
 
     config: dict[str, Any]
     batches: int
 
 
 class Engine(msgspec.Struct, frozen=True):
-    """CPU and wall seconds of the measured episodes; `tokens` sampled in them."""
+    """CPU and wall seconds of the measured episodes, and the number of `tokens` sampled in them."""
 
     tokens: int
     cpu_seconds: float
@@ -55,8 +56,13 @@ class Engine(msgspec.Struct, frozen=True):
 
 
 class Learner(msgspec.Struct, frozen=True):
-    """CPU seconds of the same batches: `bare`, forward with replay, backward and optimizer of packed micro-batches alone;
-    `trainer`, the trainer's whole step, planning, packing and metrics included. `tokens`: trained in them."""
+    """CPU seconds that the bare loop and the trainer took for the same batches.
+
+    Attributes:
+        tokens: trained tokens of these batches.
+        bare_cpu_seconds: forward with replay, backward and optimizer of packed micro-batches alone.
+        trainer_cpu_seconds: the trainer's whole step, including planning, packing and metrics.
+    """
 
     tokens: int
     bare_cpu_seconds: float
@@ -70,13 +76,13 @@ def write(path: Path, trajectories: Iterable[Trajectory]) -> None:
 # -- the engine --------------------------------------------------------------------------------------------------------
 
 Task = list[list[int]]
-"""Token ids that precede each answer: the first prompt, then what an environment says between two answers."""
+"""Token ids before each answer: the first prompt, then the environment's messages between two answers."""
 Answers = list[Any]
-"""vLLM's outputs, one a turn."""
+"""The vLLM outputs of an episode, one per turn."""
 
 
 def play(job: Job, directory: Path) -> Engine:
-    """The job of the engine. Writes the episodes for `train`."""
+    """Run the engine's job, and write its episodes for `train`."""
     config = config_from_dict(job.config)
     group, step = config.schedule.samples_per_group, config.schedule.groups_per_step
     tasks = asyncio.run(read_tasks(config, (job.batches + WARM_UP) * step))
@@ -87,7 +93,7 @@ def play(job: Job, directory: Path) -> Engine:
 
 
 async def read_tasks(config: Config, groups: int) -> list[Task]:
-    """What environments say, whatever they are answered: of those whose messages do not depend on that."""
+    """Return the encoded environment messages of each task. Environments' messages must not depend on the answers."""
     from r3async.envs import Action
     from r3async.envs.factory import build_environment_factory
 
@@ -108,7 +114,7 @@ async def read_tasks(config: Config, groups: int) -> list[Task]:
 
 
 async def play_all(config: Config, tasks: Sequence[Task], warm_up: int) -> tuple[Engine, list[tuple[Task, Answers]]]:
-    """All episodes of all groups, as many at once as the run has places. The first `warm_up` are not measured."""
+    """Play all episodes of all groups, as many at once as the run has places. The first `warm_up` are not measured."""
     llm, params, end = bare_llm(config)
     places = asyncio.Semaphore(config.generator.concurrency)
     players = [(task, f"{n}-{k}") for n, task in enumerate(tasks) for k in range(config.schedule.samples_per_group)]
@@ -137,8 +143,8 @@ async def play_all(config: Config, tasks: Sequence[Task], warm_up: int) -> tuple
 
 
 def bare_llm(config: Config) -> tuple[Any, Any, int]:
-    """An `AsyncLLM` with the arguments that the run's engine gives it, sampling parameters by the first position whose routes are
-    wanted, and the token that ends an answer."""
+    """Return an `AsyncLLM` with the arguments of the run's engine, a function that makes sampling parameters from the
+    first position whose routes are wanted, and the id of the token that ends an answer."""
     from r3async.rollout.engine import build_engine
 
     ours: Any = build_engine(config, config.model.path, config.seed)
@@ -188,13 +194,13 @@ def tokenizer_of(config: Config) -> Any:
 
 
 def cpu_seconds() -> float:
-    """Of this process and its children."""
+    """Return the CPU seconds of this process and its children."""
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
     return sum(p.cpu_times().user + p.cpu_times().system for p in processes)
 
 
 def recorded(config: Config, episodes: Sequence[tuple[Task, Answers]]) -> Iterator[Trajectory]:
-    """The episodes as trajectories, with random rewards: so all of them have something to learn from."""
+    """Yield the episodes as trajectories with random rewards, so that every one of them gives something to learn."""
     shape, _ = read_moe_layers(msgspec.json.decode((Path(config.model.path) / "config.json").read_bytes()))
     group, rng = config.schedule.samples_per_group, np.random.default_rng(config.seed)
     end = tokenizer_of(config).eos_token_id
@@ -232,7 +238,7 @@ def recorded(config: Config, episodes: Sequence[tuple[Task, Answers]]) -> Iterat
 
 
 class _NoTrace:
-    """The `RouteTracer` of a run that traces nothing."""
+    """A `RouteTracer` that traces nothing."""
 
     def should_trace(self, samples: Sequence[Sample], /) -> bool:
         return False
@@ -242,7 +248,8 @@ class _NoTrace:
 
 
 def train(job: Job, directory: Path) -> Learner:
-    """The job of the learner, on what `play` wrote: each batch by the bare loop and by the trainer, in turns."""
+    """Run the learner's job on what `play` wrote: train each batch with the bare loop and with the trainer, in
+    turns."""
     from r3async.actors.ranks import LocalRank
     from r3async.learner import build_learner
     from r3async.learner.trainer import Trainer
@@ -275,7 +282,7 @@ def train(job: Job, directory: Path) -> Learner:
 
 
 def batches_of(config: Config, path: Path) -> Iterator[list[list[Trajectory]]]:
-    """Groups of each step."""
+    """Yield the groups of each step."""
     encoded = msgspec.msgpack.decode(path.read_bytes(), type=list[list[bytes]])
     played = [decode_trajectory(frames) for frames in encoded]
     size, count = config.schedule.samples_per_group, config.schedule.groups_per_step
@@ -284,12 +291,13 @@ def batches_of(config: Config, path: Path) -> Iterator[list[list[Trajectory]]]:
 
 
 def whole_step(trainer: Trainer, number: int, groups: Sequence[Sequence[Trajectory]]) -> None:
-    """All that a run's learner does of a step, one thing after the other."""
+    """Run everything that a run's learner does for one step, one part after the other."""
     trainer.train_step(number + 1, number, trainer.prepare_step(groups))
 
 
 def bare_step(backend: LearnerBackend, packed: Sequence[Sequence[Sequence[MicroBatch]]]) -> None:
-    """Forward with the recorded routes, the simplest loss, backward, and the optimizer's step, for each minibatch."""
+    """Run, for each minibatch, a forward pass with the recorded routes, the simplest loss, backward and an optimizer
+    step."""
     import torch
 
     for (micro_batches,) in packed:

@@ -1,9 +1,10 @@
-"""`python -m dev.bench.claims`: each figure about learning in README.md and docs/, and the data that it is of.
+"""The command `python -m dev.bench.claims`: check the figures about learning in README.md and docs/ against their data.
 
-`docs/figures/claims.toml` has them. A claim with `data` is words of its page with places for figures (`str.format`), which are
-filled from that file of docs/figures/: words and data are compared, and `dev.bench.page` writes the figures. A claim
-without data says in `runs` how many runs it is of, and its page says so in the same section. A block of a page that looks like
-such figures and is in no claim is reported; `[[other]]` names those that are none, with the reason. Exit 1 if anything is wrong.
+`docs/figures/claims.toml` lists the claims. A claim with `data` holds words of its page with places for figures
+(`str.format`), which are filled from that file of docs/figures/: words and data are compared, and `dev.bench.page`
+writes the figures. A claim without data names in `runs` the number of runs behind it, and its page must say so in the
+same section. A block of a page that looks like such figures but is in no claim is reported; `[[other]]` lists blocks
+that are not figures about learning, with the reason. The exit code is 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 FIGURES = DOCS / "figures"
 REGISTER = FIGURES / "claims.toml"
 APART = ("configuration", "decisions", "comparison")
-"""Pages that are made from something else, or are records."""
+"""Stems of pages that are made from something else, or are records; they are not checked."""
 
 LEARNING = re.compile(
     r"\b(rewards?|drift|drifts|agreement|KL|k3|pass@\w+|learn(s|ed|ing)? (less|more|better|faster))\b", re.IGNORECASE
 )
 MEASURED = re.compile(r"\d\.\d+ (→|±)|→ \d\.\d|\b0\.\d{2,}\b|\b\d\.\d+ times\b|\b\d\.\d+e-\d+|\b\d+(\.\d+)? %")
 TABLE = r"(<!-- (bench|science): ([\w-]+)(?:: ([^>\n]+))? -->\n)(.*?)(<!-- end of \3 -->)"
-"""The place of a table that is made from data: `bench/page.py` fills it."""
+"""The place of a table that is made from data; `bench/page.py` fills it."""
 MADE = re.compile(rf"{TABLE}|<!-- metrics.*?end of metrics -->", re.DOTALL)
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 PLACE = re.compile(r"\{[^{}]*\}")
@@ -36,9 +37,15 @@ FIGURE = r"[-+−]?[\d.,]+(?:e-?\d+)?"
 
 
 class Claim(msgspec.Struct, forbid_unknown_fields=True):
-    """`page`: from the top of the repository. `words`: of it, on one line; of a table its first words, and the whole table is
-    meant. `data`: a file in docs/figures. `runs`: what the figures are of, as the page has it, where there is no data. `how`: the
-    command that makes the data."""
+    """Figures about learning on a page, and where they come from.
+
+    Attributes:
+        page: path of the page from the top of the repository.
+        words: words of the page, on one line; for a table its first words, which stand for the whole table.
+        data: a file in docs/figures.
+        runs: the runs behind the figures, in the page's words, if there is no data.
+        how: the command that makes the data.
+    """
 
     page: str
     words: str
@@ -48,7 +55,7 @@ class Claim(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Other(msgspec.Struct, forbid_unknown_fields=True):
-    """Words of a block that looks like figures about learning, and `why` it is none."""
+    """Words of a block that looks like figures about learning, and `why` it is not."""
 
     page: str
     words: str
@@ -65,7 +72,7 @@ def read_register(path: Path = REGISTER) -> Register:
 
 
 def pages() -> dict[str, str]:
-    """Texts by name from the top of the repository."""
+    """Return the pages' texts, by path from the top of the repository."""
     found = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
     return {str(path.relative_to(DOCS.parent)): path.read_text() for path in found if path.stem not in APART}
 
@@ -74,14 +81,15 @@ def pages() -> dict[str, str]:
 
 
 def _science(path: Path) -> dict[str, Any]:
-    """Points and runs of a sweep by name; points with `estimates` and `differences`, runs with `figures`, by outcome."""
+    """Return a sweep's points and runs by name; points have `estimates` and `differences`, runs have `figures`, by
+    outcome."""
     results = json.loads(path.read_text())
     by_name = {of: {each["name"]: each for each in results[of]} for of in ("points", "runs")}
     return {"facts": results["facts"], **by_name}
 
 
 def read_data(name: str) -> Any:
-    """What the places of a claim are filled from: of a benchmark's report its last line. Raises `OSError`."""
+    """Return the data that fills the places of a claim; for a benchmark's report, its last line. Raises `OSError`."""
     path = FIGURES / name
     if path.parent.name == "science":
         return _science(path)
@@ -89,7 +97,7 @@ def read_data(name: str) -> Any:
 
 
 def filled(claim: Claim, data: Any) -> str:
-    """Its words, with the figures that the data has. Raises `ValueError` that names the place."""
+    """Return the claim's words, filled with the figures of `data`. Raises `ValueError` that names the place."""
     try:
         return PLACE.sub(lambda place: figure(place[0], data), claim.words)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
@@ -97,7 +105,7 @@ def filled(claim: Claim, data: Any) -> str:
 
 
 def figure(place: str, data: Any) -> str:
-    """A place with its figure, as pages have it: 1.2e-4 and no 1.2e-04."""
+    """Return the figure of a place in the format of the pages: 1.2e-4, not 1.2e-04."""
     return re.sub(r"(?<=e)([+-])0+(?=\d)", r"\1", place.format_map(data)).replace("e+0", "")
 
 
@@ -109,7 +117,7 @@ def plain(text: str) -> str:
 
 
 def blocks(page: str) -> Iterator[tuple[str, str]]:
-    """Paragraphs, bullets and tables with the heading that they are below; without what is made by other tools."""
+    """Yield each paragraph, bullet and table with the heading above it, without the parts that other tools generate."""
     heading = ""
     for block in re.split(r"\n\s*\n|\n(?=\* )", FENCED.sub("\n\n", MADE.sub("\n\n", page))):
         if found := re.match(r"#+ (.+)", block.strip()):
@@ -120,12 +128,12 @@ def blocks(page: str) -> Iterator[tuple[str, str]]:
 
 
 def is_figure(block: str) -> bool:
-    """Whether it looks like figures about learning."""
+    """Return True if the block looks like figures about learning."""
     return bool(LEARNING.search(block) and MEASURED.search(re.sub(r"`[^`]*`", "", block)))
 
 
 def written(name: str, page: str, register: Register) -> str:
-    """The page, with the figures of its claims as the data has them."""
+    """Return the page with the figures of its claims replaced by those of the data."""
     for claim in register.claim:
         if claim.page != name or not claim.data or not PLACE.search(claim.words):
             continue
@@ -139,8 +147,11 @@ def written(name: str, page: str, register: Register) -> str:
 
 
 def problems(register: Register, texts: Mapping[str, str]) -> list[str]:
-    """What is wrong, a line each: claims that are not on their page, or not what their data says, or that do not say what they
-    are of; and figures that are in no claim."""
+    """Return all problems, one line each.
+
+    Problems are claims that are not on their page, that differ from their data or that do not name their runs, and
+    figures that are in no claim.
+    """
     found = []
     for claim in register.claim:
         page = plain(texts.get(claim.page, ""))
@@ -174,13 +185,13 @@ def _named(name: str, block: str, register: Register) -> bool:
 
 
 def _section(page: str, words: str) -> str:
-    """All that is below the heading under which the words are."""
+    """Return the whole section of the page that contains the words."""
     parts = re.split(r"^(?=#+ )", page, flags=re.MULTILINE)
     return next((plain(part) for part in parts if words in plain(part)), "")
 
 
 def listing(register: Register) -> str:
-    """Claims with their data, then those without."""
+    """List the claims with data, then those without."""
     lines = [f"{claim.page}: {plain(claim.words)[:90]} <- {claim.data}" for claim in register.claim if claim.data]
     without = [claim for claim in register.claim if not claim.data]
     lines.append(f"\n{len(without)} without data, which say so:")

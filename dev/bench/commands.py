@@ -1,7 +1,7 @@
-"""`python -m dev bench`. Imports nothing heavy until a benchmark runs.
+"""The `python -m dev bench` command line. It imports nothing heavy until a benchmark runs.
 
-A benchmark is a command here: a module of this package measures and returns a report (a msgspec struct). The first line
-of the command's docstring is what the list says.
+Each benchmark is a command here: a module of this package measures and returns a report (a msgspec struct). The list of
+benchmarks shows the first line of each command's docstring.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def listing(context: typer.Context) -> None:
-    """Measure a part of r3async. Without a name: list what there is."""
+    """Measure a part of r3async. Without a name, list the benchmarks."""
     if context.invoked_subcommand is None:
         for command in app.registered_commands:
             assert command.callback is not None
@@ -47,7 +47,7 @@ def replay(
     ] = None,
     pairs: Annotated[int | None, typer.Option(help="pairs of timed steps; 0 times none", show_default="24")] = None,
 ) -> None:
-    """What routing replay costs (step time, bytes) and buys (log-probs and gradients nearer to the engine's)."""
+    """Measure what routing replay costs (step time, bytes) and gains (log-probs, gradients nearer to the engine's)."""
     from dev.bench.replay import plan, render, run
 
     planned = plan(_seeds(seeds), quick=quick, table=table, models=model or [], pairs=pairs)
@@ -64,7 +64,7 @@ def replay_map(
     ] = None,
     quick: Quick = False,
 ) -> None:
-    """What routing replay is worth to training: KL and reward with off, R2 and R3, against noise, precision, age and more."""
+    """Measure what replay is worth to training: KL and reward with off, R2 and R3, by noise, precision, age, ..."""
     from dev.bench.replay_map import AXES, chosen, quickly, render, run
 
     points = quickly() if quick else chosen([name for name in axes.split(",") if name] or list(AXES))
@@ -76,7 +76,7 @@ def loss(
     json: Json = False,
     quick: Quick = False,
 ) -> None:
-    """Memory and time of the loss's log-probs, by chunks, against all logits at once."""
+    """Measure memory and time of the loss's log-probs in chunks, against all logits at once."""
     from dev.bench.loss import render, run
 
     _report(lambda: run(quick, say_on_stderr), render, json)
@@ -84,7 +84,7 @@ def loss(
 
 @app.command()
 def experts(json: Json = False, quick: Quick = False) -> None:
-    """Experts as stacks of matrices against one after the other: processor time, operations, waits for the device."""
+    """Compare experts as stacked matrices with a loop over experts: CPU time, operations, waits for the device."""
     from dev.bench.experts import render, run
 
     _report(lambda: run(quick, say_on_stderr), render, json)
@@ -96,7 +96,7 @@ def sampling(
     seeds: Annotated[str, typer.Option(help="seeds of model, prompts and sampling")] = "0,1,2",
     quick: Quick = False,
 ) -> None:
-    """How far learner and vLLM differ at top-p 0.95, with the mask of what could be sampled and without, and its bytes."""
+    """Measure how far learner and vLLM differ at top-p 0.95, with and without the sampling mask, and its bytes."""
     from dev.bench.sampling import render, run
 
     _report(lambda: run(_seeds(seeds), quick, say_on_stderr), render, json)
@@ -111,7 +111,7 @@ def packing(
         str, typer.Option(help="whose costs: a Hugging Face model directory, or the default by name")
     ] = "Qwen3-30B-A3B",
 ) -> None:
-    """How well samples are divided into micro-batches and among ranks, on four distributions of lengths."""
+    """Measure how well samples are divided into micro-batches and among ranks, on five length distributions."""
     from dev.bench.packing import render, run
 
     _report(lambda: run(_seeds(seeds), quick=quick, model=model), render, json)
@@ -119,7 +119,7 @@ def packing(
 
 @app.command()
 def prefixes(json: Json = False, quick: Quick = False) -> None:
-    """What feeding shared prefixes forward once saves the learner, by share of the prompt."""
+    """Measure what feeding shared prefixes forward once saves the learner, by share of the prompt."""
     from dev.bench.prefixes import render, run
 
     _report(lambda: run(quick, say_on_stderr), render, json)
@@ -127,7 +127,7 @@ def prefixes(json: Json = False, quick: Quick = False) -> None:
 
 @app.command()
 def wire(json: Json = False, quick: Quick = False) -> None:
-    """Bytes and microseconds per token of the wire format, against lists of numbers and pickle."""
+    """Measure bytes and microseconds per token of the wire format, against lists of numbers and pickle."""
     from dev.bench.wire import render, run
 
     _report(lambda: run(quick), render, json)
@@ -139,7 +139,7 @@ def transport(
     quick: Quick = False,
     rounds: Annotated[int, typer.Option(help="how often raw ZeroMQ and the whole path take turns")] = 3,
 ) -> None:
-    """Throughput of the whole path against raw ZeroMQ, event-loop lag of both ends, memory."""
+    """Measure throughput of the whole path against raw ZeroMQ, event-loop lag of both ends, and memory."""
     from dev.bench.transport import render, run
 
     _report(lambda: run(quick=quick, rounds=rounds, say=say_on_stderr), render, json)
@@ -157,7 +157,7 @@ def weights(
     on_update: Annotated[str, typer.Option(help="keep, recompute or drain")] = "keep",
     backend: Annotated[str, typer.Option(help="auto, shared_memory, tcp or nccl")] = "auto",
 ) -> None:
-    """What an update of the weights costs learner and engine, in a real run: copy, write, transfer, load, pause."""
+    """Measure what a weight update costs learner and engine in a real run: copy, write, transfer, load, pause."""
     from dev.bench.weights import WeightsJob, render, run
 
     job = WeightsJob(updates, layers, hidden_size, experts, expert_hidden_size, dtype, on_update, backend)
@@ -172,7 +172,7 @@ def transfer(
     lr: Annotated[float, typer.Option(help="by which a step moves every weight")] = 3e-6,
     quick: Quick = False,
 ) -> None:
-    """New weights from ranks to engines on one host, two and more: bytes, seconds and memory, whole and as what changed."""
+    """Measure weight transfer to engines on one, two and more hosts: bytes, seconds and memory, full and as deltas."""
     from dev.bench.transfer import TransferJob, render, run
 
     job = TransferJob(megabytes, versions=versions, lr=lr)
@@ -191,7 +191,7 @@ def conductor(
     only: Annotated[str, typer.Option(help="simulated or ray; default: both")] = "",
     quick: Quick = False,
 ) -> None:
-    """Processor time and messages of the conductor a group, for fleets of several sizes."""
+    """Measure CPU time and messages of the conductor per group, for fleets of several sizes."""
     from dev.bench.conductor import WAYS, render, run
     from dev.bench.fleet import Load
 
@@ -212,7 +212,7 @@ def soak(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value", show_default=False)] = None,
     keep: Annotated[Path | None, typer.Option(help="directory for the run; default: a temporary one")] = None,
 ) -> None:
-    """Whether anything grows in a long run: memory and open files of every process, and the spool. Exit 1 if it does."""
+    """Check that nothing grows in a long run: memory, open files of every process, the spool. Exit 1 if it does."""
     from dev.bench.soak import render, run
 
     with tempfile.TemporaryDirectory(prefix="r3async-soak-") as scratch:
@@ -239,7 +239,7 @@ def overlap(
         Path | None, typer.Option(help="directory for model and runs; those that it has are not made again")
     ] = None,
 ) -> None:
-    """What asynchrony buys with slow tools: steps a second, idle shares, ages and reward, by the bound on staleness."""
+    """Measure what asynchrony gains with slow tools: steps/s, idle shares, ages and reward, by staleness bound."""
     from dev.bench.overlap import Plan, render, run
 
     plan = Plan(
@@ -258,7 +258,7 @@ def scale(
     only: Annotated[str, typer.Option(help="axes, with commas between; default: all")] = "",
     quick: Quick = False,
 ) -> None:
-    """Whether our own processor time grows faster than the work: turns of an episode, and more. Exit 1 above 1.1."""
+    """Check that our CPU time grows no faster than the work: turns of an episode, and more. Exit 1 above 1.1."""
     from dev.bench.scale import render, run
 
     report = _report(lambda: run([n for n in only.split(",") if n], quick=quick, say=say_on_stderr), render, json)
@@ -282,7 +282,7 @@ def e2e(
         Path | None, typer.Option(help="directory for models and runs; those that it has are not made again")
     ] = None,
 ) -> None:
-    """Whole runs against a peer on this machine, and the pipeline against its bare parts."""
+    """Compare whole runs with a peer's on this machine, and the pipeline with its bare parts."""
     from dev.bench.e2e import run, small
     from dev.bench.e2e_report import Plan, render
 
@@ -304,7 +304,7 @@ def drift(
         Path | None, typer.Option(help="directory for models and runs; those that it has are not made again")
     ] = None,
 ) -> None:
-    """Served drift above the replayed one, by age, and what the trust region does in a burst: measured and simulated."""
+    """Measure and simulate served drift above the replayed one, by age, and the trust region's answer to a burst."""
     from dev.bench.drift import Plan, render, run
 
     chosen = _seeds(seeds) if seeds else []
@@ -321,7 +321,7 @@ def step(
     seed: Annotated[int, typer.Option(help="of model, tasks and sampling")] = 0,
     quick: Quick = False,
 ) -> None:
-    """What served drift, a limit and a recording add to a learner's step, in turns on the same episodes."""
+    """Measure what served drift, a limit and a recording add to a learner's step, in turns on the same episodes."""
     from dev.bench.step import render, run
 
     _report(lambda: run(steps, seed, quick, say_on_stderr), render, json)
@@ -334,7 +334,7 @@ def start(
     repeats: Annotated[int, typer.Option(help="starts of each case")] = 3,
     quick: Quick = False,
 ) -> None:
-    """From the command to the first trained step: wall and CPU seconds, by stage and by process."""
+    """Measure the way from the command to the first trained step: wall and CPU seconds, by stage and process."""
     from dev.bench.start import render, run
 
     chosen, times = cases.split(","), 1 if quick else repeats
@@ -351,7 +351,7 @@ def every(
     peer_python: Annotated[str, typer.Option(help="of `e2e`; without it: our own accounting alone")] = "",
     quick: Quick = False,
 ) -> None:
-    """Several benchmarks one after the other, and their headlines; for `bench compare`, and for docs/benchmarks.md."""
+    """Run several benchmarks one after the other and print their headlines, for `bench compare` and the docs."""
     from dev.bench.compare import measures, render_all, run_all
 
     made = measures(peer_python, quick=quick, say=say_on_stderr)
@@ -365,7 +365,7 @@ def compare(
     after: Annotated[Path, typer.Argument(help="the same, later")],
     json: Json = False,
 ) -> None:
-    """Ratios of two files, and what got worse beyond its spread. Exit 1 if anything did."""
+    """Compare two files and list what got worse beyond its spread. Exit 1 if anything did."""
     from dev.bench.compare import compare as differences
     from dev.bench.compare import read, render
 

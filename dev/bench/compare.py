@@ -1,7 +1,9 @@
-"""`bench all` and `bench compare`: several benchmarks in one file, and what of it got worse.
+"""The commands `bench all` and `bench compare`: run several benchmarks into one file, and find what got worse between
+two files.
 
-Two files are seldom of one machine at one load. So only **headlines** are compared: figures without a unit of time (ours over a
-peer's, or over raw; shares, exponents, counts), each with the spread of the measurements that it is the middle of.
+Two files rarely come from one machine at one load. So only **headlines** are compared: figures without a unit of time
+(our figure over a peer's or over raw; shares, exponents, counts). Each has the spread of the measurements that it is
+the middle of.
 """
 
 from __future__ import annotations
@@ -18,13 +20,18 @@ from dev.bench.replay import machine
 from r3async.config import ConfigError
 
 MARGIN = 0.03
-"""What a ratio may differ by without being called worse, where the spread is smaller."""
+"""Smallest relative difference of a ratio that counts as worse, if the spread is smaller."""
 
 Good = Literal["low", "high"]
 
 
 class Headline(msgspec.Struct, frozen=True):
-    """`good`: what is wished for. `spread`: (largest - smallest) / value over seeds or repeats; 0 where there is one."""
+    """A figure of a benchmark that can be compared across machines.
+
+    Attributes:
+        good: the better direction.
+        spread: (largest - smallest) / value over seeds or repeats; 0 with a single one.
+    """
 
     name: str
     value: float
@@ -33,7 +40,12 @@ class Headline(msgspec.Struct, frozen=True):
 
 
 class All(msgspec.Struct, frozen=True):
-    """`load`: the load average before each benchmark. `quick`: they were small."""
+    """The report of `bench all`: headlines and reports of all benchmarks.
+
+    Attributes:
+        quick: True if the benchmarks were small.
+        load: the load average before each benchmark.
+    """
 
     benchmark: str
     quick: bool
@@ -44,7 +56,12 @@ class All(msgspec.Struct, frozen=True):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """`ratio`: the later value over the earlier. `margin`: what it may differ by (`MARGIN`, or the larger spread)."""
+    """A headline that both files have.
+
+    Attributes:
+        ratio: the later value over the earlier.
+        margin: the difference that is tolerated (`MARGIN`, or the larger spread).
+    """
 
     name: str
     good: Good
@@ -59,7 +76,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """`missing`: headlines of one file only."""
+    """The report of `bench compare`; `missing` lists the headlines that only one file has."""
 
     benchmark: str
     differences: list[Difference]
@@ -67,7 +84,7 @@ class Compared(msgspec.Struct, frozen=True):
     missing: list[str]
 
 
-# -- what is a headline ------------------------------------------------------------------------------------------------
+# -- headlines of each benchmark ---------------------------------------------------------------------------------------
 
 OWN: Mapping[str, Good] = {
     "cpu_per_token_ratio": "low",
@@ -130,7 +147,8 @@ def _loss(report: Mapping[str, Any]) -> Iterator[Headline]:
 
 
 def _sampling(report: Mapping[str, Any]) -> Iterator[Headline]:
-    """KL with the mask, over the KL where all tokens could be sampled (arithmetic alone), and over the KL without the mask."""
+    """Yield the KL with the mask over the KL where all tokens could be sampled (arithmetic alone) and over the KL
+    without the mask."""
     for other in ("whole", "unmasked"):
         ratios = [seed["scored"]["masked"]["k3"] / seed["scored"][other]["k3"] for seed in report["seeds"]]
         ratio = report["k3_masked"] / report[f"k3_{other}"]
@@ -163,14 +181,14 @@ HEADLINES: Mapping[str, Callable[[Mapping[str, Any]], Iterator[Headline]]] = {
     "conductor": _conductor,
     "e2e": _e2e,
 }
-"""By benchmark."""
+"""Functions that read the headlines of a report, by benchmark."""
 
 
-# -- all, and two of them ----------------------------------------------------------------------------------------------
+# -- `bench all` and `bench compare` -----------------------------------------------------------------------------------
 
 
 def measures(peer_python: str, *, quick: bool, say: Say) -> dict[str, Callable[[], Any]]:
-    """By name in `HEADLINES`, what makes its report."""
+    """Return, by name in `HEADLINES`, the function that makes each benchmark's report."""
     from dev.bench import e2e, loss, packing, sampling, scale, transport, weights, wire
     from dev.bench.e2e_report import Plan
 
@@ -189,7 +207,13 @@ def measures(peer_python: str, *, quick: bool, say: Say) -> dict[str, Callable[[
 
 
 def run_all(measures: Mapping[str, Callable[[], Any]], only: Sequence[str], say: Say, *, quick: bool = False) -> All:
-    """`measures`: see there. Cases of `packing` are left out: they are many. Raises what they raise."""
+    """Run the benchmarks and collect their headlines. Cases of `packing` are left out because they are many.
+
+    Raises `ConfigError` for an unknown name, and whatever a benchmark raises.
+
+    Args:
+        measures: the benchmarks, as the function `measures` returns them.
+    """
     if unknown := [name for name in only if name not in measures]:
         raise ConfigError(f"--only {unknown[0]!r}: there are {', '.join(measures)}")
     load, reports, headlines = {}, {}, []
@@ -205,7 +229,8 @@ def run_all(measures: Mapping[str, Callable[[], Any]], only: Sequence[str], say:
 
 
 def read(path: Path) -> list[Headline]:
-    """Of the last line of a file that `bench all --json` or `bench NAME --json` printed. Raises `ConfigError`."""
+    """Return the headlines of a file that `bench all --json` or `bench NAME --json` printed, from its last line. Raises
+    `ConfigError`."""
     try:
         report = msgspec.json.decode(path.read_bytes().rstrip().rpartition(b"\n")[2])
         if report.get("benchmark") == "all":
@@ -219,7 +244,7 @@ def read(path: Path) -> list[Headline]:
 
 
 def compare(before: Sequence[Headline], after: Sequence[Headline]) -> Compared:
-    """Headlines that both have, by name."""
+    """Compare, by name, the headlines that both have."""
     was, now = ({h.name: h for h in side if h.value > 0} for side in (before, after))
     differences = [
         Difference(

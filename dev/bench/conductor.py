@@ -1,9 +1,9 @@
-"""`bench conductor`: processor time and messages of the conductor a group, for fleets of several sizes.
+"""The benchmark `bench conductor`: CPU time and messages of the conductor per group, for fleets of several sizes.
 
-The conductor is a run's own, and generators ask it with a run's own code; their episodes, and the learner's steps, only take time
-(`fleet.py`). Measured in two ways. `simulated`: one process, in virtual time, where the processor time is that of the
-conductor's callbacks: its own Python, whatever the size, without collections of garbage. `ray`: real processes and real calls,
-where it is that of the conductor's process, Ray's share included.
+The conductor is a run's real one, and generators call it with a run's real code; their episodes and the learner's steps
+only take time (`fleet.py`). There are two ways to measure. `simulated`: one process in virtual time. The CPU time is
+that of the conductor's callbacks: its Python code alone, for any size, without garbage collections. `ray`: real
+processes and real calls. The CPU time is that of the conductor's process, including Ray's share.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from r3async.world import ActorOptions, ActorRef, World
 TIMEOUT = 600.0
 CONDUCTOR = "conductor"
 STATUS_SECONDS = 0.5
-"""Between two questions of the driver, as in a run."""
+"""Seconds between two status requests of the driver, as in a run."""
 START_SECONDS = 300.0
 
 Way = Literal["simulated", "ray"]
@@ -45,8 +45,15 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """Of `seconds`. `groups`: whose episodes were played. `cpu_seconds`: of the conductor. `leases`: calls of generators to it;
-    `asked`: its own, to generators and learner. `busy`: share of the places that had an episode."""
+    """Raw figures of one measurement of `seconds`.
+
+    Attributes:
+        groups: number of groups whose episodes were played.
+        leases: generators' calls to the conductor.
+        asked: the conductor's calls to generators and learner.
+        cpu_seconds: CPU seconds of the conductor.
+        busy: share of the places that had an episode.
+    """
 
     way: Way
     generators: int
@@ -60,7 +67,8 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """What `Measured` comes to. `cores`: that the conductor takes at this rate of groups."""
+    """The rates that follow from `Measured`; `cores` is the number of cores that the conductor takes at this rate of
+    groups."""
 
     measured: Measured
     groups_per_second: float
@@ -70,7 +78,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """`load`: common to all rows, but for the number of generators."""
+    """The report of `bench conductor`; all rows share `load`, except for the number of generators."""
 
     benchmark: str
     load: Load
@@ -78,7 +86,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def run(load: Load, sizes: Sequence[int], ways: Sequence[Way], say: Say) -> Report:
-    """Each size in each way, in a process of its own. Raises `BenchError`."""
+    """Measure each size in each way, each in a separate process. Raises `BenchError`."""
     rows = []
     for way in ways:
         for size in sizes:
@@ -112,11 +120,12 @@ def render(report: Report) -> str:
     return "\n".join(lines + table(heads, rows))
 
 
-# -- in a process of its own -------------------------------------------------------------------------------------------
+# -- in the job's process ----------------------------------------------------------------------------------------------
 
 
 class Fleet:
-    """The actors of a measurement, as `RunLauncher` starts those of a run. `cpu(pid)`: processor seconds of the conductor."""
+    """The actors of a measurement, started as `RunLauncher` starts those of a run. `cpu(pid)` returns the conductor's
+    CPU seconds."""
 
     def __init__(self, world: World, load: Load, run_dir: Path, cpu: Callable[[int], float]):
         self._world, self._load, self._cpu = world, load, cpu
@@ -145,8 +154,9 @@ class Fleet:
         gc.collect()
         gc.freeze()
         if way == "simulated":
-            # A collection in a callback of the conductor would go through the episodes, which a run has in other processes: a
-            # third of the conductor's time with 512 generators. With Ray its own collections are measured.
+            # A collection in one of the conductor's callbacks would walk the episodes, which a run has in other
+            # processes: a third of the conductor's time with 512 generators. With Ray, the conductor's own collections
+            # are measured.
             gc.disable()
         say(f"{load.generators} generators play")
         before, began, cpu = await self._counts(), clock(), self._cpu(pid)
@@ -166,14 +176,14 @@ class Fleet:
             await self._status(running)
 
     async def _status(self, running: asyncio.Future[Any]) -> dict[str, Any]:
-        """As the driver of a run asks for it."""
+        """Request the status as the driver of a run does."""
         await asyncio.wait([running], timeout=STATUS_SECONDS)
         if running.done():
             raise RuntimeError(f"the conductor ended: {running.result()}")
         return await self._conductor.call("get_status", 0)
 
     async def _counts(self) -> tuple[float, ...]:
-        """Leases, calls of the conductor, busy seconds, episodes, steps."""
+        """Return leases, calls of the conductor, busy seconds, episodes and steps."""
         hosts: list[Counts] = [await host.call("counts") for host in self._hosts]
         asked, episodes, steps = await self._learner.call("counts")
         return (
@@ -186,7 +196,7 @@ class Fleet:
 
 
 class TimedLoop(VirtualLoop):
-    """Adds up the processor time of callbacks that belong to the conductor."""
+    """A virtual loop that adds up the CPU time of callbacks that belong to the conductor."""
 
     cpu = 0.0
 
@@ -253,7 +263,7 @@ def with_ray(load: Load, run_dir: Path, say: Say) -> Measured:
 
 
 def measure(job: Job, directory: Path) -> Measured:
-    """In the way that the job says."""
+    """Measure in the job's way, `simulated` or `ray`."""
 
     def say(line: str) -> None:
         progress(directory, line)

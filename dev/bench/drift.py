@@ -1,9 +1,10 @@
-"""`bench drift`: how far served drift is above the replayed one, by the age of tokens, and how the trust region answers a burst.
+"""The benchmark `bench drift`: how far served drift is above replayed drift, by token age, and how the trust region
+answers a burst.
 
-Real Ray, ZeroMQ, vLLM and Megatron. A run of the quickstart with old samples makes `calm` steps. Each way then resumes a copy of
-it with a learning rate that is `factor` times as high: from the same weights and moments. In the calm run and in the way without
-a target every token is probed, so their served drift is measured and not estimated. Beside it, the controller on a simulated
-plant (`step_response`).
+Real Ray, ZeroMQ, vLLM and Megatron. A run of the quickstart with old samples makes `calm` steps. Each way then resumes
+a copy of it, from the same weights and moments, with a learning rate `factor` times as high. In the calm run and in the
+way without a target every token is probed, so their served drift is measured and not estimated. Beside it, the
+controller runs on a simulated plant (`step_response`).
 """
 
 from __future__ import annotations
@@ -27,13 +28,20 @@ from r3async.learner.metrics import REPLAYED_DRIFT_METRIC, SERVED_DRIFT_METRIC, 
 
 TIMEOUT = 1200.0
 EVERY = (1, 4)
-"""Steps from one measurement of served drift to the next, in simulation."""
+"""Steps from one measurement of served drift to the next, in simulation; each value is one case."""
 PLANTS = [(power, half, delay) for power, half in ((1.0, 0.05), (2.0, 0.05), (0.5, 0.01)) for delay in (1, 4, 8)]
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """`calm`, `burst`: steps. `lr`: before the burst. `seeds`: of runs; none: simulation alone. `settle`: first steps of a phase
-    that are in no table of ages: there is nothing old yet."""
+    """The runs and steps of the benchmark.
+
+    Attributes:
+        seeds: seeds of the runs; empty for the simulation alone.
+        calm: steps before the burst.
+        burst: steps from the burst on.
+        lr: learning rate before the burst.
+        settle: first steps of a phase that no table of ages includes, because there is nothing old yet.
+    """
 
     seeds: list[int]
     calm: int = 40
@@ -48,7 +56,8 @@ class Plan(msgspec.Struct, frozen=True):
     warm_steps: int | None = None
 
     def ways(self) -> dict[str, list[str]]:
-        """What each sets from the burst on. `soft`: the controller alone; its limit is too high to be met."""
+        """Return the settings of each way from the burst on. `soft` is the controller alone: its limit is too high to
+        be reached."""
         target = f"algorithm.rollout_kl.target={self.target}"
         return {
             "fixed": ["algorithm.rollout_kl.probe_share=1"],
@@ -58,8 +67,13 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class AtAge(msgspec.Struct, frozen=True):
-    """Means over steps of the drift of tokens of one age. `above`: served less replayed, `error`: its standard error over steps,
-    which are taken to be independent. `steps`: with tokens of that age."""
+    """Means over steps of the drift of tokens of one age.
+
+    Attributes:
+        steps: number of steps with tokens of that age.
+        above: served drift less replayed drift.
+        error: standard error of `above` over steps, which are taken to be independent.
+    """
 
     age: int
     steps: int
@@ -71,7 +85,7 @@ class AtAge(msgspec.Struct, frozen=True):
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """`ages`: of the steps of all seeds together. `all`: over all tokens."""
+    """Drift by token age in one phase, over the steps of all seeds together; `all` is over all tokens."""
 
     name: str
     ages: list[AtAge]
@@ -79,8 +93,14 @@ class Phase(msgspec.Struct, frozen=True):
 
 
 class Burst(msgspec.Struct, frozen=True):
-    """The steps from the burst on, of one run; `response`: of its served drift over the target. `shortened`: steps that the limit
-    shortened. `reward`: mean of the last ten steps; `before`: of the last ten before the burst."""
+    """The steps of one run from the burst on.
+
+    Attributes:
+        response: the response of its served drift over the target.
+        shortened: number of steps that the limit shortened.
+        reward: mean reward of the last ten steps.
+        before: mean reward of the last ten steps before the burst.
+    """
 
     way: str
     seed: int
@@ -93,7 +113,8 @@ class Burst(msgspec.Struct, frozen=True):
 
 
 class Simulated(msgspec.Struct, frozen=True):
-    """`every`: steps from one measurement of served drift to the next; 0: the coefficient stays at its floor."""
+    """A simulated response; `every` is the number of steps from one measurement of served drift to the next, and 0 if
+    the coefficient stays at its floor."""
 
     plant: Plant
     every: int
@@ -132,8 +153,11 @@ def configure(plan: Plan, seed: int, model: Path | None, way: Sequence[str] = ()
 
 
 def run(plan: Plan, say: Say, *, keep: Path | None = None) -> Report:
-    """Simulate, and make the runs of each seed. With `keep`, runs are made in that directory and stay. Those that it has are not
-    made again; those that were interrupted start again. Raises `BenchError`."""
+    """Simulate, and make the runs of each seed.
+
+    With `keep`, runs are made in that directory and stay. Complete runs found there are not made again; interrupted
+    ones start again. Raises `BenchError`.
+    """
     bursts: list[Burst] = []
     rows: dict[str, list[list[dict[str, Any]]]] = {"calm": [], "burst": []}
     with tempfile.TemporaryDirectory(prefix="r3async-drift-") as scratch:
@@ -148,7 +172,7 @@ def run(plan: Plan, say: Say, *, keep: Path | None = None) -> Report:
 
 
 def _runs(plan: Plan, seed: int, place: Path, say: Say) -> tuple[list[dict[str, Any]], dict[str, list[dict[str, Any]]]]:
-    """Rows of the calm steps, and of each way those from the burst on."""
+    """Return the rows of the calm steps, and each way's rows from the burst on."""
     from r3async.tools.init_model import init_model
 
     model = place / "model"
@@ -179,7 +203,7 @@ def _checked(rows: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
 def burst_of(
     way: str, seed: int, target: float, calm: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
 ) -> Burst:
-    """Of the `rows` of the steps from the burst on."""
+    """Summarize `rows`, the steps from the burst on."""
     drift = [row[SERVED_DRIFT_METRIC] for row in rows if row.get("served_kl/tokens")]
     if len(drift) < len(rows):
         raise BenchError(f"{way}: served drift was measured in {len(drift)} of {len(rows)} steps")
@@ -196,7 +220,7 @@ def burst_of(
 
 
 def phase_of(name: str, rows: Sequence[Mapping[str, Any]]) -> Phase:
-    """Both drifts of the tokens of each age, over those rows."""
+    """Return both drifts of the tokens of each age, over `rows`."""
     found = [_at(age, rows, f"_age_{age}") for age in range(STALENESS_BINS)]
     everything = _at(-1, rows, "")
     assert everything is not None
@@ -215,7 +239,7 @@ def _at(age: int, rows: Sequence[Mapping[str, Any]], part: str) -> AtAge | None:
 
 
 def simulate(target: float) -> list[Simulated]:
-    """Every plant with the controller, and with the coefficient at its floor."""
+    """Simulate every plant with the controller, and with the coefficient at its floor."""
     made = []
     for power, half, delay in PLANTS:
         plant = Plant(power, half, delay)
@@ -228,12 +252,12 @@ def simulate(target: float) -> list[Simulated]:
 
 
 def render(report: Report) -> str:
-    """Tables for people."""
+    """Format the report as tables for people."""
     return "\n\n".join("\n".join([title, *lines]) for title, lines in tables(report).items())
 
 
 def tables(report: Report) -> dict[str, list[str]]:
-    """Lines of each table, by its title."""
+    """Return the lines of each table, by its title."""
     made = {f"drift by age, {phase.name} steps": table(AGE_HEADS, age_rows(phase)) for phase in report.phases}
     if report.bursts:
         title = f"learning rate x {report.plan.factor:g}, target {report.plan.target:g}"

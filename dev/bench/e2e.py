@@ -1,11 +1,13 @@
-"""`bench e2e`: whole runs against a peer, from one model, and the pipeline against its own parts alone.
+"""The benchmark `bench e2e`: whole runs against a peer, from one model, and the pipeline against its parts alone.
 
-Cases: `a`, one turn of eight letters (the preset `reverse-text`); `b`, several turns (`guess`); `c`, three turns with slow
-tools; `own`, the quickstart against a bare engine and a bare learner. Of `a`, `b` and `c` our run and the peer's take turns,
-seed by seed, from one model, with the same reward, tasks a step, episodes a task and optimizer. Ours has the schedule that its
-preset has; the peer (TRL, `peer_trl.py`) is synchronous. A ratio is ours over theirs, the median over seeds.
+Cases: `a`, one turn of eight letters (the preset `reverse-text`); `b`, several turns (`guess`); `c`, three turns with
+slow tools; `own`, the quickstart against a bare engine and a bare learner. In `a`, `b` and `c` our run and the peer's
+take turns, seed by seed, from one model, with the same reward, tasks per step, episodes per task and optimizer. Our run
+has the schedule of its preset; the peer (TRL, `peer_trl.py`) is synchronous. A ratio is ours over theirs, the median
+over seeds.
 
-Wall time means something on a quiet machine only: `others` says how many cores other processes kept busy meanwhile.
+Wall time is meaningful only on a quiet machine: `others` is the number of cores that other processes kept busy
+meanwhile.
 """
 
 from __future__ import annotations
@@ -35,15 +37,15 @@ from r3async.record.timeline import read_timeline
 TIMEOUT = 1800.0
 CASES = ("a", "b", "c", "own")
 EXPERTS = "grouped_mm"
-"""transformers' implementation of experts that the peer has: 0.444 CPU s a step on CPU, `eager` 0.452."""
+"""The peer's implementation of experts in transformers: 0.444 CPU seconds a step on CPU, against 0.452 with `eager`."""
 TRIAL_STEPS, TRIAL_SETTLE = 12, 4
 
 
-# -- what is run -------------------------------------------------------------------------------------------------------
+# -- configurations ----------------------------------------------------------------------------------------------------
 
 
 def configure(case: str, plan: Plan, seed: int, model: Path | None) -> Config:
-    """Our run's configuration of a case."""
+    """Return the configuration of our run of a case."""
     if case == "c":
         base = config_to_dict(overlap.configure(overlap.Plan([4]), 4))
     else:
@@ -64,14 +66,14 @@ def configure(case: str, plan: Plan, seed: int, model: Path | None) -> Config:
 
 
 def small(plan: Plan) -> Plan:
-    """The path, not the figures."""
+    """Return a plan that exercises the code path; its figures mean nothing."""
     return msgspec.structs.replace(
         plan, seeds=plan.seeds[:1], steps=4, settle=1, batches=2, groups=2, samples=4, peer_threads=1
     )
 
 
 def peer_job(config: Config, threads: int, steps: int) -> dict[str, Any]:
-    """The same for the peer."""
+    """Return the peer's job with the settings of our run."""
     name, learner = config.env.name, config.learner
     return {
         "model": config.model.path,
@@ -95,9 +97,11 @@ def peer_job(config: Config, threads: int, steps: int) -> dict[str, Any]:
 
 
 def run(plan: Plan, say: Say, *, keep: Path | None = None) -> Report:
-    """Make the models, then all runs, seed by seed, our run and the peer's in turns. With `keep`, models and runs are made
-    in that directory and stay; those that it has are not made again. Raises `BenchError`, and `ConfigError` for a case
-    there is not."""
+    """Make the models, then all runs, seed by seed, our run and the peer's in turns.
+
+    With `keep`, models and runs are made in that directory and stay; those found there are not made again. Raises
+    `BenchError`, and `ConfigError` for an unknown case.
+    """
     began = time.perf_counter()
     if unknown := [case for case in plan.cases if case not in CASES]:
         raise ConfigError(f"--cases {unknown[0]!r}: there are {', '.join(CASES)}")
@@ -122,7 +126,7 @@ def _model(case: str, plan: Plan, place: Path, say: Say) -> Path:
 
 
 def _quick(config: Config) -> Config:
-    """Nobody waits while the model is warmed up."""
+    """Return the configuration without tool latency, so that warming up the model waits for no tool."""
     made = config_to_dict(config)
     if "median" in made["env"]["args"]:
         made["env"]["args"] |= {"median": 0.0}
@@ -156,7 +160,7 @@ def _case(case: str, plan: Plan, model: Path, place: Path, say: Say) -> Case:
 
 
 def our_run(config: Config, directory: Path, plan: Plan, say: Say) -> Side:
-    """Make it if it is not there, and read its figures."""
+    """Make the run unless it exists, and return its figures."""
     done = directory / "side.json"
     if done.exists():
         return msgspec.json.decode(done.read_bytes(), type=Side)
@@ -185,11 +189,11 @@ def our_run(config: Config, directory: Path, plan: Plan, say: Say) -> Side:
 LOOPS = ("conductor", "learner", "generator")
 
 
-# -- the peer's --------------------------------------------------------------------------------------------------------
+# -- the peer's run ----------------------------------------------------------------------------------------------------
 
 
 def check_peer(plan: Plan) -> None:
-    """Raises `ConfigError` with what to install."""
+    """Raise `ConfigError` with install instructions if the peer cannot run."""
     if plan.peer != "trl":
         raise ConfigError(f"--peer {plan.peer!r}: there are none, trl")
     if not plan.peer_python or not Path(plan.peer_python).exists():
@@ -203,7 +207,7 @@ def check_peer(plan: Plan) -> None:
 
 
 def fastest_threads(config: Config, plan: Plan, place: Path, say: Say) -> int:
-    """Torch threads with which the peer makes a few steps fastest."""
+    """Return the number of torch threads with which the peer makes a few steps fastest."""
     seconds = {}
     for threads in sorted({1, os.cpu_count() or 1}):
         directory = place / f"trial-{threads}"
@@ -214,7 +218,7 @@ def fastest_threads(config: Config, plan: Plan, place: Path, say: Say) -> int:
 
 
 def peer_marks(config: Config, directory: Path, plan: Plan, threads: int, steps: int) -> list[dict[str, Any]]:
-    """Rows of the peer's run, the first of step 0, its beginning. One that is there is not made again."""
+    """Return the rows of the peer's run; the first is of step 0, the beginning. An existing run is not made again."""
     directory.mkdir(parents=True, exist_ok=True)
     rows, log = directory / "rows.jsonl", directory / "log.txt"
     if not (directory / "done.json").exists():
@@ -247,7 +251,7 @@ def their_run(config: Config, directory: Path, plan: Plan, threads: int) -> Side
     return side
 
 
-# -- own ---------------------------------------------------------------------------------------------------------------
+# -- the case `own` ----------------------------------------------------------------------------------------------------
 
 
 def _own(plan: Plan, model: Path, place: Path, say: Say) -> Own:

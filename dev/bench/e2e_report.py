@@ -1,4 +1,4 @@
-"""What `bench e2e` reports: figures of one run, ratios of ours and a peer's, and of the pipeline and its parts alone."""
+"""The report of `bench e2e`: figures of one run, ratios of ours to a peer's, and of the pipeline to its parts alone."""
 
 from __future__ import annotations
 
@@ -15,13 +15,22 @@ from r3async.config import Config
 
 REWARDS = (0.6, 0.7, 0.8)
 SMOOTH = 8
-"""Steps whose mean reward has to reach a level."""
+"""Number of steps whose mean reward has to reach a level."""
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """`steps` of each run, of which the first `settle` are left out of means. `peer_python`: of the peer's environment.
-    `peer_threads`: torch threads of the peer; 0: the faster of one and of as many as there are cores, found by a trial.
-    `batches`: measured ones of the bare parts. `groups`, `samples`: a step's, of every case; 0: the preset's."""
+    """The cases, runs and sizes of the benchmark.
+
+    Attributes:
+        peer_python: the Python of the peer's environment.
+        peer_threads: torch threads of the peer; 0 for the faster of one and as many as there are cores, found by a
+            trial.
+        steps: steps of each run.
+        settle: first steps of each run, which are left out of means.
+        batches: measured batches of the bare parts.
+        groups: groups per step in every case; 0 for the preset's.
+        samples: samples per group in every case; 0 for the preset's.
+    """
 
     cases: list[str]
     seeds: list[int]
@@ -36,9 +45,16 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Side(msgspec.Struct, frozen=True):
-    """One run. `cpu_seconds_per_step` of all its processes, `by_role` each; `seconds_to`: by reward, from the first step's
-    beginning, None if it was not reached. `reward_last`: mean of the last quarter of its steps, `reward_mean` of
-    all. `others`: cores that other processes kept busy."""
+    """The figures of one run.
+
+    Attributes:
+        cpu_seconds_per_step: CPU seconds of all its processes.
+        by_role: CPU seconds per step of each process role.
+        reward_last: mean reward of the last quarter of its steps.
+        reward_mean: mean reward of all steps.
+        seconds_to: seconds from the beginning of the first step, by the reward that was reached; None if it was not.
+        others: number of cores that other processes kept busy.
+    """
 
     seconds_per_step: float
     cpu_seconds_per_step: float
@@ -61,7 +77,11 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 class Case(msgspec.Struct, frozen=True):
-    """`settings`: what the two do not share. The ratios that a case has no figures for are None."""
+    """A case's runs and the ratios of ours to theirs; a ratio without figures is None.
+
+    Attributes:
+        settings: the settings that the two sides do not share.
+    """
 
     pairs: list[Pair]
     step_ratio: float | None = None
@@ -74,10 +94,18 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Own(msgspec.Struct, frozen=True):
-    """The quickstart. `cpu_per_token_ratio`: CPU of everything but the learner, a generated token, over a bare `AsyncLLM`'s that
-    plays the same tasks; `learner_cpu_ratio`: of the learner's process, a trained token, over a bare loop's on such batches;
-    `pipeline_cpu_ratio`: of both together. `trainer_cpu_ratio`: of the trainer's step alone over the bare loop. Idle shares of
-    the settled steps' time; lag of the slowest event loop in which it was computing, the median over rows."""
+    """The quickstart against its bare parts.
+
+    Idle shares are of the settled steps' time. The lag is the slowest event loop's own lag, in which the loop was
+    computing, the median over rows.
+
+    Attributes:
+        cpu_per_token_ratio: CPU of everything but the learner per generated token, over that of a bare `AsyncLLM` that
+            plays the same tasks.
+        learner_cpu_ratio: CPU of the learner's process per trained token, over that of a bare loop on such batches.
+        pipeline_cpu_ratio: CPU of both together over that of both bare parts.
+        trainer_cpu_ratio: CPU of the trainer's step alone over that of the bare loop.
+    """
 
     cpu_per_token_ratio: float
     learner_cpu_ratio: float
@@ -87,9 +115,9 @@ class Own(msgspec.Struct, frozen=True):
     engine_idle: float
     lag_p99_ms: float
     bare_engine_us: float
-    """CPU a sampled token."""
+    """CPU microseconds of the bare engine per sampled token."""
     bare_learner_us: float
-    """CPU a trained token."""
+    """CPU microseconds of the bare learner per trained token."""
     by_seed: list[dict[str, float]]
     runs: list[Side]
 
@@ -114,7 +142,12 @@ def side_of(
     load: float,
     facts: Mapping[str, float],
 ) -> Side:
-    """`began`: unix time of the first step's beginning; `marks`: when each step ended, and its mean reward."""
+    """Compute the figures of one run.
+
+    Args:
+        began: unix time at which the first step began.
+        marks: for each step, the time at which it ended and its mean reward.
+    """
     start, end = marks[plan.settle - 1][0], marks[-1][0]
     steps = len(marks) - plan.settle
     roles = cpu.between(start, end)
@@ -136,7 +169,8 @@ def side_of(
 
 
 def seconds_to(level: float, began: float, marks: Sequence[tuple[float, float]]) -> float | None:
-    """From `began` until the mean reward of `SMOOTH` steps had reached `level`, None if it never did."""
+    """Return the seconds from `began` until the mean reward of `SMOOTH` steps had reached `level`, or None if it never
+    did."""
     for last in range(SMOOTH, len(marks) + 1):
         if fmean(reward for _, reward in marks[last - SMOOTH : last]) >= level:
             return marks[last - 1][0] - began
@@ -144,7 +178,7 @@ def seconds_to(level: float, began: float, marks: Sequence[tuple[float, float]])
 
 
 def compare_sides(pairs: Sequence[Pair], settings: Mapping[str, str]) -> Case:
-    """Medians over the seeds whose two runs both have the figure."""
+    """Return the median ratios over the seeds whose two runs both have the figure."""
 
     def ratio(figure: Any) -> float | None:
         both = [(figure(p.ours), figure(p.theirs)) for p in pairs if p.theirs is not None]
@@ -162,7 +196,7 @@ def compare_sides(pairs: Sequence[Pair], settings: Mapping[str, str]) -> Case:
 
 
 def own_ratios(side: Side, engine: bare.Engine, learner: bare.Learner) -> dict[str, float]:
-    """The figures of one seed, by their names in `Own`. As many tokens are generated as are trained."""
+    """Return the figures of one seed, by their names in `Own`. As many tokens are generated as are trained."""
     played, trained = engine.cpu_seconds / engine.tokens, learner.bare_cpu_seconds / learner.tokens
     learning = side.by_role.get("learner", 0.0) / side.tokens_per_step
     whole = side.cpu_seconds_per_step / side.tokens_per_step
@@ -178,7 +212,7 @@ def own_ratios(side: Side, engine: bare.Engine, learner: bare.Learner) -> dict[s
 
 
 def render(report: Report) -> str:
-    """Tables for people."""
+    """Format the report as tables for people."""
     rows, lines = [], []
     for name in ("a", "b", "c"):
         case: Case | None = getattr(report, name)

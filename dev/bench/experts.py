@@ -1,4 +1,5 @@
-"""`bench experts`: a layer's experts as stacks of matrices, against one expert after the other, on the same tokens."""
+"""The benchmark `bench experts`: a layer's experts as stacked matrices against one expert after the other, on the same
+tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ REPEATS = 15
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """`tokens` go to `top_k` of `experts` each; every expert has three matrices of `hidden_size` and `width`."""
+    """The sizes of a layer: each of `tokens` goes to `top_k` of `experts`, and every expert has three matrices of
+    `hidden_size` and `width`."""
 
     name: str
     tokens: int
@@ -29,8 +31,15 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 class Form(msgspec.Struct, frozen=True):
-    """Forward and backward: seconds of processor time, the median of all repeats with the least and the most; operations that
-    torch was asked for, and how many of them the host has to wait for on a GPU."""
+    """Cost of the forward and backward pass of one form.
+
+    Attributes:
+        seconds: CPU seconds, the median of all repeats.
+        least: the smallest of all repeats.
+        most: the largest of all repeats.
+        operations: number of torch operations.
+        waits: number of these operations that the host would have to wait for on a GPU.
+    """
 
     seconds: float
     least: float
@@ -40,8 +49,12 @@ class Form(msgspec.Struct, frozen=True):
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """`ratio`: the least time of the stacks over that of the loop. `difference`: of the stacks from the loop, the largest of
-    result and gradients, relative to their norms."""
+    """Both forms on one shape.
+
+    Attributes:
+        ratio: the least time of the stacks over that of the loop.
+        difference: the largest difference between stacks and loop in result and gradients, relative to their norms.
+    """
 
     shape: Shape
     loop: Form
@@ -51,7 +64,7 @@ class Compared(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Both forms took turns in one process, with one thread."""
+    """The report of `bench experts`. Both forms took turns in one process with one thread."""
 
     benchmark: str
     compared: list[Compared]
@@ -67,7 +80,7 @@ SHAPES = [
 
 
 def run(quick: bool, say: Say) -> Report:
-    """All shapes, or one small one."""
+    """Compare both forms on all shapes, or on one small shape if `quick`."""
     compared = []
     for shape in QUICK if quick else SHAPES:
         say(f"{shape.name}, {shape.dtype}: {shape.tokens} tokens to {shape.top_k} of {shape.experts} experts")
@@ -76,7 +89,7 @@ def run(quick: bool, say: Say) -> Report:
 
 
 def render(report: Report) -> str:
-    """A table for people."""
+    """Format the report as a table for people."""
     rows = [
         (
             f"{c.shape.name}, {c.shape.dtype}",
@@ -93,7 +106,8 @@ def render(report: Report) -> str:
 
 
 def _loop(x: Tensor, gates: Tensor, chosen: Tensor, first: Tensor, second: Tensor, top_k: int) -> Tensor:
-    """Tokens are sorted by masks, each expert runs by itself, and a scatter adds up."""
+    """Run one expert after the other: masks sort the tokens, each expert runs separately, and a scatter adds up the
+    outputs."""
     import torch
     import torch.nn.functional as F
 
@@ -111,7 +125,7 @@ def _loop(x: Tensor, gates: Tensor, chosen: Tensor, first: Tensor, second: Tenso
 
 
 def _stacks(x: Tensor, gates: Tensor, chosen: Tensor, first: Tensor, second: Tensor, top_k: int) -> Tensor:
-    """As the learner does it."""
+    """Run all experts as stacked matrices, as the learner does."""
     from r3async.learner.kernels import ExpertDispatch, WeightedSwiGLU, grouped_linear
 
     sent = ExpertDispatch(chosen, top_k)
@@ -139,7 +153,7 @@ def _compare(shape: Shape, repeats: int) -> Compared:
     chosen = torch.zeros(shape.tokens, shape.experts, dtype=torch.bool)
     chosen.scatter_(1, gates.topk(shape.top_k).indices, True)
     x, gates = x.requires_grad_(), gates.requires_grad_()
-    # The loop's matrices are parameters of their own, as one expert after the other has them.
+    # The loop has separate parameters for every expert, as a model that runs one expert after the other has them.
     matrices: dict[Any, list[Any]] = {
         _loop: [[w.clone().requires_grad_() for w in stack] for stack in (first, second)],
         _stacks: [first.requires_grad_(), second.requires_grad_()],
@@ -182,6 +196,6 @@ def _form(seconds: list[float], form: Any, *given: Any) -> Form:
     *inputs, grad = given
     with Counted():
         form(*inputs).backward(grad)
-    # `tolist` is seen as one read of a tensor on CPU by no dispatcher: the loop's is counted by hand.
+    # No dispatcher sees the single read of a CPU tensor by `tolist`, so the loop's wait is counted by hand.
     waits = counts["waits"] + (form is _loop)
     return Form(median(seconds), min(seconds), max(seconds), counts["all"], waits)

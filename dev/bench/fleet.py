@@ -1,5 +1,8 @@
-"""What `bench conductor` puts around a real conductor: generators that ask it with the code of a run, and whose episodes only
-take time; and a learner that only counts. Many generators share a process."""
+"""The fleet around a real conductor in `bench conductor`: generators and a learner without engines and training.
+
+Generators call the conductor with the code of a run, but their episodes only take time; the learner only counts. Many
+generators share a process.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +31,24 @@ from r3async.weights.publish import TransferOffer
 from r3async.world import ActorRef, World
 
 REPORT_SECONDS = 0.25
-"""Between two messages of a process of generators to the learner, at least."""
+"""Minimum seconds between two messages of a generator process to the learner."""
 PAUSE_SECONDS = 0.05
 
 
 class Load(msgspec.Struct, frozen=True):
-    """What the conductor has to do. `generators` play `places` episodes each, in groups; an episode takes `episode_seconds` on
-    average (log-normal, `sigma`). A version has `tensors`, and is made by a step of as many groups as a fifth of what the slots
-    let be played: a generator's places are seldom empty. Figures are of `seconds`, which begin when `warm_up` are over.
-    `processes`: among which the generators are divided."""
+    """The load on the conductor.
+
+    Generators play episodes in groups. A version is made by a step of a quarter of the groups that the generators can play at
+    once, so that a generator's places are rarely empty.
+
+    Attributes:
+        places: episodes that each generator plays at once.
+        episode_seconds: mean duration of an episode (log-normal with `sigma`).
+        tensors: number of tensors of a version.
+        warm_up: seconds before the measurement.
+        seconds: seconds of the measurement.
+        processes: number of processes among which the generators are divided.
+    """
 
     generators: int
     places: int = 64
@@ -50,7 +62,7 @@ class Load(msgspec.Struct, frozen=True):
 
     @property
     def settings(self) -> list[str]:
-        """Of the run's configuration."""
+        """The overrides of the run's configuration."""
         groups = max(1, self.generators * self.places // self.samples_per_group // 4)
         return [
             f"generator.count={self.generators}",
@@ -68,8 +80,14 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class Counts(msgspec.Struct):
-    """Of one process of generators, since it began. `leases`: calls of the conductor's method. `asked`: calls that the conductor
-    made. `busy`: seconds, summed over places that had an episode. `ended`: episodes."""
+    """Counters of one process of generators since its start.
+
+    Attributes:
+        leases: calls of generators to the conductor.
+        asked: calls of the conductor to generators.
+        busy: seconds, summed over the places that had an episode.
+        ended: episodes that ended.
+    """
 
     leases: int = 0
     asked: int = 0
@@ -78,7 +96,7 @@ class Counts(msgspec.Struct):
 
 
 class _Engine:
-    """Its version, and its statistics."""
+    """A generator's engine, reduced to its version and its statistics."""
 
     def __init__(self, player: _Player):
         self._player, self.tokens, self.version = player, 0, -1
@@ -98,7 +116,10 @@ class _Engine:
 
 
 class _Player:
-    """Plays leases: waits. The first episodes have been played for a while already, as if the run had begun long ago."""
+    """A player whose leases only wait.
+
+    The first episodes count as partly played already, as if the run had begun long ago.
+    """
 
     def __init__(self, load: Load, rng: random.Random, clock: Callable[[], float], over: Callable[[EpisodeEnd], None]):
         self.load, self._rng, self._clock, self._over = load, rng, clock, over
@@ -113,7 +134,7 @@ class _Player:
         return self._play(lease)
 
     def count(self, more: int = 0) -> None:
-        """So many more are played from now on."""
+        """Play `more` additional episodes from now on, and update the busy time."""
         now = self._clock()
         self.busy += self.playing_count * (now - self._at)
         self._at = now
@@ -136,7 +157,7 @@ class _Player:
 
 
 class _Counted:
-    """A conductor, of which the calls are counted."""
+    """A handle on the conductor that counts the calls to it."""
 
     def __init__(self, conductor: ActorRef, counts: Counts):
         self.name, self._conductor, self._counts = conductor.name, conductor, counts
@@ -147,7 +168,7 @@ class _Counted:
 
 
 class _Generator:
-    """In the place of `GeneratorActor`. `report(group)`: an episode of it is over."""
+    """A generator in the place of `GeneratorActor`. It calls `report(group)` whenever an episode of the group ends."""
 
     def __init__(
         self, world: World, config: Config, load: Load, name: str, report: Callable[[int], None], counts: Counts
@@ -209,7 +230,8 @@ class _Generator:
 
 
 class Host:
-    """An actor: the generators of one process. It reports episodes to the learner, as their trajectories would."""
+    """An actor that hosts the generators of one process. It reports episodes to the learner, as their trajectories
+    would."""
 
     def __init__(self, world: World, config: dict[str, Any], load: Load, names: Sequence[str], learner: ActorRef):
         self._learner, self._counts = learner, Counts()
@@ -221,7 +243,7 @@ class Host:
         self._reporting: asyncio.Task[None] | None = None
 
     async def ask(self, name: str, method: str, *args: Any) -> Any:
-        """Call a generator's method."""
+        """Call a method of a generator."""
         self._counts.asked += 1
         answer = getattr(self._generators[name], method)(*args)
         return await answer if asyncio.iscoroutine(answer) else answer
@@ -247,7 +269,7 @@ class Host:
 
 
 class HostedRef:
-    """A handle on one generator of a process."""
+    """A handle on one of a host's generators."""
 
     def __init__(self, name: str, host: ActorRef):
         self.name, self._host = name, host
@@ -257,7 +279,8 @@ class HostedRef:
 
 
 class CountingLearner:
-    """An actor, in the place of `LearnerActor`: groups are complete when their episodes are over, and steps take no time."""
+    """An actor in the place of `LearnerActor`: a group is complete when its episodes have ended, and steps take no
+    time."""
 
     def __init__(self, world: World, config: dict[str, Any], load: Load):
         self._world, self._config, self._load = world, config_from_dict(config), load
@@ -266,11 +289,11 @@ class CountingLearner:
         self._steps = self._received = self.asked = 0
 
     def counts(self) -> tuple[int, int, int]:
-        """Calls that the conductor made, episodes that are over, steps."""
+        """Return the number of calls from the conductor, of ended episodes and of steps."""
         return self.asked, self._received, self._steps
 
     def arrived(self, episodes: dict[int, int]) -> None:
-        """So many of each group."""
+        """Add the number of ended `episodes` of each group."""
         for group, count in episodes.items():
             self._arrived[group] += count
             self._received += count
@@ -293,7 +316,7 @@ class CountingLearner:
         return self.write_version()
 
     def write_version(self, versions_in_use: Sequence[int] = ()) -> Published:
-        """A version with names and checksums, and without contents."""
+        """Return a version with tensor names and checksums, but without contents."""
         self.asked += 1
         entry = TensorEntry("BF16", (2048, 768), 2**62)
         tensors = {f"model.layers.{i}.mlp.experts.down_proj.weight": entry for i in range(self._load.tensors)}

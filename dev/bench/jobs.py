@@ -1,4 +1,5 @@
-"""What benchmarks share: jobs in processes of their own, with a time limit and progress on stderr; memory; tables."""
+"""Helpers that benchmarks share: jobs in separate processes, with a time limit and progress on stderr; memory;
+tables."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ JOB, ANSWER, PROGRESS, LOG = "job.json", "done.json", "progress.txt", "log.txt"
 
 
 class BenchError(RuntimeError):
-    """A benchmark that could not be measured; the message says which part failed, and why."""
+    """A failed measurement; the message says which part failed, and why."""
 
 
 def say_on_stderr(line: str) -> None:
@@ -35,11 +36,11 @@ def say_on_stderr(line: str) -> None:
 
 
 def run_job(target: str, job: Any, answer: type[T], directory: Path, *, timeout: float, say: Say) -> T:
-    """Call `target` ("module:function") with `job` and `directory` in a process with one thread; returns its answer.
+    """Call `target` ("module:function") with `job` and `directory` in a process with one thread, and return its answer.
 
-    `directory` is made if need be. The job's output goes to `log.txt` there; the line that it last gave to `progress` is
-    passed to `say` when it changes. Raises `BenchError` with the end of the log if it fails, or takes longer than `timeout`
-    seconds: it is then asked to end, and killed if it does not.
+    `directory` is created if it does not exist. The job's output goes to `log.txt` there; the line that it last passed
+    to `progress` is passed to `say` when it changes. Raises `BenchError` with the end of the log if the job fails or
+    takes longer than `timeout` seconds. In the latter case it is asked to end, and killed if it does not.
     """
     name = target.partition(":")[0].rpartition(".")[2]
     directory.mkdir(parents=True, exist_ok=True)
@@ -47,7 +48,7 @@ def run_job(target: str, job: Any, answer: type[T], directory: Path, *, timeout:
         (directory / stale).unlink(missing_ok=True)
     (directory / JOB).write_bytes(msgspec.json.encode(job))
     log = directory / LOG
-    # -P: a folder `tools` where the command was typed must not stand in for ours.
+    # -P: a folder `tools` in the current directory must not shadow ours.
     command = [sys.executable, "-P", "-m", "dev.bench.jobs", target, str(directory)]
     deadline, shown = time.monotonic() + timeout, ""
     with started(command, log, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false") as process:
@@ -66,7 +67,7 @@ def run_job(target: str, job: Any, answer: type[T], directory: Path, *, timeout:
 def started(
     command: Sequence[str], log: Path, *, patience: float = STOP_SECONDS, **environment: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that has ended when the block has: it is asked to, and killed after `patience` seconds."""
+    """Start a process that ends with the block: it is asked to end, and killed after `patience` seconds."""
     with log.open("ab") as output:
         process = subprocess.Popen(
             command,
@@ -90,7 +91,7 @@ def started(
 
 @contextlib.contextmanager
 def ended_in_order() -> Iterator[None]:
-    """In this block SIGTERM ends what was `started`, too; without it, those processes would be left behind."""
+    """Make SIGTERM in this block end the `started` processes too, which would otherwise be left behind."""
 
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -103,14 +104,15 @@ def ended_in_order() -> Iterator[None]:
 
 
 def progress(directory: Path, line: str) -> None:
-    """Called by a job: what it is doing now."""
+    """Report the current work of a job; called by the job."""
     scratch = directory / "progress.new"
     scratch.write_text(line)
     scratch.replace(directory / PROGRESS)
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Lines of a Markdown table, padded for a terminal: the first column to the left, the others to the right."""
+    """Return the lines of a Markdown table, padded for a terminal: the first column left-aligned, the others
+    right-aligned."""
     texts = [list(heads), *([str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
 
@@ -123,13 +125,13 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
 
 
 def forget_peak() -> None:
-    """The peak of this process's memory, `VmHWM`, counts from now, where the kernel allows it (proc(5), `clear_refs`)."""
+    """Restart the peak of this process's memory, `VmHWM`, if the kernel allows it (proc(5), `clear_refs`)."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def memory_mib(field: str) -> float:
-    """Resident memory of this process, MiB: `VmRSS` now, `VmHWM` at its peak."""
+    """Return the resident memory of this process in MiB: `VmRSS` for the current value, `VmHWM` for the peak."""
     return int(Path("/proc/self/status").read_text().partition(f"{field}:")[2].split()[0]) / 1024
 
 
@@ -146,7 +148,7 @@ def _tail(log: Path) -> str:
 
 
 def main(target: str, directory: Path) -> None:
-    """In the job's process: measure, and write the answer. Ends, whatever it is doing, when the benchmark has ended."""
+    """Run in the job's process: measure, and write the answer. The process exits as soon as the benchmark has ended."""
     parent = os.getppid()
 
     def watch() -> None:

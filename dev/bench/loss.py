@@ -1,4 +1,5 @@
-"""`bench loss`: memory and time of log-probs from hidden states, by chunks, against all logits at once in float32."""
+"""The benchmark `bench loss`: memory and time of log-probs from hidden states, in chunks against all logits at once in
+float32."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ TIMEOUT = 600.0
 
 
 class LossJob(msgspec.Struct, frozen=True):
-    """`tokens` are trained, of a model with `hidden_size` and `vocab_size`; hidden states and matrix in `dtype`."""
+    """A measurement of one `form`: `tokens` are trained, of a model with `hidden_size` and `vocab_size`; hidden states
+    and matrix are in `dtype`."""
 
     form: str
     tokens: int
@@ -31,7 +33,8 @@ class LossJob(msgspec.Struct, frozen=True):
 
 
 class LossDone(msgspec.Struct, frozen=True):
-    """One form: `peak_mib`, memory above what the inputs take; `seconds` of each forward and backward pass."""
+    """The figures of one form: `peak_mib`, memory above that of the inputs; `seconds` of each forward and backward
+    pass."""
 
     peak_mib: float
     seconds: list[float]
@@ -52,7 +55,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def run(quick: bool, say: Say) -> Report:
-    """Measure each form in a process of its own, so that neither finds memory that the other left."""
+    """Measure each form in a separate process, so that neither finds memory that the other left."""
     sizes = (512, 64, 16_384, "float32", 2) if quick else (2048, 512, 128_256, "bfloat16", 3)
     done = {}
     with tempfile.TemporaryDirectory(prefix="r3async-bench-") as scratch:
@@ -74,7 +77,7 @@ def run(quick: bool, say: Say) -> Report:
 
 
 def render(report: Report) -> str:
-    """A table for people."""
+    """Format the report as a table for people."""
     j = report.job
     rows = [
         (name, f"{d.peak_mib:,.0f}", f"{median(d.seconds):.2f}", f"{d.loss:.5f}", f"{d.gradient_norm:.5f}")
@@ -88,29 +91,30 @@ def render(report: Report) -> str:
     return "\n".join(lines)
 
 
-# -- in a process of its own -------------------------------------------------------------------------------------------
+# -- in the job's process ----------------------------------------------------------------------------------------------
 
 
 def forms() -> dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]]:
-    """By name: log-probs of hidden states, the vocabulary's matrix, targets and temperatures."""
+    """Return the forms by name: functions of hidden states, vocabulary matrix, targets and temperatures that return
+    log-probs."""
     import torch
 
     from r3async.learner.kernels import token_logprobs
 
     def naive(hidden: Tensor, matrix: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
-        """Every logit of every token at once, in float32."""
+        """Compute every logit of every token at once, in float32."""
         every = torch.log_softmax((hidden @ matrix.T).float() / temperatures[:, None], dim=-1)
         return every.gather(1, targets[:, None])[:, 0]
 
     def chunked(hidden: Tensor, matrix: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
-        """As the learner does it."""
+        """Compute the log-probs as the learner does."""
         return token_logprobs(matrix, hidden, targets, temperatures)[0]
 
     return {"naive": naive, "chunked": chunked}
 
 
 def measure(job: LossJob, directory: Path) -> LossDone:
-    """One form, with random numbers of a fixed seed."""
+    """Measure one form with random numbers of a fixed seed."""
     import torch
 
     form = forms()[job.form]
@@ -121,7 +125,7 @@ def measure(job: LossJob, directory: Path) -> LossDone:
     matrix = (0.05 * torch.randn(job.vocab_size, job.hidden_size, generator=generator)).to(dtype).requires_grad_()
     targets = torch.randint(job.vocab_size, (job.tokens,), generator=generator)
     temperatures = torch.ones(job.tokens)
-    # Gradients of the inputs are no part of the form either: both need them.
+    # Gradients of the inputs do not count either: both forms need them.
     hidden.grad, matrix.grad = torch.zeros_like(hidden), torch.zeros_like(matrix)
     forget_peak()  # what importing torch once needed is no part of a form
     before, seconds, loss = memory_mib("VmRSS"), [], 0.0

@@ -1,8 +1,8 @@
-"""`bench overlap`: the whole pipeline with slow tools, on-policy (S = 0) against larger bounds on staleness.
+"""The benchmark `bench overlap`: the whole pipeline with slow tools, on-policy (S = 0) against larger staleness bounds.
 
-Real Ray, ZeroMQ, vLLM and Megatron; scripted is only how long the environment takes (`overlap_env.SlowTools`). Every run starts
-from the same model and makes the same number of steps of the same number of episodes. Figures are of the steps after the first
-`settle`, in which the pipeline fills.
+Real Ray, ZeroMQ, vLLM and Megatron; only the time that the environment takes is scripted (`overlap_env.SlowTools`).
+Every run starts from the same model and makes the same number of steps of the same number of episodes. Figures leave
+out the first `settle` steps, in which the pipeline fills.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from r3async.tools.capacity.estimate import calibrate
 
 TIMEOUT = 1200.0
 CALIBRATED_ON = 1
-"""`max_staleness` of the run whose durations a prediction is made from."""
+"""The `max_staleness` of the run whose durations calibrate a prediction."""
 SEEDS = 30
-"""Runs predicted of each bound: so many that their mean has little noise of its own."""
+"""Number of predicted runs of each bound, enough that their mean has little noise."""
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What is measured. Latencies in seconds; see `overlap_env.SlowTools`."""
+    """The settings of the measurement. Latencies are in seconds (`overlap_env.SlowTools`)."""
 
     staleness: list[int]
     steps: int = 24
@@ -49,12 +49,12 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One bound. Seconds per step by the wall clock; ages in versions; shares of the time measured."""
+    """The figures of one bound: seconds per step of wall time, ages in versions, and shares of the measured time."""
 
     max_staleness: int
     seconds_per_step: float
     speedup: float
-    """Over the first run of the plan, by seconds per step."""
+    """Speedup over the first run of the plan, by seconds per step."""
     learner_idle_fraction: float
     engine_idle_fraction: float
     """Share of time in which the engine had no request."""
@@ -65,14 +65,14 @@ class Run(msgspec.Struct, frozen=True):
     pause_seconds: float
     trained_tokens_per_second: float
     reward_first: float
-    """Mean of the first step: before anything was learned."""
+    """Mean reward of the first step, before anything was learned."""
     reward_last: float
-    """Mean of the last quarter of the steps."""
+    """Mean reward of the last quarter of the steps."""
     reward_gain_per_million_trained_tokens: float
 
 
 class Predicted(msgspec.Struct, frozen=True):
-    """Seconds a step of one bound. `error`: of the prediction, as a share of what was measured."""
+    """Seconds per step of one bound; `error` is the prediction's, as a share of the measured value."""
 
     max_staleness: int
     measured: float
@@ -81,8 +81,8 @@ class Predicted(msgspec.Struct, frozen=True):
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """What the cluster model says of every bound, given the durations of the run with `CALIBRATED_ON` alone. `model`: as it was
-    calibrated."""
+    """The cluster model's prediction for every bound, from the durations of the run with `CALIBRATED_ON` alone; `model`
+    is the calibrated model."""
 
     calibrated_on: int
     model: Model
@@ -94,13 +94,13 @@ class Report(msgspec.Struct, frozen=True):
     plan: Plan
     runs: list[Run]
     speedup: float
-    """Of the run with S = 4, or the last one."""
+    """Speedup of the run with S = 4, or of the last run."""
     prediction: Prediction | None = None
-    """With `--predict`."""
+    """Prediction of the cluster model, only with `--predict`."""
 
 
 def configure(plan: Plan, max_staleness: int, model: Path | None = None) -> Config:
-    """The run's configuration: the quickstart's, with slow tools."""
+    """Return a run's configuration: the quickstart's, with slow tools."""
     env = {
         "letters": plan.letters,
         "turns": plan.turns,
@@ -127,16 +127,21 @@ def configure(plan: Plan, max_staleness: int, model: Path | None = None) -> Conf
         "samples_per_group": plan.samples_per_group,
         "window": plan.window,
     }
-    # Every episode that the slots allow is played at once: what limits a run is its bound, and not its engine's batch.
+    # Every episode that the slots allow is played at once, so that a run is limited by its bound and not by its
+    # engine's batch.
     config["generator"]["concurrency"] = (max_staleness + 1) * plan.groups_per_step * plan.samples_per_group
     config["routing"]["trace"] = "off"
     return config_from_dict(config)
 
 
 def run(plan: Plan, say: Say, *, keep: Path | None = None, predicting: bool = False) -> Report:
-    """Make the model, then one run for each bound, one after the other. With `keep`, all is made in that directory and stays.
-    Whole runs that it has are not made again, interrupted ones begin again. `predicting`: see `Prediction`.
-    Raises `BenchError`."""
+    """Make the model, then one run for each bound, one after the other. Raises `BenchError`.
+
+    Args:
+        keep: directory in which everything is made and stays. Complete runs found there are not made again; interrupted
+            ones start again.
+        predicting: also make a `Prediction`.
+    """
     if predicting and CALIBRATED_ON not in plan.staleness:
         raise BenchError(f"a prediction is calibrated on S = {CALIBRATED_ON}: --staleness needs it")
     with tempfile.TemporaryDirectory(prefix="r3async-overlap-") as scratch:
@@ -177,8 +182,14 @@ def _predicted(plan: Plan, runs: Sequence[Run], place: Path) -> Prediction:
 
 
 def predict_all(measured: Mapping[int, float], run_dir: Path, config: Config, settle: int) -> Prediction:
-    """`measured`: seconds a step by bound. `run_dir`, `config`: of the run with `CALIBRATED_ON`. `settle`: its first steps, which
-    are left out. Raises `CalibrationError`."""
+    """Predict the seconds per step of every bound. Raises `CalibrationError`.
+
+    Args:
+        measured: measured seconds per step by bound.
+        run_dir: directory of the run with `CALIBRATED_ON`.
+        config: configuration of that run.
+        settle: number of its first steps to leave out.
+    """
     model = calibrate(run_dir, config, settle)
     points = []
     for bound, seconds in sorted(measured.items()):
@@ -193,7 +204,7 @@ def predict_all(measured: Mapping[int, float], run_dir: Path, config: Config, se
 
 
 def summarize(rows: Sequence[dict[str, Any]], plan: Plan, config: Config, base: float | None) -> Run:
-    """Figures of one run. `base`: seconds per step that its speedup is over; None for the run itself."""
+    """Compute the figures of one run. `base`: seconds per step for the speedup; None for the run itself."""
     if len(rows) != plan.steps:
         raise BenchError(f"a run made {len(rows)} of {plan.steps} steps")
     settled = rows[plan.settle :]
@@ -223,7 +234,7 @@ def summarize(rows: Sequence[dict[str, Any]], plan: Plan, config: Config, base: 
 
 
 def render(report: Report) -> str:
-    """Tables for people."""
+    """Format the report as tables for people."""
     heads = ["S", "s / step", "speedup", "learner idle", "engine idle", "max age", "bound", "pause s"]
     rows = [
         (

@@ -1,4 +1,4 @@
-"""The environment of `bench overlap`: letters to reverse, and tools that take their time."""
+"""The environment of `bench overlap`: letters to reverse, and slow tools."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from r3async.envs import Action, Message, StepResult
 from r3async.envs.builtin import ReverseText
 
 _EPISODES = itertools.count()
-"""Of this process: no two episodes wait alike, also not those of one group."""
+"""Counter of this process's episodes, so that no two wait alike, not even in one group."""
 
 
 class SlowTools:
-    """`reverse-text`, where the answer to an action takes `min(median * exp(sigma * N(0, 1)), longest)` seconds.
+    """The `reverse-text` environment, with answers that take `min(median * exp(sigma * N(0, 1)), longest)` seconds.
 
-    Log-normal latencies are heavy-tailed: with `sigma = 1`, one call in a hundred takes ten times the median. Observations are
-    `observation` characters longer, as tool outputs are.
+    Log-normal latencies are heavy-tailed: with `sigma = 1`, one call in a hundred takes ten times the median.
+    Observations are `observation` characters longer, as tool outputs are.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
-"""`bench packing`: how well samples are divided into micro-batches and among ranks, against bounds and simpler ways.
+"""The benchmark `bench packing`: how well samples are divided into micro-batches and among ranks, against bounds and
+simpler ways.
 
-No model and no data are needed: lengths are drawn from five distributions, and costs come from a published config.json.
+It needs no model and no data: lengths are drawn from five distributions, and costs come from a published config.json.
 """
 
 from __future__ import annotations
@@ -32,13 +33,19 @@ Plan = list[list[list[int]]]
 
 
 class Case(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One batch.
+    """The figures of one batch.
 
-    `bound`: micro-batches per rank that no plan can be below. `fill`: tokens as a share of what the micro-batches could
-    hold. `token_imbalance`, `cost_imbalance`: the busiest rank's total over the mean. `efficiency`: total cost / (ranks ·
-    Σ_j costliest micro-batch at index j). `ceiling`: an upper bound on that for any plan of as many micro-batches.
-    `dealt`, `apart`: the efficiency of two simpler ways, see `dealt` and `apart`. `wall_ms`, `cpu_ms`: the median of a few
-    calls.
+    Attributes:
+        bound: micro-batches per rank that no plan can be below.
+        fill: tokens as a share of what the micro-batches could hold.
+        token_imbalance: tokens of the busiest rank over the mean.
+        cost_imbalance: cost of the busiest rank over the mean.
+        efficiency: total cost / (ranks · Σ_j costliest micro-batch at index j).
+        ceiling: an upper bound on `efficiency` for any plan with as many micro-batches.
+        dealt: the efficiency of the simpler way `dealt`.
+        apart: the efficiency of the simpler way `apart`.
+        wall_ms: median wall time of a few calls.
+        cpu_ms: median CPU time of a few calls.
     """
 
     lengths: str
@@ -61,8 +68,11 @@ class Case(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Summary(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Over the cases of one seed, or of all. Efficiencies are geometric means over the cases with several ranks; `below` are
-    the cases in which a simpler way is better; times are the largest, by number of samples."""
+    """A summary of the cases of one seed, or of all.
+
+    Efficiencies are geometric means over the cases with several ranks. `below` counts the cases in which a simpler way
+    is better. Times are the largest, by number of samples.
+    """
 
     cases: int
     at_bound: int
@@ -85,7 +95,7 @@ class Report(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def shape_of(model: str) -> dict[str, Any]:
-    """The configuration of a published model by name, or of a model directory."""
+    """Return the configuration of a published model, by name, or of a model directory."""
     if model in PUBLISHED_CONFIGS:
         return PUBLISHED_CONFIGS[model]
     path = Path(model) / "config.json"
@@ -97,11 +107,12 @@ def shape_of(model: str) -> dict[str, Any]:
 
 
 def lengths_like(kind: str, samples: int, seed: int) -> np.ndarray:
-    """int64 `[samples]`.
+    """Return random sample lengths of one distribution, int64 `[samples]`.
 
-    `lognormal`: mu 7, sigma 1, in 64..32768. `bimodal`: 70 % uniform in 200..1500, 30 % in 8,000..30,000. `pareto`: Lomax,
-    shape 1.2, scale 500, in 100..65536. `groups`: of 8 samples, a scale lognormal(7, 1) for the group times
-    lognormal(0, 0.3) for the sample, in 64..32768. `cut`: lognormal(8.6, 1), of which the limit of 8,192 cuts a third.
+    `lognormal`: mu 7, sigma 1, in 64..32768. `bimodal`: 70 % uniform in 200..1500, 30 % in 8,000..30,000. `pareto`:
+    Lomax, shape 1.2, scale 500, in 100..65536. `groups`: groups of 8 samples, a scale lognormal(7, 1) for the group
+    times lognormal(0, 0.3) for the sample, in 64..32768. `cut`: lognormal(8.6, 1), of which the limit of 8,192 cuts a
+    third.
     """
     rng = np.random.default_rng([list(CAPS).index(kind), samples, seed])
     if kind == "lognormal":
@@ -120,11 +131,12 @@ def lengths_like(kind: str, samples: int, seed: int) -> np.ndarray:
 
 
 def fewest_bins(lengths: np.ndarray, cap: int) -> int:
-    """No packing has fewer micro-batches: L2 of Martello & Toth 1990 (Discrete Applied Mathematics 28), in integers.
+    """Return a lower bound on the number of micro-batches: L2 of Martello & Toth 1990 (Discrete Applied Mathematics
+    28), in integers.
 
-    For a threshold `k` <= cap/2 let n1 be the samples longer than cap - k, n2 those in (cap/2, cap - k]. No two of these
-    are together, and samples in [k, cap/2] fit only beside the n2: n1 + n2 + ceil((their sum - space beside the n2) / cap).
-    The largest of all thresholds; k = 0 gives at least ceil(total / cap).
+    For a threshold `k` <= cap/2 let n1 be the samples longer than cap - k, n2 those in (cap/2, cap - k]. No two of
+    these share a micro-batch, and samples in [k, cap/2] fit only beside the n2: n1 + n2 + ceil((their sum - space
+    beside the n2) / cap). The bound is the largest over all thresholds; k = 0 gives at least ceil(total / cap).
     """
     n = np.sort(lengths)
     before = np.concatenate([[0], np.cumsum(n)])
@@ -138,15 +150,15 @@ def fewest_bins(lengths: np.ndarray, cap: int) -> int:
 
 
 def dealt(lengths: np.ndarray, max_tokens: int, ranks: int, cost: CostModel) -> Plan:
-    """First-fit decreasing for all ranks together, then micro-batches by cost, in turn to each rank."""
+    """Pack first-fit decreasing for all ranks together, then deal the micro-batches to the ranks in turn, by cost."""
     (bins,) = plan_micro_batches(lengths.tolist(), max_tokens=max_tokens, cost=cost)
     bins += [[] for _ in range(-len(bins) % ranks)]
     return [bins[rank::ranks] for rank in range(ranks)]
 
 
 def apart(lengths: np.ndarray, max_tokens: int, ranks: int, cost: CostModel) -> Plan:
-    """Samples are divided among the ranks for equal cost, and each rank packs its own: what trainers do whose ranks agree
-    on nothing but the number of micro-batches."""
+    """Divide the samples among the ranks for equal cost, and let each rank pack its own, as trainers do whose ranks
+    agree on nothing but the number of micro-batches."""
     each, loads = cost.estimate_costs(lengths), np.zeros(ranks)
     mine: list[list[int]] = [[] for _ in range(ranks)]
     for index in np.argsort(-each, kind="stable").tolist():
@@ -162,17 +174,17 @@ def apart(lengths: np.ndarray, max_tokens: int, ranks: int, cost: CostModel) -> 
 
 
 def sums(planned: Plan, values: np.ndarray) -> np.ndarray:
-    """`[ranks, micro-batches]`: the values of each one's samples together."""
+    """Return the sum of the values of each micro-batch's samples, `[ranks, micro-batches]`."""
     return np.asarray([[values[m].sum() for m in mine] for mine in planned])
 
 
 def efficiency(planned: Plan, each: np.ndarray) -> float:
-    """`each`: cost of every sample."""
+    """Return the efficiency of a plan (`Case.efficiency`). `each`: cost of every sample."""
     return float(each.sum() / (len(planned) * sums(planned, each).max(0).sum()))
 
 
 def timed(call: Callable[[], Plan]) -> tuple[Plan, float, float]:
-    """What it returns, and the median wall and CPU time in milliseconds."""
+    """Return the result of `call`, and its median wall and CPU time in milliseconds."""
     wall, cpu = [], []
     for _ in range(REPEATS):
         wall_from, cpu_from = time.perf_counter(), time.process_time()
@@ -213,7 +225,7 @@ def measure(kind: str, samples: int, ranks: int, seed: int, cost: CostModel) -> 
 
 
 def run(seeds: Sequence[int], *, quick: bool = False, model: str = DEFAULT_MODEL) -> Report:
-    """All distributions, numbers of samples and ranks. `quick` leaves out the largest number of samples."""
+    """Measure all distributions, numbers of samples and ranks. `quick` leaves out the largest number of samples."""
     if not seeds:
         raise ConfigError("--seeds names no seed")
     cost = build_cost_model(shape_of(model))
@@ -246,7 +258,7 @@ def summarize(cases: Sequence[Case]) -> Summary:
 
 
 def render(report: Report) -> str:
-    """The cases of the first seed, and a line for each seed and for all."""
+    """Format the cases of the first seed, and a line for each seed and for all."""
     first = report.cases[0].seed
     rows = [
         (

@@ -1,10 +1,11 @@
-"""`python -m dev.bench.page`: the figures of README.md and docs/ that are made from data in docs/figures.
+"""The command `python -m dev.bench.page`: write the figures of README.md and docs/ that are made from data in
+docs/figures.
 
-A table stands between `<!-- bench: NAME -->` and `<!-- end of NAME -->`, so no figure of it is typed by hand: from
-benchmarks.json, which is what `python -m dev bench all --json` printed. Between `<!-- science: NAME -->` and
-`<!-- end of NAME -->` it is from science/NAME.json, which `python -m dev bench science` wrote;
-`<!-- science: NAME: reward/mean | served_kl/k3, window -->` shows these outcomes alone. Figures within sentences are those of
-claims.toml (`bench/claims.py`). `--check` writes nothing, and exits 1 if a page is not what would be written.
+A table stands between `<!-- bench: NAME -->` and `<!-- end of NAME -->`, so that none of its figures is typed by hand.
+Its data is benchmarks.json, the output of `python -m dev bench all --json`. Between `<!-- science: NAME -->` and `<!--
+end of NAME -->` the data is science/NAME.json, which `python -m dev bench science` wrote; `<!-- science: NAME:
+reward/mean | served_kl/k3, window -->` shows these outcomes alone. Figures within sentences are those of claims.toml
+(`bench/claims.py`). `--check` writes nothing, and exits 1 if a page differs from what would be written.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ DATA = claims.FIGURES / "benchmarks.json"
 SCIENCE = claims.FIGURES / "science"
 PLACE = re.compile(claims.TABLE, re.DOTALL)
 SEEDS, MODELS = 5, 3
-"""Of runs, at least, that say something of other runs."""
+"""Smallest numbers of seeds and initial models whose runs say something about other runs."""
 
 Cells = Sequence[object]
 
@@ -122,7 +123,8 @@ def _weights(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _e2e(report: Mapping[str, Any]) -> Iterator[str]:
-    """The pipeline against its bare parts. What is ours over a peer's is not drawn: it needs the peer's Python."""
+    """Yield the table of the pipeline against its bare parts. Ratios to a peer are left out, because they need the
+    peer's Python."""
     own = report["own"]
     names = {
         "cpu_per_token_ratio": "processor time a generated token, over a bare `AsyncLLM`",
@@ -147,11 +149,11 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], Iterator[str]]] = {
     "weights": _weights,
     "e2e": _e2e,
 }
-"""By benchmark, the lines of its table."""
+"""Functions that yield the lines of a benchmark's table, by benchmark."""
 
 
 def _measured(data: Mapping[str, Any], name: str) -> str:
-    """How it was measured."""
+    """Return the sentence that says how a benchmark was measured."""
     machine = data["machine"]
     small = "A small measurement (`--quick`)" if data["quick"] else "Measured"
     versions = f"Python {machine['python']}, torch {machine['torch']}"
@@ -159,9 +161,11 @@ def _measured(data: Mapping[str, Any], name: str) -> str:
 
 
 def _science(results: SweepResults, outcomes: str = "") -> Iterator[str]:
-    """Means and paired differences of a sweep, and of what they are. Those over equal time and tokens are in its data alone.
+    """Yield the means and paired differences of a sweep, and what it ran. Outcomes at equal time and tokens are only in
+    its data. Raises `ValueError`.
 
-    `outcomes`: the names of those that are shown, with `|` between them; none: all. Raises `ValueError`.
+    Args:
+        outcomes: names of the outcomes to show, separated by `|`; empty for all.
     """
     complete = [run for run in results.runs if run.complete]
     few = len({run.seed for run in complete}) < SEEDS or len({run.model for run in complete}) < MODELS
@@ -194,7 +198,7 @@ def _science(results: SweepResults, outcomes: str = "") -> Iterator[str]:
 
 
 def written(page: str, data: Mapping[str, Any]) -> str:
-    """`page`, with the tables that `data` has, and those of sweeps; the place of another benchmark stays as it is."""
+    """Return `page` with the tables that `data` and the sweeps have; the place of another benchmark stays as it is."""
 
     def fill(place: re.Match[str]) -> str:
         begin, kind, name, outcomes, _, end = place.groups()
@@ -210,7 +214,7 @@ def written(page: str, data: Mapping[str, Any]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the pages, or with `--check` compare them."""
+    """Write the pages, or compare them with `--check`."""
     data = msgspec.json.decode(DATA.read_bytes().rstrip().rpartition(b"\n")[2])
     register, out_of_date = claims.read_register(), []
     for name, text in claims.pages().items():

@@ -1,9 +1,10 @@
 """The peer of `bench e2e`: TRL's `GRPOTrainer` on the same model, tasks, rewards and optimizer settings.
 
-It runs with another Python (`--peer-python`), which has TRL, and imports nothing of r3async but the environments. TRL is
-synchronous: a step generates with transformers, and then trains. One turn is TRL's own generation. More turns are its
-`rollout_func`: all episodes of a batch take each turn together, and their environments' answers are awaited together, which
-is better for it than its own loop over tools, where calls of different episodes come one after the other.
+It runs with another Python (`--peer-python`), which has TRL, and imports nothing of r3async but the environments. TRL
+is synchronous: a step generates with transformers, and then trains. Single-turn episodes use TRL's own generation.
+Several turns use its `rollout_func`: all episodes of a batch take each turn together, and their environments' answers
+are awaited together. That suits it better than its own loop over tools, in which calls of different episodes come one
+after the other.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SEED_RANGE = 2**31
 
 
 def main(directory: Path) -> None:
-    """Train as `job.json` of the directory says; write `rows.jsonl`, a line a step, and `done.json`."""
+    """Train as `job.json` in the directory says; write `rows.jsonl`, with one line per step, and `done.json`."""
     job = json.loads((directory / "job.json").read_text())
     import torch
 
@@ -55,8 +56,8 @@ def main(directory: Path) -> None:
 
 
 def settings(job: dict[str, Any], directory: Path, trl: Any) -> Any:
-    """One update a step on the whole batch, on policy, with nothing beside it: no checkpoints, reports, recomputed activations,
-    or second forward pass."""
+    """Return settings for one on-policy update per step on the whole batch and nothing else: no checkpoints, reports,
+    recomputed activations or second forward pass."""
     return trl.GRPOConfig(
         output_dir=str(directory / "trl"),
         max_steps=job["steps"],
@@ -90,7 +91,8 @@ def settings(job: dict[str, Any], directory: Path, trl: Any) -> Any:
 
 
 def tasks(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """As many as there are groups, no two alike. With several turns the prompt is the task's seed, which `rollout` plays."""
+    """Return one task per group, no two alike. With several turns the prompt is the task's seed, which `rollout`
+    plays."""
     import random
 
     rng = random.Random(job["seed"])
@@ -110,7 +112,7 @@ def environment(job: dict[str, Any]) -> Any:
 
 
 class Play:
-    """Episodes of TRL's batches, and their rewards. `mean`: of the last batch."""
+    """The episodes of TRL's batches and their rewards; `mean` is the mean reward of the last batch."""
 
     def __init__(self, job: dict[str, Any], tokenizer: Any):
         self.job, self.tokenizer, self.end = job, tokenizer, tokenizer.eos_token_id
@@ -124,7 +126,7 @@ class Play:
         return Action(text, "stop" if ended else "length")
 
     def reward(self, prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
-        """TRL's reward function."""
+        """Return the rewards, as TRL's reward function."""
         if "reward" in columns:  # of `rollout`
             rewards = list(columns["reward"])
         else:
@@ -142,7 +144,7 @@ class Play:
         return await asyncio.gather(*map(one, seeds, completions))
 
     def rollout(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """TRL's `rollout_func`: the episodes of a batch, turn by turn."""
+        """Play the episodes of a batch turn by turn, as TRL's `rollout_func`."""
         return asyncio.run(self._rollout([int(prompt[-1]["content"]) for prompt in prompts], trainer))
 
     async def _rollout(self, seeds: list[int], trainer: Any) -> dict[str, Any]:
@@ -190,7 +192,8 @@ def _plain(messages: Any) -> list[dict[str, str]]:
 
 
 def _clock(base: Any, path: Path, play: Play) -> Any:
-    """A callback that writes when each step ended, the processor time so far, and the reward of what it trained."""
+    """Return a callback that writes, for each step, the time at which it ended, the CPU time so far and the reward of
+    what it trained."""
 
     file = path.open("w", buffering=1)
 

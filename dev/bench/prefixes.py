@@ -1,6 +1,8 @@
-"""`bench prefixes`: what sharing prefixes saves a learner, in rows fed forward and in processor time, by share of the prompt.
+"""The benchmark `bench prefixes`: what sharing prefixes saves a learner, in rows fed forward and CPU time, by share of
+the prompt.
 
-A random model of the size that a run makes, on CPU, one thread. Each batch is trained with and without, in turns.
+It uses a random model of the size that a run makes, on CPU, with one thread. Each batch is trained with and without
+sharing, in turns.
 """
 
 from __future__ import annotations
@@ -25,13 +27,21 @@ if TYPE_CHECKING:
     from r3async.learner.batch import MicroBatch
 
 TOKENS = 100
-"""Of a sample."""
+"""Number of tokens of a sample."""
 
 
 class Case(msgspec.Struct, frozen=True):
-    """`groups` of `size` samples whose first `prompt` of `tokens` tokens are alike. `saved`: rows not fed forward, as a share of
-    all tokens. CPU milliseconds, medians: of packing, and of forward and backward. `ratio`: with sharing over without, all
-    together."""
+    """Cost of `groups` of `size` samples, of whose `tokens` tokens the first `prompt` are shared by their group, with
+    and without sharing. CPU times are medians in milliseconds.
+
+    Attributes:
+        saved: rows not fed forward, as a share of all tokens.
+        pack_ms: packing without sharing.
+        pack_shared_ms: packing with sharing.
+        plain_ms: forward and backward without sharing.
+        shared_ms: forward and backward with sharing.
+        ratio: total time with sharing over that without.
+    """
 
     groups: int
     size: int
@@ -52,7 +62,8 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def run(quick: bool, say: Say) -> Report:
-    """Prompts of 10 to 90 % in groups of 8 and 16, and the batch of a one-turn step: 16 groups of 8, 10 of 19 tokens."""
+    """Measure prompts of 10 to 90 % in groups of 8 and 16, and the batch of a one-turn step: 16 groups of 8, 10 of 19
+    tokens."""
     shapes = [(16, 8, 10, 19)]
     shapes += [(32 // size, size, TOKENS * part // 10, TOKENS) for size in (8, 16) for part in (1, 3, 5, 7, 9)]
     shapes, repeats = (shapes[1:3], 2) if quick else (shapes, 9)
@@ -100,7 +111,7 @@ def measure(learner: LearnerBackend, shape: tuple[int, int, int, int], repeats: 
 
 
 def groups_of(learner: LearnerBackend, groups: int, size: int, prompt: int, tokens: int) -> Iterator[Sample]:
-    """Random tokens and routes; all that follows the prompt is trained."""
+    """Yield samples with random tokens and routes; everything after the prompt is trained."""
     rng, replay = np.random.default_rng(0), learner.replay
 
     def routes(rows: int) -> np.ndarray:
@@ -120,14 +131,14 @@ def groups_of(learner: LearnerBackend, groups: int, size: int, prompt: int, toke
 
 
 def train(learner: LearnerBackend, micro_batches: Sequence[MicroBatch]) -> None:
-    """Forward and backward of all of them; no update."""
+    """Run forward and backward of all micro-batches, without an update."""
     rows = [np.flatnonzero(m.table["loss_mask"]) for m in micro_batches]
     learner.run_micro_batches(micro_batches, rows, lambda _, logprobs, entropies: -logprobs.mean(), backward=True)
     learner.abort_step()
 
 
 def render(report: Report) -> str:
-    """A table for people."""
+    """Format the report as a table for people."""
     rows = [
         (
             f"{c.groups} x {c.size}",

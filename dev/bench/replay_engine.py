@@ -1,8 +1,9 @@
-"""The engine of `bench replay-map`: a tiny Qwen3-MoE sampled in batches in this process, with the disturbances that engines have.
+"""The engine of `bench replay-map`: a tiny Qwen3-MoE sampled in batches in this process, with the disturbances that
+engines have.
 
-It stands for vLLM where hundreds of runs are to be measured on few cores, and is as vLLM another program than the learner: the
-forward pass is written out here, with keys and values kept. Tests compare it with transformers, and a run with it with one of the
-whole pipeline.
+It stands for vLLM where hundreds of runs must be measured on few cores. Like vLLM it is a different program from the
+learner: the forward pass is written out here, with a key-value cache. Tests compare it with transformers, and compare a
+run that uses it with a run of the whole pipeline.
 """
 
 from __future__ import annotations
@@ -22,12 +23,20 @@ from r3async.config import ConfigError
 from r3async.data.routes import route_dtype
 
 PRECISIONS = ("float32", "bfloat16", "fp8_kv")
-"""Of the engine. `fp8_kv`: bfloat16, with keys and values rounded to float8 (e5m2), vLLM's `kv_cache_dtype="fp8_e5m2"`."""
+"""Precisions of the engine. `fp8_kv`: bfloat16, with keys and values rounded to float8 (e5m2), vLLM's
+`kv_cache_dtype="fp8_e5m2"`."""
 
 
 class Answers(NamedTuple):
-    """Of B prompts of P tokens: `tokens` int32 `[B, n]`, `logprobs` float32 `[B, n]`, of which the first `lengths` int64 `[B]`
-    are the answer; `stopped` bool `[B]`: with a stop token. `routes` `[B, P + n - 1, layers, k]`: of each token that was fed."""
+    """The sampled answers to B prompts of P tokens.
+
+    Attributes:
+        tokens: int32 `[B, n]`, of which the first `lengths` are the answer.
+        logprobs: float32 `[B, n]`, likewise.
+        lengths: int64 `[B]`.
+        stopped: bool `[B]`, True for an answer that ended with a stop token.
+        routes: `[B, P + n - 1, layers, k]`, the routes of each token that was fed.
+    """
 
     tokens: np.ndarray
     logprobs: np.ndarray
@@ -37,10 +46,13 @@ class Answers(NamedTuple):
 
 
 class BatchEngine:
-    """Answers prompts of one length, all at once. `model`: whose configuration and names of weights it takes.
+    """An engine that answers prompts of one length, all at once.
 
-    `noise`: standard deviation of what is added to every router logit, drawn for each token; it stands for whatever makes two
-    programs choose different experts. It is in this benchmark alone: no setting of a run reaches it.
+    Args:
+        model: the model whose configuration and weight names it takes.
+        noise: standard deviation of the noise added to every router logit, drawn for each token. It stands for whatever
+            makes two programs choose different experts, and exists in this benchmark alone: no setting of a run reaches
+            it.
     """
 
     def __init__(self, model: PreTrainedModel, *, precision: str, noise: float, seed: int):
@@ -56,12 +68,12 @@ class BatchEngine:
         self._weights: dict[str, Tensor] = {}
 
     def load(self, weights: dict[str, Tensor]) -> None:
-        """By the names of transformers."""
+        """Load weights under the names of transformers."""
         self._weights = {name: w.to(self._dtype) for name, w in weights.items()}
 
     @torch.no_grad()
     def answer(self, prompts: np.ndarray, most: int, stops: Sequence[int]) -> Answers:
-        """Up to `most` tokens for each of `prompts` int `[B, P]`, sampled at temperature 1."""
+        """Sample up to `most` tokens for each of `prompts`, int `[B, P]`, at temperature 1."""
         fed, ends = torch.from_numpy(prompts.astype(np.int64)), torch.tensor(list(stops))
         cache: list[tuple[Tensor, Tensor]] = []
         alive = torch.ones(len(fed), dtype=torch.bool)
@@ -87,8 +99,8 @@ class BatchEngine:
         )
 
     def _forward(self, ids: Tensor, cache: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Feed int64 `[B, T]`, after what is in the `cache`, which grows: `[B, vocabulary]` logits of the last token, and the
-        experts that each is sent to, `[B, T, layers, k]`."""
+        """Feed int64 `[B, T]` after the contents of the `cache`, which grows. Return the logits of the last token, `[B,
+        vocabulary]`, and the experts to which each token is sent, `[B, T, layers, k]`."""
         w, c, past = self._weights, self._c, cache[0][0].shape[2] if cache else 0
         span = slice(past, past + ids.shape[1])
         cos, sin = self._cos[0, span].to(self._dtype), self._sin[0, span].to(self._dtype)
@@ -123,7 +135,8 @@ class BatchEngine:
         return linear(out.transpose(1, 2).flatten(2), w[at + "o_proj.weight"])
 
     def _mix(self, x: Tensor, at: str) -> tuple[Tensor, Tensor]:
-        """Of `[N, hidden]`: what the experts make of it, and which they are, `[N, k]`. All are computed: there are few."""
+        """Return the experts' output for `[N, hidden]`, and the chosen experts, `[N, k]`. All experts are computed,
+        because there are few."""
         w, c = self._weights, self._c
         logits = linear(x, w[at + "gate.weight"]).float()
         if self._noise:
@@ -137,12 +150,15 @@ class BatchEngine:
         return torch.einsum("enh,ne->nh", out, shares), chosen
 
 
-# -- the same in a learner ---------------------------------------------------------------------------------------------
+# -- the same disturbances in a learner --------------------------------------------------------------------------------
 
 
 class RouterTap(TorchFunctionMode):
-    """While in force, in a router's forward: its logits, the result of its linear map, get `noise` as an engine's do; and the log
-    of how much likelier its last chosen expert is than the next is appended to `margins`, if there are to be any."""
+    """A mode that acts on a router's forward pass.
+
+    It adds `noise` to the router's logits, the result of its linear map, as an engine does. Unless `margins` is None,
+    it also appends to it the log of how much likelier the last chosen expert is than the next one.
+    """
 
     def __init__(self, noise: float, seed: int):
         super().__init__()
@@ -163,7 +179,7 @@ class RouterTap(TorchFunctionMode):
 
 
 def tap(routers: Sequence[nn.Module], noise: float, seed: int) -> RouterTap:
-    """From now on each of these routers' forward passes goes through the tap that is returned."""
+    """Route each of these routers' forward passes through a tap from now on, and return the tap."""
     made = RouterTap(noise, seed)
     for router in routers:
         router.forward = partial(_tapped, router.forward, made)

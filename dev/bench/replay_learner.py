@@ -1,7 +1,8 @@
-"""The learner's part of `bench replay`: its log-probs of the samples, its gradients, and its steps' time; and its log-probs of
-branches, whose prefix has one call's routes or another's.
+"""The learner's part of `bench replay`.
 
-Both are jobs of their own, since Megatron's CPU shim changes `torch.cuda` process-wide, on what `replay_rollouts` wrote.
+One job computes log-probs of the samples, gradients, and step times. The other computes log-probs of branches, whose
+prefix has the routes of one call or of another. Each is a separate process, since Megatron's CPU shim changes
+`torch.cuda` process-wide. They read what `replay_rollouts` wrote.
 """
 
 from __future__ import annotations
@@ -42,14 +43,15 @@ if TYPE_CHECKING:
     import torch
 
 INSIDE_STEPS = 3
-"""Steps of each kind in which the time inside of the routes is taken."""
+"""Number of steps of each kind in which the time spent on routes is measured."""
 NO_STEP = 1e-30
-"""Learning rate of every step here: too small to change a weight, so that all passes see the same model."""
+"""Learning rate of every step here, too small to change a weight, so that all passes see the same model."""
 
 
 @dataclass
 class Pass:
-    """One learner in one routing mode. `delta` float64 `[M]`; `gradient`: float32, one array per parameter."""
+    """The result of one learner in one routing mode. `delta`: float64 `[M]`; `gradient`: float32, one array per
+    parameter."""
 
     delta: np.ndarray
     gradient: list[np.ndarray]
@@ -57,7 +59,8 @@ class Pass:
 
 
 def settings(job: LearnerJob, dtype: str, replay: str) -> Config:
-    """Truncated importance sampling alone, without the KL term; any recorded fraction will do."""
+    """Return a configuration with truncated importance sampling alone, without the KL term; any recorded fraction is
+    accepted."""
     return config_from_dict(
         {
             "learner": {
@@ -83,7 +86,7 @@ def learner_of(job: LearnerJob, dtype: str, replay: str) -> Iterator[MegatronLea
 
 
 def with_random_advantages(samples: Sequence[Sample], seed: int) -> list[Sample]:
-    """One standard normal advantage for each sample, on its sampled tokens."""
+    """Return the samples with one standard normal advantage per sample, on its sampled tokens."""
     rng = np.random.default_rng(seed)
     return [
         Sample(
@@ -97,9 +100,9 @@ def with_random_advantages(samples: Sequence[Sample], seed: int) -> list[Sample]
 
 @contextmanager
 def gradients_kept(learner: MegatronLearner) -> Iterator[list[np.ndarray]]:
-    """Sums the gradient of every parameter over the backward passes in the block, in float32.
+    """Yield the sums of every parameter's gradient over the backward passes in the block, in float32.
 
-    From hooks, because an optimizer step consumes the gradients it is given.
+    They come from hooks, because an optimizer step consumes the gradients that it is given.
     """
     parameters = list(learner.model.parameters())
     sums = [np.zeros(p.shape, np.float32) for p in parameters]
@@ -119,21 +122,21 @@ def gradients_kept(learner: MegatronLearner) -> Iterator[list[np.ndarray]]:
 
 
 def deltas(learner: MegatronLearner, micro_batches: Sequence[MicroBatch], *, replay: bool) -> np.ndarray:
-    """Δ of each sampled token, float64 `[M]`: the learner's log-prob less the engine's."""
+    """Return Δ of each sampled token, float64 `[M]`: the learner's log-prob less the engine's."""
     scored = learner.logprobs(micro_batches, replay=replay)
     pairs = [(s.astype(np.float64), m.table) for s, m in zip(scored, micro_batches, strict=True)]
     return np.concatenate([(s - t["rollout_logprobs"])[t["loss_mask"]] for s, t in pairs])
 
 
 def run_pass(job: LearnerJob, dtype: str, replay: str, samples: Sequence[Sample]) -> Pass:
-    """Score and train all samples, routed as `routing.replay` = `replay` says."""
+    """Score and train all samples with `routing.replay` = `replay`."""
     with learner_of(job, dtype, replay) as learner:
         micro_batches = pack_samples(samples, job.max_tokens_per_micro_batch)
         delta = deltas(learner, micro_batches, replay=replay == "rollout")
         with gradients_kept(learner) as gradient:
             metrics = train_minibatch(learner, micro_batches).metrics
     done = Pass(delta, gradient, metrics["routing/agreement"])
-    # The step that was just taken must have seen the same differences and the same gradient as are reported here.
+    # The step that was just taken must have seen the differences and the gradient that are reported here.
     norm = sum(float(np.square(g, dtype=np.float64).sum()) for g in gradient) ** 0.5
     for name, value in (("rollout_kl/k3", k3(delta)), ("grad_norm", norm)):
         if not np.isclose(value, metrics[name], rtol=1e-3, atol=1e-9):
@@ -142,7 +145,7 @@ def run_pass(job: LearnerJob, dtype: str, replay: str, samples: Sequence[Sample]
 
 
 def comparisons(job: LearnerJob, samples: Sequence[Sample], directory: Path) -> dict[str, Comparison]:
-    """Every learner against the engine, and every gradient against those of the float32 learner."""
+    """Compare every learner with the engine, and every gradient with those of the float32 learner."""
     references = {}
     for replay in ("rollout", "off"):
         progress(directory, f"learner in float32, {'replay' if replay == 'rollout' else 'own routing'}")
@@ -164,10 +167,10 @@ def comparisons(job: LearnerJob, samples: Sequence[Sample], directory: Path) -> 
 
 
 def time_steps(job: LearnerJob, dtype: str, samples: Sequence[Sample], directory: Path) -> StepTime:
-    """`job.pairs` pairs of steps, each with and without routes, in an order that changes from pair to pair.
+    """Time `job.pairs` pairs of steps, one with and one without routes, in an order that changes from pair to pair.
 
-    One learner takes all of them. Garbage is collected between the steps, outside of the times. The first pair is a
-    warm-up and is not counted. Steps in which the time inside of the routes is taken come after all pairs.
+    One learner takes all steps. Garbage is collected between the steps, outside the measured times. The first pair is a
+    warm-up and does not count. Steps in which the time spent on routes is measured come after all pairs.
     """
     variants = {"with": list(samples), "without": bare(samples)}
     seconds: dict[str, list[float]] = {f"{clock}_{name}": [] for clock in ("cpu", "wall") for name in variants}
@@ -198,7 +201,7 @@ def time_steps(job: LearnerJob, dtype: str, samples: Sequence[Sample], directory
 
 @contextmanager
 def time_in_routes() -> Iterator[list[float]]:
-    """CPU seconds of each call in the block that takes a micro-batch's routes in, or chooses experts by them."""
+    """Yield the CPU seconds of each call in the block that loads a micro-batch's routes or chooses experts by them."""
     spent: list[float] = []
 
     def timed(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -220,7 +223,7 @@ def time_in_routes() -> Iterator[list[float]]:
 
 
 def compare_and_time(job: LearnerJob, directory: Path) -> LearnerDone:
-    """The job on `samples.bin`."""
+    """Run the job on `samples.bin`."""
     samples = with_random_advantages(read_samples(directory / "samples.bin"), job.seed)
     return LearnerDone(
         comparisons=comparisons(job, samples, directory) if job.dtypes else {},
@@ -231,11 +234,12 @@ def compare_and_time(job: LearnerJob, directory: Path) -> LearnerDone:
 # -- branches ----------------------------------------------------------------------------------------------------------
 
 BRANCH_DTYPE = "float32"
-"""Of the learner, as of the engine: with the same weights and routes they agree, and what is left comes from the routes."""
+"""Dtype of the learner, as of the engine: with the same weights and routes they agree, and the remaining difference
+comes from the routes."""
 
 
 def score_branches(job: LearnerJob, directory: Path) -> Branches:
-    """The job on what `branch` wrote, with the moved model."""
+    """Run the job on what `branch` wrote, with the moved model."""
     first, own, inherited = (read_samples(directory / f"{name}.bin") for name in ("first", "own", "inherited"))
     progress(directory, f"learner in {BRANCH_DTYPE}, at the engine's version")
     with learner_of(job, BRANCH_DTYPE, "rollout") as learner:
@@ -256,7 +260,8 @@ def score_branches(job: LearnerJob, directory: Path) -> Branches:
 
 
 def moved_routes(own: list[Sample], inherited: list[Sample]) -> float:
-    """Share of (position, MoE layer) whose set of experts is not the same in both, over all recorded positions."""
+    """Return the share of (position, MoE layer) whose set of experts differs between the two, over all recorded
+    positions."""
     different = recorded = 0
     for one, other in zip(own, inherited, strict=True):
         a, b = (np.sort(s.table["routed_experts"][one.table["routing_recorded"]], -1) for s in (one, other))

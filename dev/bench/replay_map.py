@@ -1,8 +1,10 @@
-"""`bench replay-map`: what routing replay is worth to training, against how far engine and learner are apart.
+"""The benchmark `bench replay-map`: what routing replay is worth to training, against how far engine and learner are
+apart.
 
-A point of the map is a tiny model trained for some steps with `routing.replay` off, learner (R2) and rollout (R3), with several
-seeds; equal seeds have equal start models and tasks, so differences between modes are paired. One thing varies at a time from the
-base point. Every run is one of `InProcessRun`: the learner's own step, on what an engine in the same process sampled.
+A point of the map is a tiny model trained for some steps with `routing.replay` off, learner (R2) and rollout (R3), with
+several seeds. Equal seeds have equal start models and tasks, so differences between modes are paired. One thing at a
+time varies from the base point. Every run is an `InProcessRun`: the learner's real step on what an engine in the same
+process sampled.
 """
 
 from __future__ import annotations
@@ -22,18 +24,21 @@ from r3async.config import Config, ConfigError, config_from_dict
 
 MODES = ("off", "learner", "rollout")
 WINDOW = 10
-"""Steps whose mean is kept as one number of a curve."""
+"""Number of steps whose mean is one point of a curve."""
 MODELS = 3
-"""Start models; seeds take turns with them."""
+"""Number of start models; seeds take turns with them."""
 SAMPLES = 8
-"""Episodes of a group."""
+"""Number of episodes of a group."""
 COLLAPSED = 0.5
-"""Of a run's best window of reward: one that ends below that share has collapsed."""
+"""Share of a run's best window of reward below which a run has collapsed at its end."""
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """One point. `noise` .. `precision`, `margin`: see `Disturbance`; `age`: of every trained token, in versions; the rest are
-    settings of a run, and of its start model. The defaults are the base point."""
+    """The settings of one point; the defaults are the base point.
+
+    `noise`, `learner_noise`, `precision` and `margin` are those of `Disturbance`, `age` is the age of every trained
+    token in versions, and the rest are settings of a run and of its start model.
+    """
 
     noise: float = 0.1
     learner_noise: float = 0.0
@@ -55,7 +60,7 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 class Point(msgspec.Struct, frozen=True):
-    """`name` says what of the base point is other."""
+    """A point of the map; `name` says how it differs from the base point."""
 
     name: str
     setting: Setting
@@ -63,9 +68,10 @@ class Point(msgspec.Struct, frozen=True):
 
 
 FIRST = Setting(steps=1, groups=32, probe_share=1.0)
-"""One step on many episodes: what engine and learner differ by while their weights are equal. R3 tells of own routing too."""
+"""One step on many episodes: the difference of engine and learner while their weights are equal. R3 reports own routing
+too."""
 UNCORRECTED = Setting(policy_loss="ppo", anchor="recomputed", minibatches=4)
-"""PPO on log-probs that the learner recomputes, the setting of R3's paper (arXiv 2510.11370): nothing in the loss knows of the
+"""PPO on log-probs that the learner recomputes, the setting of R3's paper (arXiv 2510.11370): the loss ignores the
 engine's policy."""
 
 
@@ -96,12 +102,15 @@ AXES: Mapping[str, Sequence[Point]] = {
     "uncorrected": _of(UNCORRECTED, "uncorrected", MODES, *_each("noise", 0.3, 1.0), {"noise": 1.0, "lr": 1e-3}),
     "margin": _of(Setting(age=8), "trained", ("rollout",), *_each("margin", 0.1, 0.5)),
 }
-"""What can be asked for by name; what a point does not say is `Setting()`'s."""
+"""Points by the name of their axis; settings that a point does not name are those of `Setting()`."""
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One run, a line of the data file. Curves: means of `WINDOW` steps each. `replayed`, `served`: k3 of the rollout policy to
-    the learner, with the routes that the loss sees and with the learner's own (`rollout_kl/k3`, `served_kl/k3`)."""
+    """One run, a line of the data file. Each value of a curve is the mean of `WINDOW` steps.
+
+    `replayed` and `served` are the k3 of the rollout policy to the learner, with the routes that the loss sees and with
+    the learner's own (`rollout_kl/k3`, `served_kl/k3`).
+    """
 
     point: str
     setting: Setting
@@ -115,7 +124,7 @@ class Run(msgspec.Struct, frozen=True):
 
     @property
     def end(self) -> float:
-        """Mean reward of the last quarter."""
+        """The mean reward of the last quarter."""
         return fmean(self.reward[-max(1, len(self.reward) // 4) :])
 
     @property
@@ -132,8 +141,13 @@ KEPT = {
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """Of paired runs, R3's less the other's: its mean, the half width of its 95 % interval, and `detectable`: the true difference
-    that so many pairs would find with a probability of 0.8 (two-sided test at 5 %)."""
+    """Differences of paired runs, R3's value less the other's.
+
+    Attributes:
+        half_width: half the width of the mean's 95 % interval.
+        detectable: the true difference that this many pairs would find with a probability of 0.8 (two-sided test at 5
+            %).
+    """
 
     pairs: int
     mean: float
@@ -142,8 +156,8 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One point in one mode. Means over seeds: `reward` of the last quarter of a run, KL and agreement of whole runs. `gain`: of
-    R3's reward over this mode's."""
+    """One point in one mode, with means over seeds: `reward` of the last quarter of a run, KL and agreement of whole
+    runs. `gain` is the gain of R3's reward over this mode's."""
 
     point: str
     replay: str
@@ -163,7 +177,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def config_of(setting: Setting, replay: str, seed: int) -> Config:
-    """As `r3async train` would be given it, for the quickstart's game with one turn."""
+    """Return a configuration as `r3async train` takes it, for the quickstart's game with one turn."""
     return config_from_dict(
         {
             "seed": seed,
@@ -200,7 +214,7 @@ def config_of(setting: Setting, replay: str, seed: int) -> Config:
                 "threads": 1,
                 "share_prefixes": False,
             },
-            # What replay is worth by itself: no term holds the drift.
+            # Measure replay alone: no term limits the drift.
             "algorithm": {
                 "policy_loss": setting.policy_loss,
                 "anchor": setting.anchor,
@@ -212,19 +226,19 @@ def config_of(setting: Setting, replay: str, seed: int) -> Config:
 
 
 def chosen(axes: Sequence[str]) -> list[Point]:
-    """Raises `ConfigError` for an axis that is none."""
+    """Return the points of the axes. Raises `ConfigError` for an unknown axis."""
     if unknown := [name for name in axes if name not in AXES]:
         raise ConfigError(f"--axes {unknown[0]!r} must be of {', '.join(AXES)}")
     return [point for name in axes for point in AXES[name]]
 
 
 def quickly() -> list[Point]:
-    """One point, too few steps to say anything."""
+    """Return one point with too few steps to be meaningful."""
     return [Point("quick", Setting(noise=0.3, steps=3, groups=2, age=2, warm_reward=0.0, probe_share=1.0))]
 
 
 def run(points: Sequence[Point], seeds: Sequence[int], say: Say, data: Path | None = None) -> Report:
-    """Measure what is not in the file `data` yet, and add it there, a line a run. Raises `ConfigError`."""
+    """Measure what is not yet in the file `data`, and add it there, one line per run. Raises `ConfigError`."""
     began = time.monotonic()
     done = read(data) if data is not None and data.exists() else []
     have = {(r.setting, r.replay, r.seed) for r in done}
@@ -252,7 +266,7 @@ def run(points: Sequence[Point], seeds: Sequence[int], say: Say, data: Path | No
 
 
 def one(point: Point, replay: str, seed: int, scratch: Path, say: Say) -> Run:
-    """Train once, from a model that is made in `scratch` if it is not there."""
+    """Train once, from a model that is made in `scratch` unless it exists."""
     from dev.bench.replay_training import Disturbance, InProcessRun
     from r3async.tools.init_model import init_or_copy_model
 
@@ -264,21 +278,21 @@ def one(point: Point, replay: str, seed: int, scratch: Path, say: Say) -> Run:
     disturbance = Disturbance(s.noise, s.learner_noise, s.precision, s.margin)
     metrics = []
     for step in InProcessRun(config, path, disturbance).steps():
-        # Without replay nothing is probed: the loss sees what is served.
+        # Without replay nothing is probed: the loss sees the served routing.
         metrics.append({KEPT["served"]: step[KEPT["replayed"]]} | step if replay == "off" else step)
     curves = {name: curve(metrics, metric) for name, metric in KEPT.items()}
     return Run(point.name, s, replay, seed, **curves, seconds=round(time.monotonic() - began, 1))
 
 
 def curve(metrics: Sequence[Mapping[str, float]], name: str) -> list[float]:
-    """Means of `WINDOW` steps each, of those that have the metric: in a few of small minibatches no episode is probed. Raises
-    `ValueError` if a window has none."""
+    """Return the means of `WINDOW` steps each, over the steps that have the metric: in a few steps with small
+    minibatches no episode is probed. Raises `ValueError` if a window has none."""
     windows = [metrics[i : i + WINDOW] for i in range(0, len(metrics), WINDOW)]
     return [float(f"{fmean([m[name] for m in window if name in m]):.4g}") for window in windows]
 
 
 def read(data: Path) -> list[Run]:
-    """Raises `ConfigError` for a file of something else."""
+    """Read the runs of a data file. Raises `ConfigError` if the file holds something else."""
     try:
         return [msgspec.json.decode(line, type=Run) for line in data.read_bytes().splitlines()]
     except (OSError, msgspec.MsgspecError) as error:
@@ -286,7 +300,7 @@ def read(data: Path) -> list[Run]:
 
 
 def rows(runs: Iterable[Run]) -> list[Row]:
-    """One for each point and mode, in the order of the runs."""
+    """Return one row for each point and mode, in the order of the runs."""
     by: dict[str, dict[str, dict[int, Run]]] = {}
     for r in runs:
         by.setdefault(r.point, {}).setdefault(r.replay, {})[r.seed] = r
@@ -317,7 +331,7 @@ STUDENT |= {6: (2.447, 0.906), 7: (2.365, 0.896), 8: (2.306, 0.889), 9: (2.262, 
 
 
 def difference(values: Sequence[float]) -> Difference:
-    """Of at least two paired differences."""
+    """Summarize at least two paired differences."""
     n = len(values)
     least = max(d for d in STUDENT if d < n)  # of fewer degrees of freedom, where those are not listed: wider
     wide, power = STUDENT[least]
@@ -326,7 +340,7 @@ def difference(values: Sequence[float]) -> Difference:
 
 
 def render(report: Report) -> str:
-    """A table for people, one point and mode a row."""
+    """Format the report as a table for people, with one row per point and mode."""
     return "\n".join(table(HEADS, cells(report.rows)))
 
 

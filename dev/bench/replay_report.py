@@ -1,4 +1,4 @@
-"""What `bench replay` measures and reports: jobs, the report, and the formulas behind it. Pure: NumPy and records only.
+"""The jobs and the report of `bench replay`, and the formulas behind it. Pure: NumPy and records only.
 
 Samples come from the rollout policy μ (the engine). For a sampled token, `Δ = log π_learner - log μ_rollout`, in nats.
 """
@@ -13,22 +13,26 @@ import numpy as np
 from r3async.data.statistics import median_ratio_interval
 
 HISTOGRAM_FLOOR = -6
-"""log10 of the smallest |Δ| that has a bin of its own; smaller ones are in the first bin."""
+"""The log10 of the smallest |Δ| with a separate bin; smaller ones are in the first bin."""
 HISTOGRAM_TOP = 1
 BINS_PER_DECADE = 8
 
 
 class Mismatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One learner, in one routing mode, against the engine that sampled. Over sampled tokens, in nats.
+    """Distance of one learner, in one routing mode, from the engine that sampled. Over sampled tokens, in nats.
 
-    `k3`: mean of `e^Δ - 1 - Δ`, and `k1`: mean of `-Δ`; both estimate KL(rollout ‖ learner) from rollout samples, and k3
-    is never negative. `mean_abs`, `p99_abs` (99th percentile), `max_abs`: of |Δ|. `beyond_2x`: share of tokens with π/μ
-    above 2 or below 1/2. `agreement`: share of (recorded token, MoE layer) whose own top-k set is the recorded one.
-    `histogram`: tokens by log10 |Δ|, see `histogram`.
-
-    `grad_error`: ‖g - g*‖ / ‖g*‖ over all parameters, where g* is the gradient of the float32 learner that replays the
-    engine's routes: the gradient of the policy that sampled, without bf16's noise. `grad_error_own`: the same with the
-    float32 learner that routes by itself as g*.
+    Attributes:
+        k3: mean of `e^Δ - 1 - Δ`; estimates KL(rollout ‖ learner) from rollout samples, and is never negative.
+        k1: mean of `-Δ`; estimates the same.
+        mean_abs: mean of |Δ|.
+        p99_abs: 99th percentile of |Δ|.
+        max_abs: largest |Δ|.
+        beyond_2x: share of tokens with π/μ above 2 or below 1/2.
+        agreement: share of (recorded token, MoE layer) whose own top-k set is the recorded one.
+        grad_error: ‖g - g*‖ / ‖g*‖ over all parameters, where g* is the gradient of the float32 learner that replays
+            the engine's routes: the gradient of the policy that sampled, without bf16's noise.
+        grad_error_own: the same, with the float32 learner that uses its own routing as g*.
+        histogram: tokens by log10 |Δ|, as the function `histogram` counts them.
     """
 
     k3: float
@@ -44,7 +48,7 @@ class Mismatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Comparison(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The same learner with own routing and with replay. Ratios are own / replay: above 1, replay is nearer."""
+    """One learner with own routing and with replay. Ratios are own / replay: above 1, replay is nearer."""
 
     own: Mismatch
     replay: Mismatch
@@ -55,12 +59,17 @@ class Comparison(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class StepTime(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """CPU and wall seconds of whole steps (pack, forward, backward, optimizer) of one learner on the same tokens, in pairs.
+    """CPU and wall seconds of whole steps (pack, forward, backward, optimizer) of one learner on the same tokens, in
+    pairs.
 
-    `with`: the samples carry routes, which are replayed. `without`: the same samples without the routing columns.
-    `ratio`: median with / median without, of the process's CPU time; `wall_ratio`: of wall time. `ratio_interval`: 95 %
-    bootstrap interval of `ratio` over the pairs. `route_seconds`: CPU time of a step that is spent on taking routes in and
-    choosing experts by them, above what a step without routes spends there: the direct measure of what `ratio` bounds.
+    In `*_with` the samples carry routes, which are replayed. In `*_without` the same samples lack the routing columns.
+
+    Attributes:
+        ratio: median with / median without, of the process's CPU time.
+        wall_ratio: the same of wall time.
+        ratio_interval: 95 % bootstrap interval of `ratio` over the pairs.
+        route_seconds: CPU time per step spent on loading routes and choosing experts by them, above what a step without
+            routes spends there: the direct measure of what `ratio` bounds.
     """
 
     dtype: str
@@ -77,8 +86,8 @@ class StepTime(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class RandomModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A Qwen3-MoE of random weights: matrices normal with standard deviation `weight_std`, the routers' with `gate_std`,
-    norms 1."""
+    """A Qwen3-MoE with random weights: matrices are normal with standard deviation `weight_std`, the routers' with
+    `gate_std`, and norms are 1."""
 
     layers: int = 16
     experts: int = 64
@@ -91,10 +100,14 @@ class RandomModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class RolloutJob(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`model`: the directory to sample from; made there first if `random` says of what.
+    """The input of the engine's jobs.
 
     `samples` random prompts of `prompt_tokens` tokens are continued by `new_tokens` tokens each at temperature 1. With
-    `episodes` (a run's configuration file), episodes of that run's environment are played instead, as many as `samples`.
+    `episodes` (a run's configuration file), as many episodes of that run's environment are played instead.
+
+    Attributes:
+        model: directory of the model to sample from.
+        random: the model to make there first, or None.
     """
 
     model: str
@@ -109,7 +122,7 @@ class RolloutJob(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Rollouts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What was sampled, and from what: `gate_std` is measured, over all router weights of the model.
+    """A summary of the samples and their model; `gate_std` is measured over all router weights of the model.
 
     Bytes are per token of the samples, prompts included, as encoded for the wire.
     """
@@ -127,8 +140,14 @@ class Rollouts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class LearnerJob(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`dtypes`: compare the learner with the engine in these. `step_dtypes`: time whole steps in these, `pairs` pairs, with
-    the first `step_samples` samples."""
+    """The input of the learner's jobs.
+
+    Attributes:
+        dtypes: dtypes in which the learner is compared with the engine.
+        step_dtypes: dtypes in which whole steps are timed.
+        pairs: number of pairs of timed steps.
+        step_samples: number of samples, from the first on, of a timed step.
+    """
 
     model: str
     seed: int = 0
@@ -140,14 +159,19 @@ class LearnerJob(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class LearnerDone(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """By the learner's dtype."""
+    """The learner's results, by its dtype."""
 
     comparisons: dict[str, Comparison]
     steps: dict[str, StepTime]
 
 
 class Case(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One model. `varied`: what is not as in the headline model, or empty. `learners`: by the learner's dtype."""
+    """The results of one model.
+
+    Attributes:
+        varied: the setting that differs from the headline model, or empty.
+        learners: comparisons by the learner's dtype.
+    """
 
     label: str
     varied: str
@@ -158,10 +182,11 @@ class Case(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Summary(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The headline model over all seeds: means, but for `max_abs_*` the largest. `_replace_dimension`: own routing,
-    `_set_gates`: replay.
+    """The headline model over all seeds: means, except for `max_abs_*`, which are the largest. Fields that end in
+    `_without` are of own routing, those in `_with` of replay.
 
-    `kl_ratio`: of the means; `kl_ratio_by_seed`, `max_abs_ratio_by_seed`: own / replay within each seed.
+    `kl_ratio` is the ratio of the means; `kl_ratio_by_seed` and `max_abs_ratio_by_seed` are own / replay within each
+    seed.
     """
 
     kl_without: float
@@ -187,11 +212,15 @@ class Summary(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Branches(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Turns that branch off, after an update, from turns of older weights; the learner has the engine's new weights exactly.
+    """Turns that branch off, after an update, from turns of older weights. The learner has exactly the engine's new
+    weights.
 
-    `drift`: KL(old ‖ new), k3, of the first turns. `k3_*`, `max_abs_*`: of the branches' sampled tokens, with the routes of
-    their own call, and with those that the first turn recorded of the common prefix. `moved_routes`: share of a branch's
-    recorded (position, MoE layer) in which the two name other experts.
+    The branches' sampled tokens are scored with the routes of their own call (`*_own`), and with those that the first
+    turn recorded for the common prefix (`*_inherited`).
+
+    Attributes:
+        drift: KL(old ‖ new), k3, of the first turns.
+        moved_routes: share of a branch's recorded (position, MoE layer) in which the two name different experts.
     """
 
     dtype: str
@@ -205,8 +234,11 @@ class Branches(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Report(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`bench replay --json`. The headline figures come first: engine and learner both in bfloat16, `step_ratio` in CPU
-    time of the bfloat16 learner. 0 where something was not measured (`--pairs 0`)."""
+    """The report of `bench replay --json`.
+
+    The headline figures come first: engine and learner both in bfloat16, `step_ratio` in CPU time of the bfloat16
+    learner. A figure that was not measured (`--pairs 0`) is 0.
+    """
 
     benchmark: str = "replay"
     step_ratio: float
@@ -226,14 +258,14 @@ class Report(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     machine: dict[str, str]
     seconds: float
     branches: Branches | None = None
-    """None in the reports that are kept with the documentation."""
+    """The result for branches; None in the reports that are kept with the documentation."""
 
 
 # -- formulas ----------------------------------------------------------------------------------------------------------
 
 
 def mismatch(delta: np.ndarray, *, agreement: float, grad_error: float, grad_error_own: float) -> Mismatch:
-    """`delta` float `[M]`: Δ of each sampled token. Raises `ValueError` if there is none, or one is not finite."""
+    """Summarize `delta`, float `[M]`: Δ of each sampled token. Raises `ValueError` if it is empty or not finite."""
     delta = np.asarray(delta, np.float64)
     if not delta.size or not np.isfinite(delta).all():
         raise ValueError(f"{delta.size} log-prob differences, {np.count_nonzero(~np.isfinite(delta))} not finite")
@@ -253,7 +285,7 @@ def mismatch(delta: np.ndarray, *, agreement: float, grad_error: float, grad_err
 
 
 def k3(delta: np.ndarray) -> float:
-    """Mean of `e^Δ - 1 - Δ`."""
+    """Return the mean of `e^Δ - 1 - Δ`."""
     return float(np.mean(np.expm1(delta) - delta))
 
 
@@ -269,13 +301,13 @@ def compare(own: Mismatch, replay: Mismatch) -> Comparison:
 
 
 def ratio(numerator: float, denominator: float) -> float:
-    """0 where there is nothing to divide by: JSON has no infinity."""
+    """Return the ratio, or 0 if the denominator is 0, because JSON has no infinity."""
     return numerator / denominator if denominator else 0.0
 
 
 def histogram(size: np.ndarray) -> list[int]:
-    """Counts of |Δ| by log10, `BINS_PER_DECADE` bins a decade from `HISTOGRAM_FLOOR` to `HISTOGRAM_TOP`; what is outside
-    is in the first or last bin, so that the counts add up to the tokens."""
+    """Count |Δ| by log10, in `BINS_PER_DECADE` bins per decade from `HISTOGRAM_FLOOR` to `HISTOGRAM_TOP`. Values
+    outside are in the first or last bin, so that the counts add up to the tokens."""
     bins = (HISTOGRAM_TOP - HISTOGRAM_FLOOR) * BINS_PER_DECADE
     with np.errstate(divide="ignore"):
         at = np.floor((np.log10(size) - HISTOGRAM_FLOOR) * BINS_PER_DECADE)
@@ -283,7 +315,7 @@ def histogram(size: np.ndarray) -> list[int]:
 
 
 def relative_error(gradient: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> float:
-    """‖gradient - reference‖ / ‖reference‖, L2 over all tensors together."""
+    """Return ‖gradient - reference‖ / ‖reference‖, L2 over all tensors together."""
     pairs = list(zip(gradient, reference, strict=True))
     difference = sum(float(np.sum(np.square(g.astype(np.float64) - r))) for g, r in pairs)
     size = sum(float(np.sum(np.square(r.astype(np.float64)))) for _, r in pairs)
@@ -291,7 +323,8 @@ def relative_error(gradient: Sequence[np.ndarray], reference: Sequence[np.ndarra
 
 
 def step_time(dtype: str, tokens: int, micro_batches: int, *, route_seconds: float, **seconds: list[float]) -> StepTime:
-    """`seconds`: `cpu_with`, `cpu_without`, `wall_with` and `wall_without`. Element i of each belongs to pair i."""
+    """Summarize the pairs of steps. `seconds`: `cpu_with`, `cpu_without`, `wall_with` and `wall_without`; element i
+    belongs to pair i."""
     medians = {name: float(np.median(values)) for name, values in seconds.items()}
     return StepTime(
         dtype=dtype,

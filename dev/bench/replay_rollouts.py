@@ -1,9 +1,11 @@
-"""The engine's part of `bench replay`: make the model if need be, and sample from it with vLLM. A job of its own, because the
-learner replaces parts of `torch.cuda`.
+"""The engine's part of `bench replay`: make the model if necessary, and sample from it with vLLM.
 
-`sample` writes `samples.bin`. `branch` plays two turns with an update between them, of which the second branches off: it makes
-a moved model (`moved`), and writes `first.bin` (turns of the first weights), `own.bin` (branches with the routes of their own
-call) and `inherited.bin` (the same branches with what the first turn recorded of the common prefix).
+It is a separate job because the learner replaces parts of `torch.cuda`.
+
+`sample` writes `samples.bin`. `branch` plays two turns with an update between them, of which the second branches off.
+It makes a moved model (`moved`), and writes `first.bin` (turns of the first weights), `own.bin` (branches with the
+routes of their own call) and `inherited.bin` (the same branches with the routes that the first turn recorded for the
+common prefix).
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ if TYPE_CHECKING:
     import torch
 
 MOVED = 0.02
-"""Standard deviation of what is added to each weight, as a share of its matrix's own: about one version's drift."""
+"""Standard deviation of the noise added to each weight, as a share of its matrix's standard deviation: about one
+version's drift."""
 SUFFIX = 8
-"""Tokens of the second prompt that the first turn has not seen."""
+"""Number of tokens of the second prompt that the first turn has not seen."""
 
 
 def make_random_model(path: Path, shape: RandomModel) -> None:
@@ -64,7 +67,7 @@ def make_random_model(path: Path, shape: RandomModel) -> None:
 
 
 def trajectory_of(sample: Sample, index: int, task_seed: int, turns: Sequence[Turn] = ()) -> Trajectory:
-    """A group of its own, which has this sample alone."""
+    """Return a trajectory with this sample alone, in a separate group."""
     return Trajectory(
         trajectory_id=sample.sample_id,
         group_index=index,
@@ -79,7 +82,7 @@ def trajectory_of(sample: Sample, index: int, task_seed: int, turns: Sequence[Tu
 
 @asynccontextmanager
 async def engine_of(job: RolloutJob, directory: Path, max_model_len: int) -> AsyncIterator[Engine]:
-    """vLLM with the job's model, started."""
+    """Start vLLM with the job's model for the time of the block."""
     from r3async.rollout.vllm.engine import VllmEngine
 
     engine = VllmEngine(
@@ -98,7 +101,7 @@ async def engine_of(job: RolloutJob, directory: Path, max_model_len: int) -> Asy
 
 
 async def continue_random_prompts(engine: Engine, job: RolloutJob, vocab_size: int) -> list[Trajectory]:
-    """One trajectory of one turn for each prompt, recorded as the episode loop records it."""
+    """Return one single-turn trajectory per prompt, recorded as the episode loop records it."""
     rng = np.random.default_rng(job.seed)
     prompts = rng.integers(0, vocab_size, (job.samples, job.prompt_tokens)).astype(np.int32)
 
@@ -116,7 +119,7 @@ async def continue_random_prompts(engine: Engine, job: RolloutJob, vocab_size: i
 
 
 async def play_episodes(engine: Engine, job: RolloutJob, settings: EpisodeConfig) -> list[Trajectory]:
-    """Episodes of the run's environment, each of another task."""
+    """Play episodes of the run's environment, each with a different task."""
     from transformers import AutoTokenizer
 
     from r3async.envs.factory import build_environment_factory
@@ -150,7 +153,7 @@ def model_config(model: str) -> dict[str, Any]:
 
 
 def router_std(model: Path) -> float:
-    """Root mean square of all router weights."""
+    """Return the root mean square of all router weights."""
     from safetensors import safe_open
 
     squares = count = 0.0
@@ -164,7 +167,7 @@ def router_std(model: Path) -> float:
 
 
 def measure(trajectories: Sequence[Trajectory], shape: RoutingShape, *, gate_std: float, seconds: float) -> Rollouts:
-    """What was sampled, and its bytes."""
+    """Return the numbers and bytes of what was sampled."""
     tables = [s.table for t in trajectories for s in t.samples]
     tokens = sum(map(len, tables))
 
@@ -187,7 +190,7 @@ def measure(trajectories: Sequence[Trajectory], shape: RoutingShape, *, gate_std
 
 
 def bare(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples as they come from an engine that records no routes."""
+    """Return the samples as an engine that records no routes would return them."""
     return [
         Sample(s.sample_id, s.table.without_columns("routed_experts", "routing_recorded"), s.temperature)
         for s in samples
@@ -199,13 +202,13 @@ def write(path: Path, trajectories: Sequence[Trajectory]) -> None:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """All samples of the trajectories that `write` wrote, in order."""
+    """Read all samples of the trajectories that `write` wrote, in order."""
     encoded = msgspec.msgpack.decode(path.read_bytes(), type=list[list[bytes]])
     return [sample for frames in encoded for sample in decode_trajectory(frames).samples]
 
 
 def sample(job: RolloutJob, directory: Path) -> Rollouts:
-    """The job that samples, and writes `samples.bin`."""
+    """Run the job that samples, and write `samples.bin`."""
     if job.random is not None:
         progress(directory, "making the model")
         make_random_model(Path(job.model), job.random)
@@ -223,7 +226,7 @@ def sample(job: RolloutJob, directory: Path) -> Rollouts:
 
 
 def make_moved_model(source: Path, target: Path, seed: int) -> None:
-    """What an update might make of the model: every matrix a little moved."""
+    """Write a model as an update might make it, with every matrix moved a little."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -243,7 +246,8 @@ def tensors(model: Path) -> dict[str, torch.Tensor]:
 
 
 async def play_branches(job: RolloutJob, directory: Path) -> list[tuple[Sample, Sample, int]]:
-    """By prompt: the first turn's row, the branch's, and how many tokens they share."""
+    """Return, for each prompt, the sample of the first turn, that of the branch, and the number of tokens that they
+    share."""
     import torch
 
     from r3async.weights.publish import VersionStore
@@ -280,7 +284,7 @@ async def play_branches(job: RolloutJob, directory: Path) -> list[tuple[Sample, 
 
 
 def inheriting(first: Sample, branch: Sample, shared: int) -> Sample:
-    """The branch as if the first turn's routes were its own, as far as the two have the same tokens."""
+    """Return the branch with the first turn's routes for the tokens that the two share."""
     routes, recorded = (branch.table[name].copy() for name in ("routed_experts", "routing_recorded"))
     routes[:shared], recorded[:shared] = (
         first.table["routed_experts"][:shared],
@@ -291,7 +295,7 @@ def inheriting(first: Sample, branch: Sample, shared: int) -> Sample:
 
 
 def branch(job: RolloutJob, directory: Path) -> None:
-    """The job that plays branches. `job.random`: the model."""
+    """Run the job that plays branches. `job.random`: the model."""
     assert job.random is not None
     progress(directory, "making the model, and a moved one")
     make_random_model(Path(job.model), job.random)

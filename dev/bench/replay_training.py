@@ -1,7 +1,9 @@
-"""One run of `bench replay-map`: the learner's own step on what an engine in this process sampled, in one process, without Ray.
+"""One run of `bench replay-map` in a single process without Ray: the learner's real step on what an engine in this
+process sampled.
 
-Everything from a step's groups to the update is the code of a run (`Trainer`, the torch backend). What differs is where the
-groups come from: episodes of one turn, all of a step played at once by `BatchEngine`, all `max_staleness` versions old.
+Everything from a step's groups to the update is the code of a run (`Trainer`, the torch backend). Only the source of
+the groups differs: single-turn episodes, which `BatchEngine` plays all at once for a step, all `max_staleness` versions
+old.
 """
 
 from __future__ import annotations
@@ -33,8 +35,13 @@ from r3async.tools.replay import NullReporter, NullTracer
 
 
 class Disturbance(msgspec.Struct, frozen=True):
-    """How engine and learner differ beside their weights. `noise`, `learner_noise`: standard deviation of what is added to router
-    logits. `margin`: with replay, tokens all of whose own choices the learner is surer of than this are not replayed; 0: all are.
+    """Differences of engine and learner beside their weights.
+
+    Attributes:
+        noise: standard deviation of the noise added to the engine's router logits.
+        learner_noise: the same for the learner's router logits.
+        margin: with replay, a token is not replayed if the learner is surer than this of all its own choices; 0 replays
+            all.
     """
 
     noise: float = 0.0
@@ -58,8 +65,11 @@ def _no_stand_in(trajectory: Trajectory) -> Trajectory:
 
 
 class InProcessRun:
-    """A run of `config` from the model in `path`. Blocking; all calls from one thread. Raises `ConfigError` for settings that
-    need more than it has: other backends than torch, several ranks, episodes of several turns."""
+    """A run of `config` from the model in `path`. Its methods block, and are all called from one thread.
+
+    Raises `ConfigError` for settings that need more than it has: backends other than torch, several ranks, multi-turn
+    episodes.
+    """
 
     def __init__(self, config: Config, path: Path, disturbance: Disturbance | None = None):
         self.config, self.disturbance = config, disturbance or Disturbance()
@@ -82,12 +92,12 @@ class InProcessRun:
         self.keep()
 
     def keep(self) -> None:
-        """The learner's weights as they are now become the next version."""
+        """Keep the learner's present weights as the next version."""
         named = self.learner.model.causal_lm.named_parameters()
         self._versions.append({name: p.detach().clone() for name, p in named})
 
     def steps(self) -> Iterator[dict[str, float]]:
-        """The metrics of each step, with `reward/mean` and `tokens/entropy_of_answers`."""
+        """Yield the metrics of each step, with `reward/mean`."""
         for step in range(self.config.steps):
             groups = self.play(step)
             done = self._trainer.train_step(step + 1, step, self._trainer.prepare_step(groups))
@@ -96,7 +106,7 @@ class InProcessRun:
             yield done.metrics | {"reward/mean": float(np.mean(rewards))}
 
     def play(self, step: int) -> list[list[Trajectory]]:
-        """The groups of step `step`, from 0, sampled by the oldest weights that are kept."""
+        """Play the groups of step `step`, counted from 0, with the oldest weights that are kept."""
         s = self.config.schedule
         version = max(0, step - s.max_staleness)
         self._engine.load(self._versions[0])
@@ -146,7 +156,7 @@ class InProcessRun:
         return rewards
 
     def _near_ties(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """With the routes of those tokens alone of which, in some layer, the learner's own choice is a near tie."""
+        """Keep the routes of only those tokens for which, in some layer, the learner's own choice is a near tie."""
         samples = [s for t in trajectories for s in t.samples]
         smallest: dict[str, np.ndarray] = {}
         for m in pack_samples(samples, self.config.learner.max_tokens_per_micro_batch):
@@ -166,7 +176,7 @@ class InProcessRun:
 
 
 def tables_of(prompts: np.ndarray, answers: Answers, version: int, rewards: Sequence[float]) -> list[TokenTable]:
-    """As `SampleBuilder.build_table` makes them of one turn. `prompts` int32 `[B, P]`."""
+    """Return the tables that `SampleBuilder.build_table` makes of single-turn episodes. `prompts`: int32 `[B, P]`."""
     (rows, start), width = prompts.shape, prompts.shape[1] + answers.tokens.shape[1]
     whole = {n: c.filled_rows(rows * width).reshape(rows, width) for n, c in SCHEMA.columns.items() if not c.optional}
     whole["token_ids"] = np.concatenate([prompts, answers.tokens], axis=1)
@@ -181,7 +191,7 @@ def tables_of(prompts: np.ndarray, answers: Answers, version: int, rewards: Sequ
     whole |= {"routed_experts": routes, "routing_recorded": np.ones((rows, width), bool)}
     ends = start + answers.lengths
     whole["rewards"][np.arange(rows), ends - 1] = rewards
-    # The last sampled token has not been fed: no route is its own.
+    # The last sampled token has not been fed, so it has no route.
     whole["routing_recorded"][np.arange(rows), ends - 1] = False
     routes[np.arange(rows), ends - 1] = np.arange(top_k)
     return [

@@ -1,4 +1,4 @@
-"""How benchmarks' commands report: one object on the last line of stdout, or tables for people."""
+"""Output of benchmark commands: one JSON object on the last line of stdout, or tables for people."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 def reported(measure: Callable[[], R], render: Callable[[R], str], json: bool) -> R:
-    """Measure, and print. Exit 1 if that failed."""
+    """Measure, print and return the report. Exit with code 1 if the measurement failed."""
     try:
         with ended_in_order():
             report = measure()

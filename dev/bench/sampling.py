@@ -1,8 +1,9 @@
-"""`bench sampling`: how far the learner's log-probs are from those of vLLM that samples all tokens, or by top-p with and without
-the mask of what could be sampled.
+"""The benchmark `bench sampling`: how far the learner's log-probs are from vLLM's, with sampling from all tokens and by
+top-p.
 
-Engine and learner have one model, with random weights, a vocabulary as large as real ones, and logits as spread as those of a
-trained model: what is left of a difference is arithmetic, or the mask.
+With top-p, they are compared with and without the mask of what could be sampled. Engine and learner have one model,
+with random weights, a vocabulary as large as real ones, and logits as spread as those of a trained model. A remaining
+difference comes from arithmetic or from the mask.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from r3async.data.tokens import Sample, Trajectory, Turn
 
 TIMEOUT = 1200.0
 LOGIT_STD = 8.0
-"""Of a random model's logits."""
+"""Standard deviation of a random model's logits."""
 
 
 class SamplingJob(msgspec.Struct, frozen=True, kw_only=True):
-    """`samples` random prompts are continued by `new_tokens` tokens each, from all tokens and by `top_p`, in `dtype`."""
+    """A job that continues `samples` random prompts by `new_tokens` tokens each, sampled from all tokens and by
+    `top_p`, in `dtype`."""
 
     model: str = ""
     seed: int = 0
@@ -43,14 +45,15 @@ class SamplingJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """`support_tokens` and `support_bytes`: of the supports, a sampled token, on the wire."""
+    """The size of the recorded supports per sampled token: `support_tokens`, and `support_bytes` on the wire."""
 
     support_tokens: float
     support_bytes: float
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """Of the log-probs of sampled tokens, learner less engine: KL(engine ‖ learner) by k3, in nats a token."""
+    """Differences of the log-probs of sampled tokens, learner less engine. `k3` estimates KL(engine ‖ learner), in nats
+    per token."""
 
     k3: float
     mean: float
@@ -60,7 +63,13 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class Scored(msgspec.Struct, frozen=True):
-    """`whole`: all tokens could be sampled; `masked`: top-p, over the recorded supports; `unmasked`: the same tokens without."""
+    """The differences of one seed.
+
+    Attributes:
+        whole: all tokens could be sampled.
+        masked: top-p, with log-probs over the recorded supports.
+        unmasked: the same tokens without supports.
+    """
 
     whole: Difference
     masked: Difference
@@ -74,7 +83,7 @@ class Seed(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Means are over seeds."""
+    """The report of `bench sampling`. Means are over seeds."""
 
     benchmark: str
     job: SamplingJob
@@ -91,7 +100,7 @@ def plan(quick: bool) -> SamplingJob:
 
 
 def run(seeds: Sequence[int], quick: bool, say: Say) -> Report:
-    """Each seed is of model, prompts and sampling."""
+    """Sample and score for each seed, which is that of model, prompts and sampling."""
     done = []
     with tempfile.TemporaryDirectory(prefix="r3async-bench-") as scratch:
         for seed in seeds:
@@ -138,7 +147,8 @@ def render(report: Report) -> str:
 
 
 def make_model(job: SamplingJob) -> None:
-    """A Qwen3-MoE. Hidden states have length sqrt(hidden_size): that and the output matrix spread the logits."""
+    """Write a Qwen3-MoE. Its hidden states have length sqrt(hidden_size); that and the output matrix spread the
+    logits."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -168,7 +178,7 @@ def make_model(job: SamplingJob) -> None:
 
 
 def sample(job: SamplingJob, directory: Path) -> Sampled:
-    """Writes `whole.bin` and `masked.bin`."""
+    """Run the engine's job, and write `whole.bin` and `masked.bin`."""
     progress(directory, "making the model")
     make_model(job)
     return asyncio.run(_play(job, directory))
@@ -222,7 +232,7 @@ async def _play(job: SamplingJob, directory: Path) -> Sampled:
 
 
 def score(job: SamplingJob, directory: Path) -> Scored:
-    """The learner's job, on what `sample` wrote. Routes are replayed."""
+    """Run the learner's job on what `sample` wrote. Routes are replayed."""
     from dev.bench.replay_learner import deltas, learner_of
     from dev.bench.replay_rollouts import read_samples
     from r3async.learner.batch import pack_samples

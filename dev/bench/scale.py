@@ -1,8 +1,8 @@
-"""`bench scale`: whether what we do ourselves grows faster than the work.
+"""The benchmark `bench scale`: growth of our own CPU time against growth of the work.
 
-An **axis** is something that grows in use: turns of an episode, samples of a step, generators. For each of its sizes an axis
-measures processor time of ours (no model, no engine) and the work done, in units of its own. The exponent `b` of
-`seconds = a · work^b`, fitted by least squares in logarithms, is 1 where cost grows as the work does.
+An **axis** is something that grows in use: turns of an episode, samples of a step, generators. For each of its sizes an
+axis measures CPU time of our code (no model, no engine) and the work done, in the axis's unit. The exponent `b` of
+`seconds = a · work^b`, fitted by least squares in logarithms, is 1 if cost grows in proportion to work.
 """
 
 from __future__ import annotations
@@ -16,14 +16,21 @@ from dev.bench.jobs import Say, table
 from r3async.config import ConfigError, did_you_mean
 
 LIMIT = 1.1
-"""Above this exponent the benchmark fails, unless an axis has a limit of its own."""
+"""Exponent above which the benchmark fails, unless an axis has a separate limit."""
 REQUESTS_LIMIT = 1.5
-"""Each request of an agent repeats its conversation: those messages are compared with the request before, and freed."""
+"""Limit of axis `requests`. Each request of an agent repeats its conversation: those messages are compared with the
+request before, and freed."""
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One size of an axis. `work`: units done; `cpu_seconds`: processor time of ours for them, the median of `repeats`;
-    `spread`: (largest - smallest) / median of them. `counts`: what was done for it (messages rendered, bytes copied)."""
+    """The measurement of one size of an axis.
+
+    Attributes:
+        work: units of work done.
+        cpu_seconds: CPU time of our code for them, the median of `repeats`.
+        spread: (largest - smallest) / median of the repeats.
+        counts: operations that it took (messages rendered, bytes copied).
+    """
 
     size: int
     work: float
@@ -34,12 +41,17 @@ class Point(msgspec.Struct, frozen=True):
 
     @property
     def unit_us(self) -> float:
-        """Microseconds a unit of work."""
+        """The CPU microseconds per unit of work."""
         return 1e6 * self.cpu_seconds / self.work
 
 
 class Axis(msgspec.Struct, frozen=True):
-    """`exponent`: over all points. `tail`: over the larger half of them, where a constant start no longer shows."""
+    """The result of one axis.
+
+    Attributes:
+        exponent: exponent over all points.
+        tail: exponent over the larger half of the points, where a constant start no longer shows.
+    """
 
     name: str
     unit: str
@@ -55,12 +67,13 @@ class Report(msgspec.Struct, frozen=True):
 
     @property
     def steep(self) -> list[str]:
-        """Axes whose cost grows faster than their work."""
+        """The axes whose cost grows faster than their work."""
         return [axis.name for axis in self.axes if max(axis.exponent, axis.tail) > axis.limit]
 
 
 class Growth(msgspec.Struct, frozen=True):
-    """How an axis is measured: `measure(quick, say)` returns its points, small sizes first. `unit`: one unit of work."""
+    """A way to measure an axis: `measure(quick, say)` returns its points, small sizes first. `unit` names one unit of
+    work."""
 
     unit: str
     measure: Callable[[bool, Say], list[Point]]
@@ -97,11 +110,11 @@ AXES: Mapping[str, Growth] = {
     "generators": Growth("group", _of_data("generators")),
     "requests": Growth("token", _requests, REQUESTS_LIMIT),
 }
-"""What grows, by name. What an axis measures with is imported when it is measured."""
+"""Axes by name. The code that an axis measures is imported when it is measured."""
 
 
 def run(only: Sequence[str], *, quick: bool, say: Say) -> Report:
-    """Measure the axes named, or all. Raises `ConfigError` for a name that is none."""
+    """Measure the named axes, or all. Raises `ConfigError` for an unknown name."""
     for name in only:
         if name not in AXES:
             known = ", ".join(AXES)
@@ -115,7 +128,7 @@ def run(only: Sequence[str], *, quick: bool, say: Say) -> Report:
 
 
 def exponent(points: Sequence[Point]) -> float:
-    """The slope of log(seconds) against log(work), by least squares."""
+    """Return the slope of log(seconds) against log(work), by least squares."""
     work, seconds = (np.log([getattr(p, name) for p in points]) for name in ("work", "cpu_seconds"))
     return float(np.polyfit(work, seconds, 1)[0])
 

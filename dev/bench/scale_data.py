@@ -1,4 +1,5 @@
-"""`bench scale`, what grows in the data: rows of a step at the learner, layers and experts of routes, generators of a fleet."""
+"""The data axes of `bench scale`: rows of a step at the learner, layers and experts of routes, generators of a
+fleet."""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ ROUTED_TOKENS, TOP_K = 4096, 8
 GENERATORS, FEW_GENERATORS = (1, 8, 64, 512), (1, 4, 16)
 REPEATS = 3
 TARGET_SECONDS = 0.05
-"""Of processor time that a measurement has at least: shorter ones are repeated in it."""
+"""Minimum CPU seconds of a measurement: shorter calls are repeated in it."""
 
 
 def _point(size: int, work: float, call: Callable[[], object], repeats: int, say: Say) -> Point:
-    """`call` does `work`. Its first call is not measured."""
+    """Measure `call`, which does `work`. Its first call is not measured."""
     call()
     seconds = []
     for _ in range(repeats):
@@ -46,7 +47,8 @@ def _point(size: int, work: float, call: Callable[[], object], repeats: int, say
 
 
 def rows(quick: bool, say: Say) -> list[Point]:
-    """What the learner does with a step's rows before the first forward pass: advantages, minibatches, plan, packing."""
+    """Measure what the learner does with a step's rows before the first forward pass: advantages, minibatches, plan,
+    packing."""
     from r3async.learner.batch import CostModel, pack_for_ranks
     from r3async.learner.trainer import prepare_minibatches
 
@@ -69,7 +71,7 @@ def _group(index: int) -> list[Trajectory]:
 
 
 def _episode(group: int, index: int, tokens: int, rng: np.random.Generator) -> Trajectory:
-    """One turn, whose prompt is half of its tokens."""
+    """Return an episode of one turn, whose prompt is half of its tokens."""
     first, name, reward = tokens // 2, format_trajectory_id(group, index), float(rng.random())
     columns = {key: column.filled_rows(tokens) for key, column in SCHEMA.columns.items() if not column.optional}
     columns["token_ids"] = rng.integers(0, 1000, tokens, dtype=np.int32)
@@ -84,12 +86,14 @@ def _episode(group: int, index: int, tokens: int, rng: np.random.Generator) -> T
 
 
 def layers(quick: bool, say: Say) -> list[Point]:
-    """Routes of a trajectory through as many layers, from the sender's table to the learner's tensors. Work is layers."""
+    """Measure routes of a trajectory through `size` layers, from the sender's table to the learner's tensors. Work is
+    layers."""
     return [_routes(size, size, 128, quick, say) for size in (FEW_LAYERS if quick else LAYERS)]
 
 
 def experts(quick: bool, say: Say) -> list[Point]:
-    """The same for 8 layers of as many experts. Work is experts: what grows more slowly than they do is no cause for concern."""
+    """Measure routes through 8 layers of `size` experts. Work is experts: cost that grows more slowly than they do is
+    no concern."""
     return [_routes(size, 8, size, quick, say) for size in (FEW_EXPERTS if quick else EXPERTS)]
 
 
@@ -125,7 +129,7 @@ def _routes(size: int, layers: int, experts: int, quick: bool, say: Say) -> Poin
 
 
 def random_routes(tokens: int, layers: int, experts: int) -> np.ndarray:
-    """`[tokens, layers, 8]`: different experts for each token, with equal chances for all."""
+    """Return random routes `[tokens, layers, 8]`: different experts for each token, with equal chances for all."""
     rng = np.random.default_rng(0)
     dtype = np.uint8 if experts <= 256 else np.uint16
     by_layer = [rng.random((tokens, experts)).argpartition(TOP_K, axis=1)[:, :TOP_K] for _ in range(layers)]
@@ -136,7 +140,7 @@ def random_routes(tokens: int, layers: int, experts: int) -> np.ndarray:
 
 
 def generators(quick: bool, say: Say) -> list[Point]:
-    """The conductor of a run, called by so many generators; its work is the groups that they play. See `bench conductor`."""
+    """Measure a run's conductor, called by `size` generators (`bench conductor`). Work is the groups that they play."""
     from dev.bench.conductor import run
     from dev.bench.fleet import Load
 

@@ -1,4 +1,4 @@
-"""`bench scale`, turns and requests of an episode: what it costs beside environment, agent and engine."""
+"""The turn and request axes of `bench scale`: the cost of an episode beside environment, agent and engine."""
 
 from __future__ import annotations
 
@@ -35,8 +35,11 @@ TEMPLATE = """{%- if messages[0].role != 'system' -%}<|system|>You are a helpful
 
 
 class _Asking:
-    """An environment that asks until nobody answers. Each question is new, also to the episodes before: the renderer knows the
-    tokens of what it has encoded, and the questions of short episodes alone would all be known."""
+    """An environment that never stops asking.
+
+    Each question is new, even to earlier episodes: the renderer remembers the tokens of what it has encoded, and would
+    know all questions of short episodes.
+    """
 
     _asked = itertools.count(1)
 
@@ -51,7 +54,7 @@ class _Asking:
 
 
 class _Timed(ScriptedEngine):
-    """A scripted engine that knows how much processor time it used."""
+    """A scripted engine that records how much CPU time it used."""
 
     seconds_used = 0.0
 
@@ -64,7 +67,7 @@ class _Timed(ScriptedEngine):
 
 
 class _Counted(ChatRenderer):
-    """Counts messages that the template renders, and characters that are encoded."""
+    """A renderer that counts the messages that the template renders, and the characters that are encoded."""
 
     messages = characters = 0
 
@@ -78,7 +81,7 @@ class _Counted(ChatRenderer):
 
 
 def measure(quick: bool, say: Say) -> list[Point]:
-    """Episodes of so many turns, one after the other; their tokens are the work."""
+    """Measure episodes of various numbers of turns, one after the other; their tokens are the work."""
     tokenizer = build_byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
     points = []
@@ -94,7 +97,7 @@ def measure(quick: bool, say: Say) -> list[Point]:
 
 
 def _episode(renderer: ChatRenderer, turns: int) -> tuple[int, float]:
-    """Tokens of the episode, and processor seconds without the engine's."""
+    """Play an episode, and return its tokens and its CPU seconds without the engine's."""
     engine = _Timed(_answer, keep_requests=False)
 
     async def play() -> tuple[int, float]:
@@ -130,7 +133,7 @@ def _answer(request: GenerationRequest, index: int) -> list[int]:
 
 
 def measure_requests(quick: bool, say: Say) -> list[Point]:
-    """Episodes that an agent plays through the endpoint's sessions: each request repeats the conversation."""
+    """Measure episodes that an agent plays through the endpoint's sessions: each request repeats the conversation."""
     tokenizer = build_byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
     renderer = ChatRenderer(tokenizer)
@@ -144,7 +147,8 @@ def measure_requests(quick: bool, say: Say) -> list[Point]:
 
 
 def _session(renderer: ChatRenderer, turns: int) -> tuple[int, float]:
-    """As `_episode`. What the agent does is not measured, nor the JSON of its requests, which repeat the conversation."""
+    """Play an episode through a session, and return what `_episode` returns. Neither the agent is measured nor the JSON
+    of its requests, which repeat the conversation."""
     engine = _Timed(_answer, keep_requests=False)
     history: list[dict[str, Any]] = [{"role": "system", "content": "Answer each question."}]
 

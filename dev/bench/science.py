@@ -1,8 +1,9 @@
-"""`bench science`: the sweeps of plan files, and their results as data from which the pages are made (`bench/page.py`).
+"""The benchmark `bench science`: the sweeps of plan files, with results as data from which the pages are made
+(`bench/page.py`).
 
-Of each plan there are two files: NAME.jsonl with every whole run (`views/sweeps.py`), and NAME.json with what they come to.
-The second is made from the first, by the same command, without training: a run that the data has is not made again. So the runs
-of a plan may be made in several parts, on machines that are gone by the time of the last.
+Each plan has two files: NAME.jsonl with every complete run (`views/sweeps.py`), and NAME.json with the results. The
+second is made from the first, by the same command, without training: a run that is in the data is not made again. So
+the runs of a plan may be made in several parts, on machines that are gone by the time of the last.
 """
 
 from __future__ import annotations
@@ -32,11 +33,16 @@ from r3async.world.files import make_directory, replace_file
 
 PLANS = FIGURES / "plans"
 STEPS = 4
-"""Of a small measurement, which has two seeds."""
+"""Number of steps of a small measurement, which has two seeds."""
 
 
 class Report(msgspec.Struct, frozen=True):
-    """`sweeps`: results by plan. `quick`: they are small, and were not kept with the pages."""
+    """The report of `bench science`.
+
+    Attributes:
+        quick: True if the sweeps are small, and were not kept with the pages.
+        sweeps: results by plan.
+    """
 
     benchmark: str
     quick: bool
@@ -46,9 +52,15 @@ class Report(msgspec.Struct, frozen=True):
 def run(
     plans: Sequence[Path], asked: SweepRequest, *, quick: bool, keep: Path | None, out: Path | None, say: Say
 ) -> Report:
-    """Make each plan's sweep, or what is missing of it in `out` (docs/figures/science) and in `keep`, and write its runs and
-    results to `out` by the plan's name, with the runs that failed; also if somebody asks for the end. `asked`: overrides, seeds
-    and variants for all of them. Raises `ConfigError`, `BenchError` where no run was finished, and `KeyboardInterrupt`."""
+    """Make each plan's sweep, and write its runs and results.
+
+    Runs that `out` (docs/figures/science) and `keep` have are not made again. The runs and results are written to `out`
+    by the plan's name, with the runs that failed, and also if the command is interrupted. Raises `ConfigError`,
+    `BenchError` if no run was finished, and `KeyboardInterrupt`.
+
+    Args:
+        asked: overrides, seeds and variants for all plans.
+    """
     if twice := next((p for p in plans if [q.stem for q in plans].count(p.stem) > 1), None):
         raise ConfigError(f"two plans are called {twice.stem}: their data would have one name")
     target = out or (None if quick else FIGURES / "science")
@@ -80,13 +92,14 @@ def run(
 
 
 def _named(plan: Path, asked: SweepRequest, results: SweepResults) -> SweepResults:
-    """With the command that makes them."""
+    """Add to the results the command that makes them."""
     words = shlex.join(["python", "-m", "dev", "bench", "science", str(plan), *asked.overrides])
     return msgspec.structs.replace(results, facts=results.facts | {"command": words})
 
 
 def _take(data: Path, directory: Path, asked: SweepRequest) -> None:
-    """Runs of the data that the sweep's directory lacks. Raises `ConfigError` for one that the plan would make otherwise."""
+    """Add to the sweep's directory the runs of the data that it lacks. Raises `ConfigError` for a run that the plan
+    would make with other settings."""
     plan = read_sweep_plan(asked.path)
     runs = {run.name: run for run in list_runs(plan, asked.overrides)}
     there = {name: run for name, run in read_finished_runs(data, plan.metrics).items() if name in runs}
@@ -103,7 +116,7 @@ def _take(data: Path, directory: Path, asked: SweepRequest) -> None:
 
 
 def _give(directory: Path, data: Path, results: SweepResults) -> None:
-    """Write the data of the plan's runs, in the plan's order, and what they come to. Curves are in the first file alone."""
+    """Write the data of the plan's runs, in the plan's order, and the results. Curves are in the first file alone."""
     finished = read_finished_runs(directory / FINISHED_FILE)
     make_directory(data.parent)
     write_finished_runs(data, [finished[run.name] for run in results.runs if run.name in finished])
@@ -112,5 +125,5 @@ def _give(directory: Path, data: Path, results: SweepResults) -> None:
 
 
 def render(report: Report) -> str:
-    """For people."""
+    """Format the report for people."""
     return "\n\n".join(map(describe_results, report.sweeps.values()))

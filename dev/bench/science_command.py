@@ -1,4 +1,4 @@
-"""The command `python -m dev bench science`. Imports nothing heavy until it runs."""
+"""The command `python -m dev bench science`. It imports nothing heavy until it runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def science(
     ] = None,
     quick: Quick = False,
 ) -> None:
-    """What learns how well: sweeps of plan files, as data with commit and command, from which the pages are made."""
+    """Run the sweeps of plan files, and keep them as data with commit and command, from which pages are made."""
     from dev.bench.science import render, run
     from r3async.tools.sweep.command import SweepRequest
 

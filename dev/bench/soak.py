@@ -1,4 +1,5 @@
-"""Whether a run's processes grow: resident memory, open files and the spool, over minutes or hours of a real run."""
+"""The benchmark `bench soak`: growth of resident memory, open files and the spool over minutes or hours of a real
+run."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ SAMPLE_SECONDS = 5.0
 WARM = 0.25
 """Share of the time after which growth counts: pools, caches and logs of a fixed length have filled by then."""
 NOISE = 3.0
-"""How often the scatter of a process's memory around its own line a growth has to be, to be more than noise."""
+"""Smallest growth that is more than noise, as a multiple of the scatter of a process's memory around its trend line."""
 STOP_SECONDS = 120.0
 MIB = 2**20
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """Of one process at one time: seconds since the first sample, bytes that are resident, open file descriptors."""
+    """A reading of one process: seconds since the first sample, resident bytes, open file descriptors."""
 
     at: float
     resident: int
@@ -35,8 +36,13 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Growth(msgspec.Struct, frozen=True):
-    """Of one process, after the warm-up. `slope`: MiB an hour (Theil and Sen's: the median of all pairs' slopes). `growth`: MiB
-    that this comes to in the time measured; `scatter`: MiB, median distance from the line."""
+    """Growth of one process after the warm-up.
+
+    Attributes:
+        slope_mib_per_hour: MiB per hour (Theil and Sen's: the median of all pairs' slopes).
+        growth_mib: MiB that the slope amounts to in the measured time.
+        scatter_mib: median distance from the line, in MiB.
+    """
 
     samples: int
     resident_mib: float
@@ -50,8 +56,12 @@ class Growth(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """`flat`: of every process, memory grew by no more than `NOISE` times its scatter, or by under 1 % of it, and open files not
-    at all."""
+    """The report of `bench soak`.
+
+    Attributes:
+        flat: True if the memory of every process grew by no more than `NOISE` times its scatter, or by less than 1 % of
+            it, and open files did not grow.
+    """
 
     minutes: float
     steps: int
@@ -63,7 +73,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def growth(samples: Sequence[Sample]) -> Growth:
-    """Raises `BenchError` for fewer than ten samples after the warm-up."""
+    """Compute the growth of one process. Raises `BenchError` for fewer than ten samples after the warm-up."""
     last = samples[-1].at
     warm = [s for s in samples if s.at >= WARM * last]
     if len(warm) < 10:
@@ -76,7 +86,7 @@ def growth(samples: Sequence[Sample]) -> Growth:
     grown = slope * (warm[-1].at - warm[0].at)
     resident = statistics.median(s.resident for s in warm)
     files = [s.files for s in warm]
-    # A reconnection, or a file that is being written, is open for a moment: what counts is where the level goes.
+    # A reconnection, or a file that is being written, is open only for a moment: the trend counts.
     third = max(1, len(files) // 3)
     files_grow = statistics.median(files[-third:]) > statistics.median(files[:third])
     return Growth(
@@ -93,7 +103,7 @@ def growth(samples: Sequence[Sample]) -> Growth:
 
 
 def run(minutes: float, overrides: Sequence[str], directory: Path, say: Say) -> Report:
-    """A run with the scripted engine for so many minutes. Raises `BenchError` if it ends before."""
+    """Run with the scripted engine for `minutes`. Raises `BenchError` if the run ends before that."""
     from dev.chaos.run import make_model, settings
     from dev.chaos.scenarios import Kills
 
@@ -141,7 +151,7 @@ def run(minutes: float, overrides: Sequence[str], directory: Path, say: Say) -> 
 
 
 class Watched:
-    """What the processes of the run in `run_dir`, and its spool, took."""
+    """A monitor of the resources that the processes of the run in `run_dir`, and its spool, take."""
 
     def __init__(self, run_dir: Path):
         self._run_dir = run_dir
@@ -149,7 +159,7 @@ class Watched:
         self.spool_most = 0
 
     def look(self, at: float, driver: int) -> None:
-        """Now: `at` seconds after the first look."""
+        """Take a sample now, `at` seconds after the first one."""
         for name, process in processes(self._run_dir, driver).items():
             try:
                 with process.oneshot():
@@ -161,7 +171,8 @@ class Watched:
 
 
 def processes(run_dir: Path, driver: int) -> dict[str, psutil.Process]:
-    """By role: the driver, and the actors that have started and still run; environments' processes too."""
+    """Return the processes by role: the driver, the actors that have started and still run, and environments'
+    processes."""
     from dev.chaos.scenario import actor_process, environment_workers
 
     found = {"driver": psutil.Process(driver)}
@@ -174,7 +185,7 @@ def processes(run_dir: Path, driver: int) -> dict[str, psutil.Process]:
 
 
 def render(report: Report) -> str:
-    """A table for people."""
+    """Format the report as a table for people."""
     rows = [
         (
             name,

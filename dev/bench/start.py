@@ -1,8 +1,9 @@
-"""`bench start`: from the command to the first trained step, in wall and CPU seconds, by stage and by process.
+"""The benchmark `bench start`: from the command to the first trained step, in wall and CPU seconds, by stage and by
+process.
 
-Cases: `model`, with `model.path`; `none`, without, and with an empty cache; `help`, `r3async --help` alone. The stages are those
-that the run's own events end; CPU seconds are those of all processes below this one. Wall time means something on a quiet machine
-only: `others` says how many cores other processes kept busy meanwhile.
+Cases: `model`, with `model.path`; `none`, without it and with an empty cache; `help`, `r3async --help` alone. Events of
+the run mark the end of each stage; CPU seconds are those of all processes below this one. Wall time is meaningful only
+on a quiet machine: `others` is the number of cores that other processes kept busy meanwhile.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ PRESET = "quickstart"
 NAME = "run"
 TIMEOUT = 600.0
 SMALL = ["model.init.max_warm_steps=2", "model.init.hidden_size=64", "generator.engine=scripted", "weights.probe=false"]
-"""The path, not the figures."""
+"""Overrides of a small run that exercises the code path; its figures mean nothing."""
 
 
 class Start(msgspec.Struct, frozen=True):
-    """`stages`: seconds from the command to the end of each. `cpu`: seconds by role until the end of the last; those that Ray and
-    other processes of ours spend are `ray` and `driver`."""
+    """The figures of one start.
+
+    Attributes:
+        stages: seconds from the command to the end of each stage.
+        cpu: CPU seconds by role until the end of the last stage; Ray and our other processes are `ray` and `driver`.
+    """
 
     seconds: float
     stages: dict[str, float]
@@ -48,7 +53,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def run(cases: Sequence[str], repeats: int, say: Say, *, quick: bool = False) -> Report:
-    """Each case `repeats` times, in turns. Raises `BenchError`, and `ConfigError` for a case that there is not."""
+    """Measure each case `repeats` times, in turns. Raises `BenchError`, and `ConfigError` for an unknown case."""
     if unknown := [case for case in cases if case not in CASES]:
         raise ConfigError(f"--cases {unknown[0]!r}: there are {', '.join(CASES)}")
     words = SMALL if quick else []
@@ -71,7 +76,7 @@ def run(cases: Sequence[str], repeats: int, say: Say, *, quick: bool = False) ->
 
 
 def trained(words: Sequence[str], place: Path) -> Start:
-    """A run of one step, with a cache of its own that is empty."""
+    """Measure a run of one step with a separate, empty cache."""
     run_dir = place / NAME
     given = ["train", PRESET, f"name={NAME}", "steps=1", "--runs", str(place), *words]
     began, cpu = command(given, place / "screen.txt")
@@ -90,7 +95,8 @@ def trained(words: Sequence[str], place: Path) -> Start:
 
 
 def helped(place: Path) -> Start:
-    """`--help` alone. Its CPU seconds are those of a child that has ended: too short to be read while it runs."""
+    """Measure `--help` alone. Its CPU seconds are those of a child that has ended, since it is too short to be read
+    while it runs."""
     before, children = time.time(), os.times()
     with TreeCpu() as cpu:
         command(["--help"], place / "screen.txt")
@@ -109,10 +115,13 @@ def start_of(began: float, ends: dict[str, float], cpu: TreeCpu) -> Start:
 
 
 def command(words: Sequence[str], screen: Path) -> tuple[float, TreeCpu]:
-    """Run a command of r3async to its end, with an empty cache of models. Returns when it began, unix time, and what was
-    read meanwhile. Raises `BenchError`."""
+    """Run a command of r3async to its end, with an empty cache of models.
+
+    Returns the unix time at which it began, and what was read meanwhile. Raises `BenchError`.
+    """
     cache = str(screen.parent / "cache")
-    # Without what vLLM knows of model classes it starts one more process of eight CPU seconds: the first time on a machine only.
+    # Without its cache of model classes, vLLM starts one more process of eight CPU seconds; that happens only the first
+    # time on a machine.
     known = os.environ.get("VLLM_CACHE_ROOT") or str(Path.home() / ".cache" / "vllm")
     with TreeCpu() as cpu:
         began = time.time()
@@ -129,7 +138,7 @@ def command(words: Sequence[str], screen: Path) -> tuple[float, TreeCpu]:
 
 
 def render(report: Report) -> str:
-    """A table of starts."""
+    """Format the report as a table of starts."""
     heads = ["case", "seconds", *(stages := ("model", "ray", "learner", "generator", "step")), "CPU s", "others"]
     rows = [
         [case, f"{start.seconds:.1f}"]

@@ -1,8 +1,10 @@
-"""`bench step`: what served drift, a limit and a recording add to a learner's step, in turns on the same episodes.
+"""The benchmark `bench step`: what served drift, a limit and a recording add to a learner's step, in turns on the same
+episodes.
 
-A bare engine plays the quickstart's tasks once (`bare.play`). Then one process has a learner for each way, and every batch is
-trained by all of them, one after the other in an order that rotates. A figure is the ratio of two sums over batches. Its
-standard error is from leaving out one block of batches at a time (jackknife), each as long as the longest period of a way.
+A bare engine plays the quickstart's tasks once (`bare.play`). Then one process has a learner for each way, and all of
+them train every batch, one after the other in an order that rotates. A figure is the ratio of two sums over batches.
+Its standard error comes from leaving out one block of batches at a time (jackknife); each block is as long as the
+longest period of a way.
 """
 
 from __future__ import annotations
@@ -27,20 +29,26 @@ if TYPE_CHECKING:
 
 TIMEOUT = 900.0
 BLOCK = 4
-"""Batches of a block: served drift is measured in one of so many steps."""
+"""Number of batches of a block: served drift is measured in one of so many steps."""
 WAYS: dict[str, tuple[str, ...]] = {
     "plain": ("algorithm.rollout_kl.probe_share=0",),
     "served": (),
     "served, every step": ("algorithm.rollout_kl.probe_every=1",),
-    # So high that no step is shortened: what remains is looking.
+    # So high that no step is shortened: what remains is the cost of looking.
     "limit": ("algorithm.rollout_kl.limit=1e6",),
     "recorded": ("algorithm.rollout_kl.probe_share=0", "observe.record=full"),
 }
-"""By name, what each sets over the quickstart; all are compared with the first."""
+"""Overrides of the quickstart for each way, by name; all ways are compared with the first."""
 
 
 class Job(msgspec.Struct, frozen=True):
-    """`configs`: of each way. `episodes`: the file of `bare.play`. `warm_up`: batches that are not measured."""
+    """The input of the learner's job.
+
+    Attributes:
+        configs: the configuration of each way.
+        episodes: path of the file that `bare.play` wrote.
+        warm_up: number of batches that are not measured.
+    """
 
     configs: dict[str, dict[str, Any]]
     episodes: str
@@ -48,8 +56,8 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Spent(msgspec.Struct, frozen=True):
-    """Of each way, by batch: CPU and wall seconds of the step; `write_*`: of writing what a recording keeps of it, which a run
-    does in a thread beside the next step."""
+    """CPU and wall seconds of the step, for each way and batch. `write_*`: seconds of writing what a recording keeps of
+    the step, which a run does in a thread beside the next step."""
 
     cpu: dict[str, list[float]]
     wall: dict[str, list[float]]
@@ -58,14 +66,15 @@ class Spent(msgspec.Struct, frozen=True):
 
 
 class Ratio(msgspec.Struct, frozen=True):
-    """Over the plain step. `error`: its standard error."""
+    """A ratio over the plain step; `error` is its standard error."""
 
     ratio: float
     error: float
 
 
 class Way(msgspec.Struct, frozen=True):
-    """`cpu_ms`: of a step, with what is written. `cpu`, `wall`: both with what is written, as if nothing ran beside it."""
+    """The figures of one way. All include the writing of recordings, as if nothing ran beside it. `cpu_ms`: CPU
+    milliseconds of a step."""
 
     name: str
     cpu_ms: float
@@ -78,7 +87,7 @@ class Report(msgspec.Struct, frozen=True):
     benchmark: str
     steps: int
     tokens: int
-    """That the engine sampled in one batch, on average."""
+    """Number of tokens that the engine sampled in one batch, on average."""
     seed: int
     ways: list[Way]
 
@@ -89,7 +98,7 @@ def configure(seed: int, overrides: Sequence[str], *, quick: bool) -> Config:
 
 
 def run(steps: int, seed: int, quick: bool, say: Say) -> Report:
-    """Make the model, have the engine play, train. Raises `BenchError`."""
+    """Make the model, let the engine play, and train. Raises `BenchError`."""
     from r3async.tools.init_model import init_model
 
     steps = BLOCK if quick else math.ceil(steps / BLOCK) * BLOCK
@@ -99,7 +108,7 @@ def run(steps: int, seed: int, quick: bool, say: Say) -> Report:
         init_model(place / "model", base, progress=say)
         model = f"model.path={place / 'model'}"
         configs = {name: configure(seed, [*more, model], quick=quick) for name, more in WAYS.items()}
-        # A block to warm up: the steps in which served drift is measured are then those of any other block.
+        # A whole block warms up, so that served drift is measured in the same steps of every later block.
         batches = bare.Job(config_to_dict(configs["plain"]), steps + BLOCK - bare.WARM_UP)
         played = run_job(f"{bare.__name__}:play", batches, bare.Engine, place / "engine", timeout=TIMEOUT, say=say)
         job = Job(
@@ -112,7 +121,7 @@ def run(steps: int, seed: int, quick: bool, say: Say) -> Report:
 
 
 def summarize(spent: Spent) -> list[Way]:
-    """Of each way, against the first."""
+    """Return the figures of each way, against the first."""
 
     def whole(step: Mapping[str, list[float]], writing: Mapping[str, list[float]], name: str) -> list[float]:
         return [a + b for a, b in zip(step[name], writing[name], strict=True)]
@@ -134,7 +143,8 @@ def summarize(spent: Spent) -> list[Way]:
 
 
 def ratio_of(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
-    """`sum(ours) / sum(theirs)`, and its standard error by a jackknife over blocks of `BLOCK`; 0 with one block."""
+    """Return `sum(ours) / sum(theirs)`, and its standard error by a jackknife over blocks of `BLOCK`; 0 with one
+    block."""
     blocks = range(0, len(ours), BLOCK)
 
     def without(at: int | None) -> float:
@@ -149,7 +159,7 @@ def ratio_of(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
 
 
 def render(report: Report) -> str:
-    """A table for people."""
+    """Format the report as a table for people."""
     rows = [
         (
             way.name,
@@ -167,11 +177,11 @@ def render(report: Report) -> str:
     return "\n".join(lines)
 
 
-# -- in a process of its own -------------------------------------------------------------------------------------------
+# -- in the job's process ----------------------------------------------------------------------------------------------
 
 
 def train(job: Job, directory: Path) -> Spent:
-    """Every batch by each way, in turns."""
+    """Train every batch in each way, in turns."""
     from r3async.actors.ranks import LocalRank
     from r3async.learner import build_learner
     from r3async.learner.batch import build_cost_model

@@ -1,7 +1,8 @@
-"""The controller of the trust region on a simulated plant: how it answers when drift bursts. Pure, no noise.
+"""The response of the trust region's controller to a burst of drift, on a simulated plant. Pure, no noise.
 
-The plant is the simplest that has what a run has: drift falls by a power of the coefficient, follows with inertia, and so many
-steps late, as staleness delays what a step changes. `limit` is not in it: that bounds a single step, whatever the coefficient.
+The plant is the simplest with the properties of a run: drift falls by a power of the coefficient, follows with inertia,
+and does so with a delay of some steps, as staleness delays what a step changes. It leaves out `limit`, which bounds a
+single step, whatever the coefficient.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ import msgspec
 from r3async.learner.drift import TrustRegion
 
 WITHIN = 1.5
-"""Of the target: what a step counts as within it."""
+"""Multiple of the target up to which a step counts as within it."""
 HELD, WINDOW = 5, 25
-"""Steps in a row that are within it, until a burst counts as tamed; steps of the windows whose means are compared."""
+"""Number of successive steps within the target after which a burst counts as tamed, and number of steps of the windows
+whose means are compared."""
 
 
 ALL_OF_AGE_1 = (0.0, 1.0)
-"""Trained tokens by age."""
+"""Shares of the trained tokens by age."""
 
 
 class Plant(msgspec.Struct, frozen=True):
-    """Drift follows `free / (1 + coef / half)^power`, `delay` steps late, 0.3 of the way a step. What is served is `ratio` times
-    the replayed drift, and `in_burst` times once the burst has begun."""
+    """A simulated run. Drift follows `free / (1 + coef / half)^power`, `delay` steps late, 0.3 of the way a step.
+    Served drift is `ratio` times the replayed drift, and `in_burst` times once the burst has begun."""
 
     power: float
     half: float
@@ -35,12 +37,17 @@ class Plant(msgspec.Struct, frozen=True):
     calm: float = 0.4
     """Drift without control before the burst, as a multiple of the target."""
     burst: float = 8.0
-    """The same from then on."""
+    """Drift without control from the burst on, as a multiple of the target."""
 
 
 class Response(msgspec.Struct, frozen=True):
-    """Of the steps from the burst on. `above`: with drift above 1.5 times the target. `tamed`: until five in a row are within it;
-    None: never. `worst`: largest mean of 25 steps in a row, or of all if there are fewer, over the target."""
+    """The response in the steps from the burst on.
+
+    Attributes:
+        above: number of steps with drift above 1.5 times the target.
+        tamed: number of steps until five in a row are within it; None for never.
+        worst: largest mean of 25 steps in a row, or of all if there are fewer, over the target.
+    """
 
     above: int
     tamed: int | None
@@ -50,7 +57,8 @@ class Response(msgspec.Struct, frozen=True):
 def respond(
     controller: TrustRegion, plant: Plant, target: float, *, every: int = 1, before: int = 100, after: int = 200
 ) -> Response:
-    """Run the plant for `before` calm steps and `after` with the burst; served drift is measured in one of `every` steps."""
+    """Run the plant for `before` calm steps and `after` with the burst; served drift is measured in one of `every`
+    steps."""
     coefs, drift, drifts = [controller.coef] * (plant.delay + 1), plant.calm * target, []
     for step in range(before + after):
         coefs.append(controller.coef)
@@ -70,7 +78,7 @@ def respond(
 
 
 def response(drifts: Sequence[float]) -> Response:
-    """Of `drifts` as multiples of the target, one a step, from the burst on."""
+    """Compute the response from `drifts`, multiples of the target for each step from the burst on."""
     within = [drift <= WITHIN for drift in drifts]
     begun = next((at for at, good in enumerate(within) if not good), 0)
     held = [at for at in range(begun, len(within) - HELD + 1) if all(within[at : at + HELD])]

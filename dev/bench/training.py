@@ -1,4 +1,4 @@
-"""A real run in a process of its own, which several benchmarks measure by the metrics that it writes."""
+"""A real run in a separate process, which several benchmarks measure by the metrics that it writes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ def train_apart(config: Config, directory: Path, *, timeout: float, say: Say) ->
 
 
 def metrics_of(config: Config, directory: Path) -> list[dict[str, Any]]:
-    """The rows of metrics of a run that `train_apart` made, one a step."""
+    """Return the metrics of a run that `train_apart` made, one row per step."""
     return read_json_objects(directory / config.name / "metrics.jsonl")
 
 
 def is_made(config: Config, directory: Path) -> bool:
-    """Whether the run of `config` is in `directory`, to its end. What an interrupted one left is removed, as another would
-    continue it. Metrics alone do not tell: a run that was killed before its last checkpoint may have all of them."""
+    """Return True if the complete run of `config` is in `directory`.
+
+    An interrupted run is removed, since another would continue it. Metrics alone are not enough: a run that was killed
+    before its last checkpoint may have all of them.
+    """
     if not directory.is_dir():
         return False
     if (directory / ANSWER).is_file() and len(metrics_of(config, directory)) >= config.steps:
@@ -35,7 +38,7 @@ def is_made(config: Config, directory: Path) -> bool:
 
 
 def train_here(job: dict[str, Any], directory: Path) -> None:
-    """In the job's process. What the run prints is kept in `console.txt`."""
+    """Train in the job's process. The run's output is kept in `console.txt`."""
     from r3async.tools.train import train
 
     with (directory / "console.txt").open("w") as file:

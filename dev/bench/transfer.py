@@ -1,7 +1,9 @@
-"""`bench transfer`: new weights from ranks to engines: bytes, seconds, and memory of every process, whole and as what changed.
+"""The benchmark `bench transfer`: new weights from ranks to engines, in bytes, seconds and memory of every process,
+whole and as deltas.
 
-Processes as in a run: ranks that each hold a part of the weights, the learner, which serves their file, and engines' hosts. A
-second host is a folder that shares nothing with the first, on loopback. No engine loads anything: that is `bench weights`.
+The processes are those of a run: ranks that each hold a part of the weights, the learner, which serves their file, and
+engines' hosts. A second host is a folder on loopback that shares nothing with the first. No engine loads anything: that
+is `bench weights`.
 """
 
 from __future__ import annotations
@@ -30,8 +32,12 @@ RUN, LINEAGE = "bench", 1
 
 
 class TransferJob(msgspec.Struct, frozen=True):
-    """bf16 weights of `megabytes`, divided among `ranks`, that `versions` steps move by `lr` each; to so many `engines`, on one
-    host and on two, and on a host each (`spread`)."""
+    """The size of the measurement: bf16 weights of `megabytes`, divided among `ranks`, which `versions` steps move by
+    `lr` each.
+
+    They go to each number of `engines`, on one host and on two, and to each number in `spread`, with a host for each
+    engine.
+    """
 
     megabytes: float = 256.0
     ranks: int = 2
@@ -43,9 +49,12 @@ class TransferJob(msgspec.Struct, frozen=True):
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One layout; `hosts` with the learner's. Medians over versions, of the slowest engine: `dense` of the first fetch, `delta`
-    of the later ones. `sent`: bytes out of the learner. `extra`: the most private memory that an engine's process, or the
-    learner's, took for it, in bytes, beside what it had before."""
+    """The figures of one layout; `hosts` includes the learner's.
+
+    Figures are medians over versions, of the slowest engine: `dense` of the first fetch, `delta` of the later ones.
+    `*_sent_*` are the bytes sent by the learner. `*_extra` is the most private memory, in bytes, that an engine's
+    process or the learner's took for it, beside what it had before.
+    """
 
     engines: int
     hosts: int
@@ -62,7 +71,12 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """`rank_extra`: the most private memory that a rank's process took beside its model, of `rank_limit`, both in bytes."""
+    """The report of `bench transfer`.
+
+    Attributes:
+        rank_extra: the most private memory that a rank's process took beside its model, in bytes.
+        rank_limit: the limit of `rank_extra`, in bytes.
+    """
 
     benchmark: str
     job: TransferJob
@@ -76,7 +90,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class Peak:
-    """Private memory of this process: the most since `begin`, beside what it had then."""
+    """The peak of this process's private memory since `begin`, beside what it had then."""
 
     def __init__(self) -> None:
         self._first = self._most = 0
@@ -97,13 +111,13 @@ class Peak:
 
 
 def private_bytes() -> int:
-    """Anonymous memory of this process; what is mapped of files is shared, and can be dropped."""
+    """Return the anonymous memory of this process in bytes; mapped files are shared, and can be dropped."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
 
 
 def _rank(pipe: Any, rank: int, job: TransferJob) -> None:
-    """A rank's process: its part of a model in float32, stepped and copied."""
+    """Run a rank's process: its part of a model in float32, stepped and copied."""
     import torch
 
     from r3async.weights.publish import (
@@ -147,7 +161,7 @@ def _rank(pipe: Any, rank: int, job: TransferJob) -> None:
 
 
 def _engine(pipe: Any, number: int) -> None:
-    """An engine's process: fetches what it is told to, compares all checksums, and says how long it took."""
+    """Run an engine's process: fetch the requested versions, compare all checksums, and answer how long it took."""
     asyncio.run(_serve(pipe, number))
 
 
@@ -179,7 +193,7 @@ async def _serve(pipe: Any, number: int) -> None:
 
 
 class Crew:
-    """Processes that answer calls."""
+    """A set of processes that answer calls."""
 
     def __init__(self, target: Any, given: Sequence[tuple[Any, ...]]):
         context = multiprocessing.get_context("spawn")
@@ -195,7 +209,8 @@ class Crew:
             far.close()
 
     def call(self, name: str, given: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Of as many as arguments are given. Raises `BenchError` if one ends, or takes too long."""
+        """Call as many processes as there are arguments in `given`, and return their answers. Raises `BenchError` if
+        one ends or takes too long."""
         pipes = self._pipes[: len(given)]
         for pipe, args in zip(pipes, given, strict=True):
             pipe.send((name, args))
@@ -227,7 +242,7 @@ def crew(target: Any, given: Sequence[tuple[Any, ...]]) -> Iterator[Crew]:
 
 
 def run(job: TransferJob, say: Say) -> Report:
-    """Raises `BenchError`."""
+    """Measure all layouts. Raises `BenchError`."""
     most = max(*job.engines, *job.spread)
     layouts = [(n, hosts) for hosts in (1, 2) for n in job.engines] + [(n, n + 1) for n in job.spread]
     with (
@@ -306,7 +321,7 @@ def _case(count: int, hosts: int, rows: Sequence[tuple[list[Any], int]], last: W
 
 
 def render(report: Report) -> str:
-    """A table for people."""
+    """Format the report as a table for people."""
     mb = 1e6
     rows = [
         (

@@ -1,9 +1,10 @@
-"""`bench transport`: the whole path (encode, socket, validate, spool, decode) against raw ZeroMQ, side by side.
+"""The benchmark `bench transport`: the whole path (encode, socket, validate, spool, decode) against raw ZeroMQ, side by
+side.
 
-The generator is a process of its own (`transport_sender.py`); this one is the learner. Raw ZeroMQ is DEALER to ROUTER with
-blocking sockets and the same frames, nothing encoded, checked or answered: the ceiling; `raw, CURVE` is that, encrypted as
-every connection of a run is. All take turns, `rounds` times, and the share is of the medians. The learner's
-lag beside `raw` is that of a loop with nothing to do: what the machine itself does to it.
+The generator is a separate process (`transport_sender.py`); this one is the learner. Raw ZeroMQ is DEALER to ROUTER
+with blocking sockets and the same frames, with nothing encoded, checked or answered: the ceiling. `raw, CURVE` is the
+same, encrypted as every connection of a run is. All take turns, `rounds` times, and the share is of the medians. The
+learner's lag beside `raw` is that of an idle loop: what the machine itself causes.
 """
 
 from __future__ import annotations
@@ -33,14 +34,17 @@ from r3async.world.sockets import apply_server_keys, generate_keys
 
 SIZES = (10_000, 200_000, 5_000_000, 12_600_000)
 MOVED = 600_000_000
-"""Bytes that one measurement moves, at most."""
+"""Maximum number of bytes that one measurement moves."""
 
 
 class Rate(msgspec.Struct, frozen=True):
-    """One way of sending: medians over the rounds. Lag is median, 99th percentile and maximum in ms, the worst round's, and
-    own lag the part of it that this program caused; memory is the highest resident size while it ran, MiB, in the highest
-    round. `cpu_s_per_gb` is of both processes; raw's over it is `share_of_raw_cpu`, which a busy machine does not blur. Raw
-    ZeroMQ that encrypts, as every connection of a run does, is `curve`."""
+    """One way of sending: medians over the rounds.
+
+    Lag is median, 99th percentile and maximum in ms, the worst round's, and own lag is the part of it that this program
+    caused. Memory is the highest resident size during the measurement, MiB, in the highest round. `cpu_s_per_gb` is of
+    both processes; raw's over it is `share_of_raw_cpu`, which a busy machine does not blur. `curve` is raw ZeroMQ that
+    encrypts, as every connection of a run does.
+    """
 
     gb_per_s: float
     messages_per_s: float
@@ -65,7 +69,8 @@ class Size(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """`disk` is a spool in the page cache of `scratch`'s file system, without fsync."""
+    """The report of `bench transport`; `disk` is a spool in the page cache of `scratch`'s file system, without
+    fsync."""
 
     benchmark: str
     rounds: int
@@ -77,11 +82,11 @@ class Report(msgspec.Struct, frozen=True):
 PATHS = ("raw", "raw, CURVE", "memory", "disk")
 
 Round = tuple[Measured, Measured]
-"""Of the generator, and of the learner."""
+"""One round's figures of the generator, and of the learner."""
 
 
 def run(*, quick: bool, rounds: int, say: Say) -> Report:
-    """Raises `BenchError`."""
+    """Measure every size on every path. Raises `BenchError`."""
     sizes, rounds, moved = ((10_000, 200_000), 1, MOVED // 100) if quick else (SIZES, rounds, MOVED)
     with tempfile.TemporaryDirectory(prefix="r3async-bench-") as scratch:
         measured = []
@@ -103,7 +108,7 @@ def run(*, quick: bool, rounds: int, say: Say) -> Report:
 
 
 def _speed_and_cpu(rounds: Sequence[Round], gigabytes: float) -> tuple[float, float]:
-    """GB/s, and seconds of both processors a GB: medians."""
+    """Return the medians of GB/s, and of both processes' CPU seconds per GB."""
     speed = median(gigabytes / generator.seconds for generator, _ in rounds)
     return speed, median((g.cpu_seconds + learner.cpu_seconds) / gigabytes for g, learner in rounds)
 
@@ -177,7 +182,8 @@ async def _receive_raw(path: str, nbytes: int, count: int, directory: Path, say:
 
 
 def _between(marks: list[tuple[float, float]], lag: Lag, high: float) -> Measured:
-    """Of the time from the first message to the last: while the generator's process starts, the loop idles."""
+    """Return the figures of the time from the first message to the last: while the generator's process starts, the loop
+    idles."""
     (began, computed), (ended, computed_then) = marks[0], marks[-1]
     return Measured(ended - began, computed_then - computed, *lag.between(began, ended), high)
 
@@ -189,7 +195,7 @@ async def _receive_whole(path: str, nbytes: int, count: int, directory: Path, sa
     def take(trajectory: Trajectory, size: int) -> None:
         receiver.release_trajectory(trajectory.trajectory_id)
         trained.append(trajectory.group_index)
-        # The warming one, the first that counts, and the last: reading clocks takes time, too.
+        # The warm-up message, the first that counts, and the last: reading clocks takes time, too.
         if next(numbers) in (0, 1, count):
             marks.append((time.perf_counter(), time.process_time()))
 
@@ -214,7 +220,7 @@ async def _receive_whole(path: str, nbytes: int, count: int, directory: Path, sa
 
 @contextlib.asynccontextmanager
 async def _committed(spool: Spool, trained: list[int], count: int) -> AsyncIterator[None]:
-    """Checkpoints meanwhile: what was trained is deleted from the spool, and all of it in the end."""
+    """Delete trained trajectories from the spool during the block, as checkpoints do, and all of them at the end."""
 
     async def commit() -> None:
         while True:
@@ -232,7 +238,8 @@ async def _committed(spool: Spool, trained: list[int], count: int) -> AsyncItera
 
 
 def render(report: Report) -> str:
-    """A table for people. Lag: the 99th percentile, and what this program caused of it."""
+    """Format the report as a table for people. Lag: the 99th percentile, and the part of it that this program
+    caused."""
     rows = []
     for size in report.sizes:
         for path, rate in size.paths.items():

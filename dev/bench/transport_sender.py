@@ -1,6 +1,6 @@
-"""The generator's side of `bench transport`, in a process of its own: sends one size, raw or through the whole path.
+"""The generator's side of `bench transport`, in a separate process: it sends one size, raw or through the whole path.
 
-And what both sides measure with: a trajectory of a size, and the event loop's lag.
+It also has what both sides measure with: a trajectory of a given size, and the event loop's lag.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from r3async.transport import TrajectorySender, encode_trajectory
 from r3async.world.sockets import ClientKeys, apply_client_keys
 
 LIMIT = 240.0
-"""Seconds of one measurement, at most."""
+"""Maximum seconds of one measurement."""
 TICK = 0.001
 ROUTES = (48, 8)
 DENSE_BELOW = 100_000
 
 
 class TransportJob(msgspec.Struct, frozen=True):
-    """`count` trajectories of `nbytes`, to `endpoint`; `inflight` is how many may be unacknowledged."""
+    """A job that sends `count` trajectories of `nbytes` to `endpoint`, of which `inflight` may be unacknowledged."""
 
     path: str
     endpoint: str
@@ -38,7 +38,7 @@ class TransportJob(msgspec.Struct, frozen=True):
     inflight: int
     server_public: bytes
     secret: bytes
-    """Keys of one measurement, which protect nothing."""
+    """Client's secret key of one measurement; its keys protect nothing."""
 
     @property
     def keys(self) -> ClientKeys:
@@ -46,7 +46,7 @@ class TransportJob(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """One side: seconds from the first to the last answer, by the clock, and of processor time; lag in milliseconds."""
+    """The figures of one side: wall and CPU seconds from the first to the last answer, and lag in milliseconds."""
 
     seconds: float
     cpu_seconds: float
@@ -56,23 +56,24 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def specimen(nbytes: int) -> Trajectory:
-    """About `nbytes` on the wire: dense if it is small, with 48x8 routes otherwise."""
+    """Return a trajectory of about `nbytes` on the wire: dense if it is small, with 48x8 routes otherwise."""
     if nbytes < DENSE_BELOW:
         return sampled_trajectory(max(1, (nbytes - 1000) // 8))
     return sampled_trajectory(max(1, nbytes // 392), routes=ROUTES)
 
 
 class Lag:
-    """How late a sleep of one millisecond ends, over and over: what anything else on this event loop has to wait.
+    """A monitor of the event loop's lag: how late a sleep of one millisecond ends, over and over.
 
-    `own` is the part of it that the loop's own thread was computing, and not waiting for a processor that others had.
+    That is how long anything else on this event loop must wait. `own` is the part of it in which the loop's own thread
+    was computing, and not waiting for a processor that others had.
     """
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.own: list[float] = []
         self.at: list[float] = []
-        """When each sleep ended."""
+        """Times at which the sleeps ended."""
 
     async def __aenter__(self) -> Lag:
         self._task = asyncio.create_task(self._watch())
@@ -94,7 +95,8 @@ class Lag:
             self.own.append(computed - before)
 
     def between(self, began: float, ended: float) -> tuple[list[float], list[float]]:
-        """What is reported of lag and own lag, of the ticks that ended then: milliseconds, median, 99th percentile, maximum."""
+        """Return lag and own lag of the ticks that ended in this time: median, 99th percentile and maximum, in
+        milliseconds."""
         chosen = [i for i, at in enumerate(self.at) if began <= at <= ended]
         return _summary([self.seconds[i] for i in chosen]), _summary([self.own[i] for i in chosen])
 
@@ -107,7 +109,7 @@ def _summary(seconds: list[float]) -> list[float]:
 
 
 def send_raw(job: TransportJob) -> Measured:
-    """Blocking sockets, no protocol: the same frames over and over, and one answer at the end."""
+    """Send the same frames over and over with blocking sockets and no protocol, and wait for one answer at the end."""
     frames = encode_trajectory(specimen(job.nbytes))
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
@@ -130,7 +132,8 @@ def send_raw(job: TransportJob) -> Measured:
 
 
 async def send_whole(job: TransportJob) -> Measured:
-    """`TrajectorySender` with `inflight` tasks that each encode and send: as many episodes end at once."""
+    """Send through `TrajectorySender` with `inflight` tasks that each encode and send, as if that many episodes ended
+    at once."""
     settings = TransportConfig(ack_timeout=30.0, credit_bytes=max(2**28, 4 * job.nbytes))
     sender = TrajectorySender(job.endpoint, "bench", "bench", settings, keys=job.keys)
     await sender.start()
@@ -156,6 +159,6 @@ async def send_whole(job: TransportJob) -> Measured:
 
 
 def send(job: TransportJob, directory: Path) -> Measured:
-    """On the path that the job names."""
+    """Send on the path that the job names."""
     progress(directory, f"{job.path}: {job.count} x {job.nbytes:,} bytes")
     return send_raw(job) if job.path.startswith("raw") else asyncio.run(send_whole(job))

@@ -1,4 +1,4 @@
-"""Processor time of a process with all its children, by what each process is for, read beside it."""
+"""CPU time of a process and all its children, by the role of each process, read while they run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ROLES = {
     "raylet": "ray",
     "gcs_server": "ray",
 }
-"""By how the command line begins, the first that fits; whatever else is started has the role of what started it."""
+"""Roles by the beginning of the command line; the first match counts. Any other process has the role of its parent."""
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """Since the watch began, at unix time `time`: CPU seconds by role, and `machine`, of all processes there are."""
+    """CPU seconds since the watch began, read at unix time `time`: by role, and of all processes of the `machine`."""
 
     time: float
     by_role: dict[str, float]
@@ -35,14 +35,17 @@ class Reading(msgspec.Struct, frozen=True):
 
 
 class TreeCpu:
-    """Reads the processes below this one every second, in a thread, while its block runs. What starts and ends between two
-    readings is not seen. `first`: the role of processes that have no name of their own here."""
+    """A monitor that reads the processes below this one every second, in a thread, while its block runs.
+
+    A process that starts and ends between two readings is not seen. `first`: the role of processes that `ROLES` does
+    not name.
+    """
 
     def __init__(self, first: str = "driver"):
         self.readings: list[Reading] = []
         self._first, self._me = first, psutil.Process()
         self._last: dict[tuple[int, float], tuple[str, float]] = {}
-        """By pid and start: its role and CPU seconds, kept when it has ended."""
+        """Role and CPU seconds of each process by pid and start time, kept when it has ended."""
         self._before = busy()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="tree-cpu", daemon=True)
@@ -62,7 +65,7 @@ class TreeCpu:
             self.read()
 
     def read(self) -> None:
-        """One reading, now."""
+        """Take one reading now."""
         roles = {os.getpid(): self._first}
         for process in self._me.children(recursive=True):  # parents come before their children
             with contextlib.suppress(psutil.Error):
@@ -76,12 +79,12 @@ class TreeCpu:
         self.readings.append(Reading(time.time(), by_role, busy() - self._before))
 
     def between(self, start: float, end: float) -> dict[str, float]:
-        """CPU seconds by role from unix time `start` to `end`, on straight lines between readings."""
+        """Return the CPU seconds by role from unix time `start` to `end`, interpolated linearly between readings."""
         roles = sorted({role for reading in self.readings for role in reading.by_role})
         return {role: self._at(end, role) - self._at(start, role) for role in roles}
 
     def others(self, start: float, end: float) -> float:
-        """Cores that all other processes of the machine kept busy, on average."""
+        """Return the number of cores that all other processes of the machine kept busy, on average."""
         times = [r.time for r in self.readings]
         machine = np.interp([start, end], times, [r.machine for r in self.readings])
         mine = sum(self.between(start, end).values())
@@ -93,7 +96,7 @@ class TreeCpu:
 
 
 def busy() -> float:
-    """CPU seconds that the machine has spent on all processes since it was started."""
+    """Return the CPU seconds that the machine has spent on all processes since it was started."""
     times = psutil.cpu_times()
     return float(times.user + times.nice + times.system)
 

@@ -1,4 +1,5 @@
-"""`bench weights`: what new weights cost: the learner's pause, writing, transfer, load, the engine's pause, in a real run."""
+"""The benchmark `bench weights`: the cost of new weights in a real run: the learner's pause, writing, transfer, load,
+the engine's pause."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from r3async.data.container import decode_safetensors_header
 
 TIMEOUT = 1800.0
 WARM_UP = 2
-"""Updates that are not counted: processes warm up in them."""
+"""Number of updates that do not count, because processes warm up in them."""
 
 
 class WeightsJob(msgspec.Struct, frozen=True):
@@ -31,7 +32,7 @@ class WeightsJob(msgspec.Struct, frozen=True):
     backend: str
 
     def config(self) -> Config:
-        """Of the run. Raises `ConfigError`."""
+        """Return the configuration of the run. Raises `ConfigError`."""
         return load_config(
             "quickstart",
             [
@@ -61,11 +62,13 @@ class Figure(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Over all updates but the first two, in which processes warm up.
+    """The report of `bench weights`, over all updates but the first two, in which processes warm up.
 
-    `tensors` of a version; an expert has three. `ms_per_tensor`: medians, of the parts that handle each of them.
-    `overlap`: share of a publication (snapshot and write) in which the learner trained. `paused_share`: of the generator's
-    time, at the end of the run.
+    Attributes:
+        tensors: number of tensors of a version; an expert has three.
+        ms_per_tensor: median milliseconds per tensor, of the parts that handle each of them.
+        overlap: share of a publication (snapshot and write) in which the learner trained.
+        paused_share: share of the generator's time in which it was paused, at the end of the run.
     """
 
     benchmark: str
@@ -88,13 +91,13 @@ PARTS = {
     "update": "weights/update_seconds",
     "step": "learner/step_seconds",
 }
-"""Name here, and metric."""
+"""Metrics by the name of their part of an update."""
 EACH = ("snapshot", "write", "transfer", "load", "pause")
 """Parts that handle each tensor."""
 
 
 def run(job: WeightsJob, say: Say) -> Report:
-    """Make the run in a process of its own, and read its metrics. Raises `BenchError`, `ConfigError`."""
+    """Make the run in a separate process, and read its metrics. Raises `BenchError`, `ConfigError`."""
     config = job.config()
     say(f"weights: {job.updates} updates, {job.layers} layers of {job.experts} experts, {job.dtype}, {job.on_update}")
     with tempfile.TemporaryDirectory(prefix="r3async-bench-") as scratch:
@@ -121,7 +124,7 @@ def _tensors(path: Path) -> int:
 
 
 def render(report: Report) -> str:
-    """A table for people."""
+    """Format the report as a table for people."""
     job = report.job
     each = {part: f"{1e3 * ms:.1f}" for part, ms in report.ms_per_tensor.items()}
     rows = [

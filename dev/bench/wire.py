@@ -1,4 +1,5 @@
-"""`bench wire`: bytes and time per token of the wire format, against lists of numbers and pickle, in the same run."""
+"""The benchmark `bench wire`: bytes and time per token of the wire format, against lists of numbers and pickle, in the
+same run."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ ANSWER = 0.5
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """One format: bytes per token, and microseconds of processor time per token (the median of the repeats; formats take turns).
-    Decoding ends when every column is an array: packed routes are unpacked."""
+    """Cost of one format: bytes per token, and CPU microseconds per token (the median of the repeats; formats take
+    turns). Decoding ends when every column is an array: packed routes are unpacked."""
 
     bytes_per_token: float
     encode_us: float
@@ -33,8 +34,8 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One trajectory. `form`: of its routes on the wire. `decode_ratio` is the time that lists of numbers take to decode, over
-    ours."""
+    """The figures of one trajectory, whose routes have `form` on the wire. `decode_ratio` is the decoding time of lists
+    of numbers over ours."""
 
     name: str
     form: RouteForm
@@ -52,7 +53,8 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def sampled_table(tokens: int, routes: tuple[int, int] | None, seed: int = 0) -> TokenTable:
-    """`tokens` of an episode of `TURNS` turns: what a generator sends, with routes `[tokens, layers, top_k]` if asked for."""
+    """Return `tokens` of an episode of `TURNS` turns, as a generator sends them. `routes`: layers and top_k of the
+    routes, or None for none."""
     rng = np.random.default_rng(seed)
     turn = np.full(tokens, -1, np.int32)
     rewards = np.zeros(tokens, np.float32)
@@ -76,7 +78,8 @@ def sampled_table(tokens: int, routes: tuple[int, int] | None, seed: int = 0) ->
 
 
 def sampled_routes(rng: np.random.Generator, tokens: int, layers: int, top_k: int, experts: int = 128) -> np.ndarray:
-    """uint8 `[tokens, layers, top_k]`: distinct experts in any order. Some sets, each turned by its own number of experts."""
+    """Return random routes, uint8 `[tokens, layers, top_k]`: distinct experts in any order. They come from a limited
+    number of sets, each shifted by a random number of experts."""
     some = rng.random((4096, experts)).argsort(axis=1)[:, :top_k]
     rows = some[rng.integers(0, len(some), tokens * layers)] + rng.integers(0, experts, (tokens * layers, 1))
     return (rows % experts).reshape(tokens, layers, top_k).astype(np.uint8)
@@ -85,7 +88,7 @@ def sampled_routes(rng: np.random.Generator, tokens: int, layers: int, top_k: in
 def sampled_trajectory(
     tokens: int, rows: int = 1, routes: tuple[int, int] | None = None, name: str = "t0", group: int = 0
 ) -> Trajectory:
-    """`rows` samples of `tokens` each."""
+    """Return a trajectory of `rows` samples with `tokens` each."""
     samples = [Sample(f"{name}/{i}", sampled_table(tokens, routes, i), 1.0) for i in range(rows)]
     turns = [Turn(i, i % rows, 1, tokens, 0.5, "eos") for i in range(max(rows, TURNS))]
     return Trajectory(name, group, 0, 1, "g0", "eos", turns, samples, 1.0, 2.0)
@@ -145,7 +148,7 @@ def _measure(name: str, tokens: int, rows: int, form: RouteForm, quick: bool) ->
 
 
 def _sorted(trajectory: Trajectory) -> list[TokenTable]:
-    """The tables, with the experts of each row in ascending order."""
+    """Return the tables, with the experts of each row in ascending order."""
     tables = [sample.table for sample in trajectory.samples]
     return [
         table.with_columns(routed_experts=np.sort(table["routed_experts"], axis=-1))
@@ -156,7 +159,8 @@ def _sorted(trajectory: Trajectory) -> list[TokenTable]:
 
 
 def _take_turns(jobs: dict[str, tuple[Callable[[], Any], int]]) -> dict[str, float]:
-    """Median seconds of processor time of each job. They take turns, so that what else the machine does hits all of them."""
+    """Return the median CPU seconds of each job. They take turns, so that other load on the machine hits all of
+    them."""
     times: dict[str, list[float]] = {name: [] for name in jobs}
     for i in range(max(count for _, count in jobs.values())):
         for name, (job, count) in jobs.items():
@@ -168,7 +172,7 @@ def _take_turns(jobs: dict[str, tuple[Callable[[], Any], int]]) -> dict[str, flo
 
 
 def trajectory_fields(trajectory: Trajectory) -> dict[str, Any]:
-    """As pickle would be given it: the fields, and the columns as arrays."""
+    """Return the trajectory as one would pass it to pickle: the fields, and the columns as arrays."""
     fields = msgspec.structs.asdict(trajectory)
     fields["turns"] = [msgspec.structs.asdict(t) for t in trajectory.turns]
     fields["samples"] = [
@@ -199,7 +203,7 @@ def _from_lists(data: bytes) -> Trajectory:
 
 
 def render(report: Report) -> str:
-    """A table for people."""
+    """Format the report as a table for people."""
     rows = [
         (
             f"{case.name}, {case.form}, {name}",

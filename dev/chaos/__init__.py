@@ -1,1 +1,2 @@
-"""`python -m dev chaos`: a real run whose processes are killed and whose messages are delayed and damaged, and its accounting."""
+"""Fault injection into a real run, and the accounting of what it trained: `python -m dev chaos`. Processes are killed;
+messages are delayed and damaged."""

@@ -1,6 +1,7 @@
-"""Whether everything was trained once, as it was sent, and nothing that had been acknowledged was lost. Pure.
+"""Checks that everything was trained once, as it was sent, and that nothing acknowledged was lost. Pure functions.
 
-A run's own record (`trained.jsonl`) has what was trained; what passed the relays shows what was sent and acknowledged.
+The run's own record (`trained.jsonl`) shows what was trained; the messages that passed the relays show what was sent
+and acknowledged.
 """
 
 from __future__ import annotations
@@ -14,8 +15,13 @@ from r3async.record.writer import TrainedStep
 
 
 class Sent(msgspec.Struct, frozen=True, tag="sent", tag_field="kind"):
-    """A trajectory's payload left its generator. `play`: of one playing of the episode, unlike all others'. `newest`: version
-    of its newest token; -1 if it has none that was sampled. `began`: when the playing did; None: just now."""
+    """A record that a trajectory's payload left its generator.
+
+    Attributes:
+        play: Identifier of this rollout of the episode, unique among its rollouts.
+        newest: Version that sampled the newest token; -1 if no token was sampled.
+        began: Time at which the rollout began; None for just now.
+    """
 
     at: float
     trajectory_id: str
@@ -27,20 +33,20 @@ class Sent(msgspec.Struct, frozen=True, tag="sent", tag_field="kind"):
 
 
 class Acknowledged(msgspec.Struct, frozen=True, tag="acknowledged", tag_field="kind"):
-    """The learner acknowledged these."""
+    """A record that the learner acknowledged these trajectories."""
 
     at: float
     trajectory_ids: list[str]
 
 
 class Damaged(msgspec.Struct, frozen=True, tag="damaged", tag_field="kind"):
-    """One bit of a message changed on its way."""
+    """A record that one bit of a message was flipped in transit."""
 
     at: float
 
 
 class Resumed(msgspec.Struct, frozen=True):
-    """The run restarted from a checkpoint of that version, from which groups before `groups` may have a slot."""
+    """A restart of the run from a checkpoint of `version`, after which groups before `groups` may have a slot."""
 
     at: float
     version: int
@@ -48,7 +54,8 @@ class Resumed(msgspec.Struct, frozen=True):
 
 
 class Began(msgspec.Struct, frozen=True):
-    """A start of the run: `lineage` began with version `version` of lineage `parent`; 0: with the start model."""
+    """A start of the run: `lineage` began with version `version` of lineage `parent`, or with the start model if that
+    is 0."""
 
     lineage: int
     parent: int
@@ -61,7 +68,7 @@ Passed = Sent | Acknowledged | Damaged
 def check_trained(
     steps: Sequence[TrainedStep], expected: int, groups_per_step: int, samples_per_group: int
 ) -> list[str]:
-    """Problems in the record of `expected` steps: each step once, each group once, each episode of it once."""
+    """Return problems in the record of `expected` steps: each step, each group and each episode must be there once."""
     problems = []
     if [s.step for s in steps] != list(range(1, expected + 1)):
         problems.append(f"steps are not 1 to {expected}, each once and in order: {[s.step for s in steps]}")
@@ -82,10 +89,10 @@ def check_trained(
 
 
 def check_lineages(steps: Sequence[TrainedStep], began: Iterable[Began]) -> list[str]:
-    """Every token that was trained was sampled by weights that led to those it trained.
+    """Return a problem for each trajectory that was sampled by weights from which the trained weights do not descend.
 
-    The record has the lineage that made each version that is left. A version has other names too: those of lineages that began
-    with a copy of it.
+    The record has the lineage that made each version that was not rolled back. A version also has other names: those of
+    the lineages that began with a copy of it.
     """
     starts = {start.lineage: start for start in began}
     made: dict[int, int] = {}
@@ -115,7 +122,7 @@ def check_lineages(steps: Sequence[TrainedStep], began: Iterable[Began]) -> list
 
 
 def check_content(steps: Sequence[TrainedStep], passed: Iterable[Passed]) -> list[str]:
-    """Every trajectory that was trained has the tokens with which it, or another playing of it, was sent."""
+    """Return a problem for each trained trajectory whose tokens are not those of any rollout of it that was sent."""
     sent: dict[str, set[int]] = defaultdict(set)
     for message in passed:
         if isinstance(message, Sent):
@@ -130,10 +137,11 @@ def check_content(steps: Sequence[TrainedStep], passed: Iterable[Passed]) -> lis
 
 
 def check_kept(passed: Iterable[Passed], resumed: Sequence[Resumed]) -> list[str]:
-    """What was acknowledged was not played again: it was durable. What another had begun by then (its first player was silent,
-    and wakes) is no such thing.
+    """Return a problem for each trajectory that was acknowledged and then played again, and so was not durable.
 
-    Unless the run went back to weights that are older than its tokens, or to where its group has no slot: that one is dropped.
+    A rollout that had begun before the acknowledgement is no problem: its generator was silent and woke up. Nor is it a
+    problem if the run went back to weights that are older than the trajectory's tokens, or to where its group has no
+    slot: such a trajectory is dropped.
     """
     problems: list[str] = []
     playing: dict[str, Sent] = {}

@@ -1,4 +1,4 @@
-"""The run's actors, with a faulty connection between generators and learner; and learners with a known fault, to be detected."""
+"""Actors with faulty connections between generators and learner, and learners with a known fault to be detected."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from r3async.world.processes import HOST_NAME_VARIABLE
 from r3async.world.sockets import ClientKeys
 
 LATE_SECONDS = 2.0
-"""By which the learner that acknowledges too early writes too late."""
+"""Seconds by which `AckBeforeSpool` delays its writes to the spool."""
 
 
 def chaos_directory(run_dir: Path) -> Path:
-    """Beside the run's own, which belongs to the run."""
+    """Return the directory for files of chaos, beside the run's own directory, which belongs to the run."""
     return run_dir.with_name(f"{run_dir.name}.chaos")
 
 
 class Recorder:
-    """Records what passes one relay, before it passes."""
+    """Recorder of the messages that pass one relay. Each is recorded before it is passed on."""
 
     def __init__(self, path: Path):
         self._file = AppendFile(path)
@@ -81,30 +81,33 @@ class Recorder:
 
 
 class Ports(msgspec.Struct, frozen=True):
-    """Addresses at which the learner takes trajectories, and gives weights."""
+    """Addresses at which the learner receives trajectories and serves weights."""
 
     trajectories: str
     weights: str
 
 
 def ports_file(run_dir: Path, generator_id: str) -> Path:
-    """The `Ports` that a generator was told of."""
+    """Return the file with the `Ports` that a generator was given."""
     return chaos_directory(run_dir) / f"{generator_id}.ports"
 
 
 def blocked_line(run_dir: Path, generator_id: str) -> Path:
-    """While this file is there, nothing passes between the generator and what the learner gives weights by."""
+    """Return the file that, while it exists, blocks the connection from which the generator fetches weights."""
     return chaos_directory(run_dir) / f"{generator_id}.blocked"
 
 
 def memory_of(directory: str, generator_id: str) -> Path:
-    """Where a generator has its weights, if `weights.directory` is the learner's `directory`."""
+    """Return the directory of a generator's weights, if `weights.directory` is the learner's `directory`."""
     return Path(directory).with_name(generator_id)
 
 
 class ChaosGenerator(GeneratorActor):
-    """Reaches the learner through a `Relay` of its own process. With `weights.backend = "tcp"` it is on a host of its own, as far
-    as weights know: they come over a `Line`, into a folder that no other has."""
+    """A generator that reaches the learner through a `Relay` in its own process.
+
+    With `weights.backend = "tcp"`, the transfer of weights treats it as on a separate host: weights come over a `Line`,
+    into a folder that no other generator uses.
+    """
 
     def __init__(self, world: World, generator_id: str, run_id: str, config: dict[str, Any], *args: Any):
         self._apart = config["weights"]["backend"] == "tcp"
@@ -116,7 +119,7 @@ class ChaosGenerator(GeneratorActor):
             weights.directory = str(memory_of(weights.directory, generator_id))
         self._parts = replace(self._parts, make_sender=self._by_relay)
         self._endpoint = ""
-        """Where the learner takes trajectories."""
+        """Address at which the learner receives trajectories."""
         self._lines: list[Line] = []
 
     async def install_version(self, publication: TransferOffer) -> InstallReport:
@@ -134,7 +137,7 @@ class ChaosGenerator(GeneratorActor):
         return msgspec.structs.replace(publication, transport_data=[source])
 
     def _by_relay(self, endpoint: str, *args: Any, keys: ClientKeys, **options: Any) -> TrajectorySender:
-        """What sends trajectories to the learner. Weights come with the keys that it was given."""
+        """Start a relay, and return a sender that reaches the learner through it. Weights use the original keys."""
         directory = chaos_directory(self.run_dir)
         noise = msgspec.json.decode((directory / "noise.json").read_bytes(), type=Noise)
         seed = zlib.crc32(f"{noise.seed}/{self.generator_id}".encode())
@@ -146,7 +149,7 @@ class ChaosGenerator(GeneratorActor):
 
 
 class AckBeforeSpool(LearnerActor):
-    """Acknowledges what is not on disk yet."""
+    """A faulty learner that acknowledges trajectories before they are on disk."""
 
     async def start_listening(self, *args: Any) -> dict[str, Any]:
         answer = await super().start_listening(*args)
@@ -166,7 +169,7 @@ class AckBeforeSpool(LearnerActor):
 
 
 class UnlinkBeforeCommit(LearnerActor):
-    """Forgets what it trained before a checkpoint has it."""
+    """A faulty learner that deletes trained groups from the spool before a checkpoint has them."""
 
     async def train_step(self, is_last: bool = False, with_probe_scores: bool = False) -> dict[str, Any] | None:
         result = await super().train_step(is_last, with_probe_scores)
@@ -183,7 +186,7 @@ class NoMemory(TrajectoryLedger):
 
 
 class KeepsAll(GroupBuffer):
-    """Also the second of two that are the same episode."""
+    """A group buffer that also keeps a second trajectory of the same episode."""
 
     def needs_trajectory(self, trajectory: Trajectory) -> bool:
         return True
@@ -205,7 +208,7 @@ class KeepsAll(GroupBuffer):
 
 
 class NoDedupe(LearnerActor):
-    """Takes whatever comes, however often."""
+    """A faulty learner that takes a trajectory as often as it is delivered."""
 
     async def start_listening(self, *args: Any) -> dict[str, Any]:
         model, schedule = self.model, self.config.schedule
@@ -224,11 +227,16 @@ FAULTS: dict[str, type[LearnerActor]] = {
     "no-dedupe": NoDedupe,
     "unlink-before-commit": UnlinkBeforeCommit,
 }
-"""Learners that are wrong, each in its way; the accounting has to show it."""
+"""Faulty learners by name. The accounting must detect each fault."""
 
 
 def chaos_pipeline(fault: str, begun: Callable[[], object]) -> type[RunLauncher]:
-    """`fault`: one of `FAULTS`, or "" for the learner as it is. `begun()` is called whenever the actors of a run exist."""
+    """Return a launcher that starts runs with `ChaosGenerator`s.
+
+    Args:
+        fault: One of `FAULTS`, or "" for the real learner.
+        begun: Called whenever the actors of a run exist.
+    """
 
     class ChaosPipeline(RunLauncher):
         learner_class = FAULTS[fault] if fault else LearnerActor

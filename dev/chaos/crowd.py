@@ -1,5 +1,7 @@
-"""Strangers: a process of its own that holds as many TCP connections as it is told, shows no key, and comes back when it is
-turned out. `python -m dev.chaos.crowd COUNT HOST:PORT…`, until its input ends; then it says what it saw."""
+"""A process that holds many TCP connections without a key, and reconnects each one that is closed.
+
+`python -m dev.chaos.crowd COUNT HOST:PORT…` runs until its standard input ends, and then prints what it saw (`Seen`).
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,14 @@ LOOK_SECONDS = 0.1
 
 
 class Seen(msgspec.Struct):
-    """`tried`: connections that were begun. `let_in`: those that were greeted, and `turned_out` again. `most`: so many were let
-    in at one time."""
+    """Counts of connections.
+
+    Attributes:
+        tried: Connections that were begun.
+        let_in: Connections that were greeted.
+        turned_out: Greeted connections that were closed again by the server.
+        most: Maximum number of greeted connections at one time.
+    """
 
     tried: int = 0
     let_in: int = 0
@@ -26,20 +34,20 @@ class Seen(msgspec.Struct):
 
 
 class Crowd:
-    """So many connections at once, divided among `targets`."""
+    """A crowd of `count` simultaneous connections, divided evenly among `targets`."""
 
     def __init__(self, count: int, targets: list[tuple[str, int]]):
         self.seen = Seen()
         self._targets = targets
         self._outside: dict[int, tuple[socket.socket, int]] = {}
-        """Those that nobody has greeted, by descriptor, and to which of the targets."""
+        """Connections that have not been greeted, by descriptor, each with the index of its target."""
         self._inside: dict[int, tuple[socket.socket, int]] = {}
         self._poll = select.epoll()
         for number in range(count):
             self._come(number % len(targets))
 
     def look(self, seconds: float) -> None:
-        """What happens within `seconds`."""
+        """Handle what happens to the connections within `seconds`."""
         for descriptor, _ in self._poll.poll(seconds):
             held = self._inside if descriptor in self._inside else self._outside
             stranger, target = held[descriptor]

@@ -1,4 +1,4 @@
-"""An environment whose processes can be killed: blocking, of several turns, quick; now and then it raises."""
+"""An environment whose processes can be killed. It blocks, has several turns, is quick, and raises now and then."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class Unsteady:
-    """A task is a few letters; the reward is 0 or 1, of the answers' bytes alone."""
+    """An environment whose task is a few letters. The reward, 0 or 1, depends on the bytes of the answers alone."""
 
     def __init__(self, turns: int = 2, seconds: float = 0.02, failing: float = 0.01):
-        """`seconds`: of a call, at most. `failing`: probability that a call raises, as a broken connection
-        does: the next try may well succeed."""
+        """Create the environment.
+
+        Args:
+            turns: Number of turns of an episode.
+            seconds: Maximum duration of a call.
+            failing: Probability that a call raises, like a broken connection: the next try may well succeed.
+        """
         self._turns, self._seconds, self._failing = turns, seconds, failing
         self._rng = random.Random()
         self._answers = ""

@@ -1,4 +1,4 @@
-"""Small file systems that are filled to the last byte, and freed."""
+"""Small file systems that a scenario fills to the last byte and frees again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ TOP_UP_SECONDS = 0.05
 
 @contextmanager
 def mounted(point: Path, megabytes: int, scenario: str) -> Iterator[Path]:
-    """A file system of that size at `point`, for the `scenario` of that name. Raises `ConfigError` where that is not allowed."""
+    """Mount a file system of `megabytes` MB at `point`, and unmount it at the end.
+
+    `scenario` names the scenario in the message of the `ConfigError` that is raised where mounting is not allowed.
+    """
     point.mkdir(parents=True)
     mounting = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m,mode=0700", "tmpfs", str(point)]
     try:
@@ -39,7 +42,7 @@ def mounted(point: Path, megabytes: int, scenario: str) -> Iterator[Path]:
 
 
 def top_up(descriptor: int) -> None:
-    """Write to the last free byte."""
+    """Write zeros to the file until no byte is free. Raises any `OSError` other than `ENOSPC`."""
     for size in (2**20, 2**12, 1):
         try:
             while True:
@@ -50,11 +53,19 @@ def top_up(descriptor: int) -> None:
 
 
 class Filling(Scenario):
-    """Fills file systems."""
+    """A scenario that fills file systems."""
 
     def fill(self, directory: Path, name: str, enough: Callable[[float], bool]) -> tuple[float, float]:
-        """Take all free bytes, and what others free meanwhile, until `enough(seconds)`, for which it has been full, or the run is
-        over. `name`: of the file system, in reports. Returns from when until when it was full."""
+        """Take all free bytes, and those that others free meanwhile, until `enough` is true or the run is over.
+
+        Args:
+            directory: Directory on the file system.
+            name: Name of the file system in reports.
+            enough: Called with the seconds for which the file system has been full.
+
+        Returns:
+            The times from which and until which the file system was full.
+        """
         ballast, began = directory / "ballast", 0.0
         with ballast.open("ab", buffering=0) as file:
             while not began or not enough(time.time() - began):

@@ -1,5 +1,8 @@
-"""Faulty connections. Between a sender and its receiver frames are delayed, and bits of them change, and all of them are noted.
-Between a host and what sends it weights nothing passes for a while."""
+"""Faulty connections.
+
+A `Relay` between a sender and its receiver records all frames, delays some, and flips bits in some. A `Line` between a
+host and the source of its weights lets nothing pass while it is blocked.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,12 @@ POLL_MS = 20
 
 
 class Noise(msgspec.Struct, frozen=True):
-    """Probabilities for each message. `delay`: that it, and with it all behind it, is held for up to `max_delay` seconds.
-    `damage`: that one bit of one of its frames changes."""
+    """Probabilities of faults for each message.
+
+    Attributes:
+        delay: Probability that the message, and with it all behind it, is held for up to `max_delay` seconds.
+        damage: Probability that one bit of one of its frames is flipped.
+    """
 
     seed: int = 0
     delay: float = 0.05
@@ -34,10 +41,15 @@ class Noise(msgspec.Struct, frozen=True):
 
 
 class Relay(threading.Thread):
-    """Between one sender, which connects to `endpoint`, and the receiver at `target`. Messages of one direction stay in order, as
-    TCP keeps them. `note(direction, frames)` is called on this thread with each message as it was sent, before it goes on, and
-    `note_damage(direction)` after it if one of its bits changes.
-    `keys` let it in at the target; it has keys of its own for the sender, `sender_keys`."""
+    """A relay between one sender, which connects to `endpoint`, and the receiver at `target`.
+
+    Messages of one direction stay in order, as over TCP. The sender needs the relay's own keys, `sender_keys`.
+
+    Args:
+        note: Called on this thread as `note(direction, frames)` with each message, before any fault is applied.
+        note_damage: Called as `note_damage(direction)` after `note` if one bit of the message is flipped.
+        keys: Keys with which the relay connects to the target.
+    """
 
     def __init__(
         self,
@@ -51,7 +63,7 @@ class Relay(threading.Thread):
     ):
         super().__init__(name="chaos-relay", daemon=True)
         self.damaged = self.delayed = 0
-        """Messages."""
+        """Number of messages."""
         self._noise, self._rng, self._note, self._note_damage = noise, rng, note, note_damage
         self._context = zmq.Context()
         self._front = self._context.socket(zmq.ROUTER)
@@ -119,7 +131,7 @@ class Relay(threading.Thread):
 
 
 def flip(rng: random.Random, frames: Sequence[bytes]) -> list[bytes]:
-    """One bit of one frame that is not empty."""
+    """Return the frames with one bit flipped in one frame that is not empty."""
     frames = list(frames)
     full = [i for i, frame in enumerate(frames) if frame]
     if full:
@@ -131,8 +143,8 @@ def flip(rng: random.Random, frames: Sequence[bytes]) -> list[bytes]:
 
 
 class Line(threading.Thread):
-    """Passes bytes on between whoever connects to `endpoint` and the port at `target`, and none while `blocked()`: what waits
-    then comes later, as over TCP."""
+    """A TCP proxy from `endpoint` to the port at `target`. It passes nothing on while `blocked()` is true; what waits
+    then is passed on later, as over TCP."""
 
     def __init__(self, target: str, blocked: Callable[[], bool]):
         super().__init__(name="chaos-line", daemon=True)
@@ -142,7 +154,7 @@ class Line(threading.Thread):
         self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
 
     def run(self) -> None:
-        with contextlib.suppress(OSError):  # it is closed
+        with contextlib.suppress(OSError):  # the listener was closed
             while True:
                 near, _ = self._listener.accept()
                 try:
@@ -154,7 +166,7 @@ class Line(threading.Thread):
                     threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
 
     def close(self) -> None:
-        """No further connection is made."""
+        """Stop listening: no further connection is accepted."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 

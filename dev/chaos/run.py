@@ -1,4 +1,4 @@
-"""`python -m dev chaos`: starts the run, has the scenario disturb it, and checks what was trained when it has ended."""
+"""Runner of `python -m dev chaos`: starts the run, lets the scenario disturb it, then checks what was trained."""
 
 from __future__ import annotations
 
@@ -37,20 +37,29 @@ from r3async.schedule.admission import count_slots
 
 ENGINES = ("scripted", "vllm")
 VLLM_TIMES = 4
-"""As many steps: a generator that starts again loads vLLM for a minute and more, and the others train meanwhile."""
+"""Factor on the number of steps with vLLM: a generator that restarts loads vLLM for a minute or more, and the others go
+on training meanwhile."""
 SHOWN = 10
-"""Problems, at most."""
+"""Maximum number of problems that are printed."""
 SAID_EVERY = 20
-"""Steps of a replay."""
+"""Steps of a replay between two lines of progress."""
 
 
 class Report(msgspec.Struct, frozen=True):
-    """`problems` is empty if everything was trained once, as it was sent. `faults`: those that the scenario made, by what they
-    hit. `changed`: messages of which one bit changed on the wire. `damaged`: trajectories that came so and were sent again;
-    `duplicates`: those that came twice and were dropped. Both are of the steps' rows: what a learner saw after its last one is
-    not in them if it is killed.
-    `generators_lost`: that the conductor saw. `replayed`: steps that were made again from the recording, bit by bit the same;
-    None: no recording was made."""
+    """The result of one chaos run.
+
+    `damaged` and `duplicates` come from the rows of metrics: what a learner saw after its last row is missing from them
+    if it is killed.
+
+    Attributes:
+        faults: Faults that the scenario injected, by what they hit.
+        generators_lost: Losses of generators that the conductor saw.
+        changed: Messages of which one bit was flipped on the wire.
+        damaged: Trajectories that arrived damaged and were sent again.
+        duplicates: Trajectories that arrived twice and were dropped.
+        problems: Problems found; empty if everything was trained once, as it was sent.
+        replayed: Steps that were repeated from the recording with bitwise equal results; None if no recording was made.
+    """
 
     preset: str
     scenario: str
@@ -72,7 +81,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def settings(scenario: type[Scenario], kills: int, engine: str) -> list[str]:
-    """What chaos sets over the preset, and under what the person sets."""
+    """Return the overrides of chaos. They override the preset; the user's own overrides override them."""
     times = VLLM_TIMES if engine == "vllm" else 1
     common = [
         f"steps={times * scenario.steps(kills)}",
@@ -108,7 +117,7 @@ def settings(scenario: type[Scenario], kills: int, engine: str) -> list[str]:
 
 
 def make_model(preset: str, chosen: Sequence[str], directory: Path, say: Callable[[str], object]) -> str:
-    """Make and warm up the model that these settings ask for, while nothing fails yet. Returns the setting that names it."""
+    """Create and warm up the model of these settings, before any fault. Returns the override that names it."""
     from r3async.tools.init_model import init_model
 
     calm = ["env.args={ failing = 0.0 }"] if load_config(preset, chosen, None).env.name.endswith(":Unsteady") else []
@@ -131,10 +140,14 @@ def chaos(
     roles: Sequence[Role] = (),
     replayed: bool = False,
 ) -> Report:
-    """One run. `kills`: faults that the scenario makes, if it can make more or fewer. `roles`: whom to hit, in order, in place of
-    what the seed draws. `replayed`: the run is recorded, and its steps are made again afterwards.
+    """Run a preset under a scenario, and check what it trained.
 
-    Raises `ConfigError`, and what `train` raises where the run does not end well.
+    Raises `ConfigError`, and what `train` raises if the run fails.
+
+    Args:
+        kills: Number of faults, for a scenario whose number can be chosen.
+        roles: Roles to hit, in this order, instead of those drawn from the seed.
+        replayed: Record the run, and repeat its steps afterwards.
     """
     from dev.chaos.actors import FAULTS
 
@@ -153,7 +166,7 @@ def chaos(
 
 @dataclass
 class Rehearsal:
-    """One run of a scenario, in a directory of `root`."""
+    """One run of a scenario, in a directory below `root`."""
 
     preset: str
     chosen: Sequence[str]
@@ -167,7 +180,8 @@ class Rehearsal:
         from dev.chaos.actors import chaos_directory, chaos_pipeline
         from r3async.tools.train import train
 
-        # A scenario sets what makes a model, which a given one does not read: so the command of these settings is none.
+        # A scenario sets how a model is initialized, which a run with a given model does not read. So these settings
+        # are not checked as those of a command line.
         config = load_config(self.preset, self.chosen, None)
         run_dir = self.root / config.name
         directory = chaos_directory(run_dir)
@@ -176,7 +190,7 @@ class Rehearsal:
         (directory / "noise.json").write_bytes(msgspec.json.encode(noise))
         if not config.model.path:
             model = make_model(self.preset, self.chosen, directory / "init", self.console.print)
-            config = load_config(self.preset, [*self.chosen, model], None)  # what made it is set, too
+            config = load_config(self.preset, [*self.chosen, model], None)  # keeps the settings that made the model
         scenario = kind(run_dir, faults, random.Random(self.seed), self.console.print, roles, config.steps)
         began = time.monotonic()
         try:
@@ -190,7 +204,8 @@ class Rehearsal:
 
 
 def made_again(report: Report, run_dir: Path, say: Callable[[str], object]) -> Report:
-    """With the steps of the run's recording made again: each digest of every stage of every step has to be the same."""
+    """Replay the run's recording, and return the report with the result. Each digest of every stage of every step must
+    be the same."""
     from r3async.record.recording import RecordingError
     from r3async.tools.replay import describe_replay as told
     from r3async.tools.replay import replay_run
@@ -211,7 +226,7 @@ def made_again(report: Report, run_dir: Path, say: Callable[[str], object]) -> R
 
 
 def look_into(config: Config, rehearsal: Rehearsal, run_dir: Path, done: Counter[str], seconds: float) -> Report:
-    """What a run that has ended left behind."""
+    """Check the files of a run that has ended, and return the report."""
     from dev.chaos.actors import chaos_directory
 
     schedule = config.schedule
@@ -257,7 +272,7 @@ def look_into(config: Config, rehearsal: Rehearsal, run_dir: Path, done: Counter
 
 
 def drops(rows: Sequence[dict[str, Any]], name: str) -> Iterator[float]:
-    """The last value before each fall of a counter, which restarts with its process, and the last of all."""
+    """Yield the last value of a counter before each drop, where its process restarted, and its last value of all."""
     for row, after in zip(rows, [*rows[1:], {name: -1.0}], strict=True):
         if after[name] < row[name]:
             yield row[name]
@@ -270,13 +285,13 @@ def read_passed(directory: Path) -> Iterator[Passed]:
 
 
 def read_began(run_dir: Path) -> list[Began]:
-    """The starts of the run."""
+    """Return the starts of the run, in order."""
     events = [e for e in read_json_objects(run_dir / "events.jsonl") if e["event"] == "lineage_began"]
     return [Began(e["lineage"], e["parent"], e["version"]) for e in events]
 
 
 def read_resumed(run_dir: Path, config: Config) -> Iterator[Resumed]:
-    """Where the run restarted. Without a checkpoint it did so from nothing."""
+    """Yield the restarts of the run. Without a checkpoint, a run restarts from step 0."""
     schedule = config.schedule
     slots = count_slots(schedule)
     starts = [e for e in read_json_objects(run_dir / "events.jsonl") if e["event"] == "conductor_started"]
@@ -286,7 +301,7 @@ def read_resumed(run_dir: Path, config: Config) -> Iterator[Resumed]:
 
 
 def check_choice(option: str, value: str, choices: Iterable[str]) -> None:
-    """Raises `ConfigError`."""
+    """Raise `ConfigError` if `value` is none of `choices`."""
     if value not in choices:
         raise ConfigError(f"{option} {value!r} must be one of {', '.join(filter(None, choices))}")
 

@@ -1,4 +1,4 @@
-"""What every scenario of chaos shares: a thread beside a run, which finds its processes and does something to them."""
+"""Base class of the chaos scenarios: a thread beside a run, which finds the run's processes and disturbs them."""
 
 from __future__ import annotations
 
@@ -20,22 +20,25 @@ from r3async.record.writer import TRAINED_FILE
 Role = Literal["generator", "learner", "conductor", "environment"]
 WAIT_SECONDS = 0.05
 TAIL = 8
-"""Steps after the last fault, at least."""
+"""Minimum number of steps after the last fault."""
 
 
 class Scenario(threading.Thread, ABC):
-    """Does something to the run in `run_dir`. A subclass has `disturb`, which runs in this thread and ends when
-    `wait` or `wait_for` says that the run is over.
+    """A thread that disturbs the run in `run_dir`. A subclass implements `disturb`, which runs in this thread and
+    returns when `wait` or `wait_for` returns False because the run is over.
 
-    `faults`: how many, for a scenario that can have more or fewer. `rng`: of the seed, and of nothing else. `report(text)` is
-    called with each fault, for the person who watches. `roles`: whom to hit, in order, in place of what the seed draws. `steps`:
-    of the run; by default as many as `steps(faults)`.
+    Args:
+        faults: Number of faults, for a scenario whose number can be chosen.
+        rng: Random numbers that depend on the seed alone.
+        report: Called with a line of text for each fault, for the user who watches.
+        roles: Roles to hit, in this order, instead of those drawn from the seed.
+        steps: Steps of the run; by default `steps(faults)`.
     """
 
     settings: ClassVar[Sequence[str]] = ()
-    """Overrides, over those that all scenarios share and under what the person sets."""
+    """Overrides of this scenario. They override those that all scenarios share; the user's own override them."""
     token_seconds: ClassVar[float] = 0.005
-    """Of the scripted engine: the run takes longer than what happens to it."""
+    """Seconds per token of the scripted engine, so that the run takes longer than its faults."""
 
     def __init__(
         self,
@@ -57,32 +60,33 @@ class Scenario(threading.Thread, ABC):
 
     @classmethod
     def steps(cls, faults: int) -> int:
-        """Steps of a run that gives time for so many faults. The last one comes up to a second after its step, and a second is
-        several steps."""
+        """Return how many steps a run needs for this number of faults. The last fault comes up to a second after its
+        step, and a second is several steps."""
         return 2 * (faults + 1) + TAIL
 
     @classmethod
     def place(cls, root: Path) -> AbstractContextManager[Path]:
-        """Where the run's directory is made, when `root` was asked for."""
+        """Return a context that provides the directory for runs; by default `root`, which the user chose."""
         return contextlib.nullcontext(root)
 
     @classmethod
     def settings_in(cls, place: Path) -> Sequence[str]:
-        """Further overrides, which name what is there."""
+        """Return further overrides, which name paths in `place`."""
         return ()
 
     @abstractmethod
     def disturb(self) -> None:
-        """What happens to the run, in this thread."""
+        """Disturb the run. Runs in this thread."""
 
     def problems(self) -> list[str]:
-        """When the run has ended: what of the scenario did not happen as it should have."""
+        """Return, after the run has ended, what did not happen as the scenario requires."""
         return []
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """When the actors exist: what an earlier run of that name recorded is set aside by then. Idempotent."""
+        """Start the thread. Called when the actors exist: by then the records of an earlier run of the same name have
+        been set aside. Idempotent."""
         if not self.ident:
             self.start()
 
@@ -93,7 +97,7 @@ class Scenario(threading.Thread, ABC):
             self.failure = error
 
     def end(self) -> None:
-        """The run has ended. Raises what the thread failed with."""
+        """Stop the thread, because the run has ended. Raises the exception with which the thread failed."""
         self._over.set()
         if self.ident:
             self.join(10)
@@ -107,31 +111,31 @@ class Scenario(threading.Thread, ABC):
         return self._over.is_set()
 
     def wait(self, seconds: float) -> bool:
-        """False if the run ended meanwhile."""
+        """Wait for `seconds`. Returns False if the run ended meanwhile."""
         return not self._over.wait(seconds)
 
     def wait_for(self, what: Callable[[], bool]) -> bool:
-        """Until `what()` holds. False if the run ended before."""
+        """Wait until `what()` is true. Returns False if the run ended before."""
         while not what():
             if not self.wait(WAIT_SECONDS):
                 return False
         return True
 
     def wait_for_step(self, step: int) -> bool:
-        """Until so many steps were trained. False if the run ended before."""
+        """Wait until `step` steps were trained. Returns False if the run ended before."""
         return self.wait_for(lambda: self.trained() >= step)
 
     def trained(self) -> int:
-        """Steps trained so far, at the most: what a resume takes back counts as well."""
+        """Return the maximum number of steps that were trained so far. Steps that a resume rolls back count as well."""
         self._most = max(self._most, len(read_json_objects(self.run_dir / TRAINED_FILE)))
         return self._most
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """Of that name, that the run has recorded."""
+        """Return the recorded events of this name."""
         return [event for event in read_json_objects(self.run_dir / "events.jsonl") if event["event"] == name]
 
     def find(self, role: Role) -> psutil.Process | None:
-        """A process of that role that lives now, waiting until there is one; None if the run ended before."""
+        """Wait for a live process of this role, and return a random one; None if the run ended before."""
         while not self.over:
             if living := self.living(role):
                 return self.rng.choice(living)
@@ -139,7 +143,7 @@ class Scenario(threading.Thread, ABC):
         return None
 
     def living(self, role: Role) -> list[psutil.Process]:
-        """Processes of that role that live now."""
+        """Return the live processes of this role."""
         pids = {event["pid"] for event in self.events(f"{'generator' if role == 'environment' else role}_started")}
         living = [p for pid in sorted(pids) if (p := actor_process(pid)) is not None]
         if role == "environment":
@@ -147,7 +151,7 @@ class Scenario(threading.Thread, ABC):
         return living
 
     def kill(self, role: Role) -> bool:
-        """`kill -9` of one process of that role. False if the run ended before there was one."""
+        """Kill one process of this role with `kill -9`. Returns False if the run ended before there was one."""
         while (victim := self.find(role)) is not None:
             with contextlib.suppress(psutil.Error):
                 victim.kill()
@@ -158,7 +162,8 @@ class Scenario(threading.Thread, ABC):
 
 
 def actor_process(pid: int) -> psutil.Process | None:
-    """Process ids are used again: only what calls itself a worker of Ray is taken for the one that recorded its start."""
+    """Return the actor's process; None if it has ended. Process ids are reused, so a process counts only if its command
+    line is that of a Ray worker."""
     try:
         process = psutil.Process(pid)
         return process if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::") else None

@@ -24,12 +24,14 @@ from r3async.record.writer import TRAINED_FILE
 # -- kills: processes of every role, one after the other, by `kill -9` --------------------------------------------------
 
 SHARES: dict[Role, int] = {"generator": 4, "environment": 4, "learner": 1, "conductor": 1}
-"""Of the kills. Losing a learner or a conductor restarts the whole run, which takes ten times as long as the others."""
+"""Relative share of each role among the kills. Losing a learner or a conductor restarts the whole run, which takes ten
+times as long as losing another process."""
 STEPS_PER_KILL = 2
 
 
 def draw_roles(kills: int, rng: random.Random) -> list[Role]:
-    """Who is killed, in order. Not drawn one by one: every role has its share, however few kills there are."""
+    """Return the roles to kill, in order. They are not drawn independently: every role gets its share, however few
+    kills there are."""
     shares: list[Role] = [role for role, share in SHARES.items() for _ in range(share)]
     rng.shuffle(shares)
     roles = [shares[i % len(shares)] for i in range(kills)]
@@ -38,8 +40,8 @@ def draw_roles(kills: int, rng: random.Random) -> list[Role]:
 
 
 class Kills(Scenario):
-    """Spread over the run: each when so many more steps were trained than at the one before, `STEPS_PER_KILL` at least, and up to
-    a second later."""
+    """Kills spread evenly over the run. Each comes a fixed number of steps after the one before, at least
+    `STEPS_PER_KILL`, plus up to a second."""
 
     def disturb(self) -> None:
         self.roles = self._drawn()
@@ -60,7 +62,7 @@ class Kills(Scenario):
         return [f"{spared} processes were not killed: the run ended before; steps is too few"]
 
 
-# -- rewind and first-checkpoint: a run that is lost again before it has made up for the loss before --------------------
+# -- rewind and first-checkpoint: the run is lost again before it has caught up after the previous loss ----------------
 
 EVERY = 5
 """Steps from one checkpoint to the next."""
@@ -68,7 +70,7 @@ LOST: tuple[Role, ...] = ("learner", "conductor")
 
 
 class Losses(Scenario):
-    """Kills learner or conductor, whose loss takes the run back."""
+    """A scenario that kills the learner or the conductor, whose loss rolls the run back."""
 
     settings: ClassVar[Sequence[str]] = (
         f"checkpoint.every_steps={EVERY}",
@@ -81,25 +83,28 @@ class Losses(Scenario):
         return 3 * EVERY + 1
 
     def lose(self, lineage: int, step: int) -> bool:
-        """Kill one when that lineage has made that step. False if the run ended before."""
+        """Kill learner or conductor when `lineage` has trained `step`. Returns False if the run ended before."""
         if not self.wait_for(lambda: self.reached() >= (lineage, step)):
             return False
         return self.kill(self.rng.choice(LOST))
 
     def reached(self) -> tuple[int, int]:
-        """Lineage and step of the newest record of a trained step."""
+        """Return lineage and step of the newest trained step; (0, 0) if there is none."""
         return max(
             ((line["lineage"], line["step"]) for line in read_json_objects(self.run_dir / TRAINED_FILE)), default=(0, 0)
         )
 
     def began(self) -> list[int]:
-        """The step that each lineage began after."""
+        """Return for each lineage the step after which it began."""
         return [event["step"] for event in self.events("lineage_began")]
 
 
 class Rewind(Losses):
-    """Twice between the first checkpoint and the second, so that steps and versions are made three times; and once more as soon
-    as the second is there, where numbers of the first two timelines are in the spool again if nothing took them out."""
+    """Two losses between the first checkpoint and the second, and a third one as soon as the second exists.
+
+    So steps and versions are made three times. After the third loss, the numbers of the first two timelines are in the
+    spool again, unless something removed them.
+    """
 
     def disturb(self) -> None:
         for lineage in (1, 2):
@@ -117,7 +122,7 @@ class Rewind(Losses):
 
 
 class FirstCheckpoint(Losses):
-    """Twice before there is any checkpoint: what was acknowledged then is in the spool alone."""
+    """Two losses before there is any checkpoint: acknowledged trajectories are then in the spool alone."""
 
     def disturb(self) -> None:
         for lineage in (1, 2):
@@ -138,13 +143,16 @@ class FirstCheckpoint(Losses):
 
 STEPS_PER_FAULT = 2
 ASLEEP_SECONDS = 8.0
-"""At most, of one that wakes again: less than `supervise.stall_seconds`."""
+"""Maximum seconds that a generator which wakes again is stopped: less than `supervise.stall_seconds`."""
 NAP_SECONDS = 3.0
 
 
 class Frozen(Scenario):
-    """In an order of the seed: an environment, a generator, the learner and the conductor stop for good; another generator, and
-    the learner once more, wake again. Each when `STEPS_PER_FAULT` more steps were trained than at the one before."""
+    """Six stops of processes, in an order drawn from the seed, `STEPS_PER_FAULT` steps apart.
+
+    An environment, a generator, the learner and the conductor are stopped for good. Another generator, and the learner
+    once more, are woken again.
+    """
 
     settings: ClassVar = (
         "supervise.on_stall=restart",
@@ -181,7 +189,7 @@ class Frozen(Scenario):
             act()
 
     def stop(self, role: Role) -> psutil.Process | None:
-        """None if the run ended before there was one."""
+        """Stop one process of this role with SIGSTOP. Returns None if the run ended before there was one."""
         while (victim := self.find(role)) is not None:
             with contextlib.suppress(psutil.Error):
                 if victim.status() == psutil.STATUS_STOPPED:
@@ -195,7 +203,8 @@ class Frozen(Scenario):
         return None
 
     def generator_that_wakes(self) -> None:
-        """When others have trained on without it, as far as it goes."""
+        """Stop a generator, and wake it when it is suspected and training went on without it, or after
+        `ASLEEP_SECONDS`."""
         suspected, trained = len(self.events("generator_suspect")), self.trained()
         generator = self.stop("generator")
         until = time.monotonic() + ASLEEP_SECONDS
@@ -230,7 +239,7 @@ class Frozen(Scenario):
                 self.report(f"chaos: {role} ({process.pid}) wakes")
 
 
-# -- full-disk: the run's directory is a file system of 20 MB that is filled up meanwhile, and freed --------------------
+# -- full-disk: the run's directory is on a file system of 20 MB that is filled up and freed during the run ------------
 
 MEGABYTES = 20
 FILLS = 2
@@ -239,10 +248,10 @@ HELD_SECONDS = (3.0, 5.0)
 
 
 class FullDisk(Filling):
-    """Fills the disk twice, each time for some seconds. Rows of steps that were made meanwhile have to be there in the end."""
+    """A disk that is full twice, for some seconds. The rows of steps trained meanwhile must be there in the end."""
 
     settings: ClassVar[Sequence[str]] = (
-        # A full spool pauses generators; here the run has to make steps all the while.
+        # A full spool pauses generators, but here the run must go on training.
         "buffer.durability=memory",
         "routing.trace=all",
     )
@@ -255,14 +264,14 @@ class FullDisk(Filling):
     @classmethod
     @contextmanager
     def place(cls, root: Path) -> Iterator[Path]:
-        """A file system of that size, mounted below `root`. Raises `ConfigError` where that is not allowed."""
+        """Mount a file system of `MEGABYTES` MB below `root`. Raises `ConfigError` where mounting is not allowed."""
         with mounted(root.absolute() / f"full-disk.{os.getpid()}", MEGABYTES, "full-disk") as point:
             yield point
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.full: list[tuple[float, float]] = []
-        """When it was: from and until."""
+        """Intervals in which the disk was full, each with begin and end."""
 
     def disturb(self) -> None:
         for number in range(FILLS):

@@ -1,4 +1,5 @@
-"""Scenarios in which weights do not get through in one place. Each generator is on a host of its own (`ChaosGenerator`)."""
+"""Scenarios in which the transfer of weights fails in one place. Each generator is on its own host
+(`ChaosGenerator`)."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from r3async.world.sockets import HANDSHAKE_TIMEOUT_MS, MAX_NEW_PEERS
 INSTALL_SECONDS = 8.0
 STEPS = 60
 FEW_RESTARTS = 6
-"""That one generator may have: a loss that has no end is found."""
+"""Maximum number of restarts of one generator, so that a generator that is lost again and again is detected."""
 APART: tuple[str, ...] = (
     "weights.backend=tcp",
     f"weights.install_timeout={INSTALL_SECONDS}",
@@ -35,7 +36,7 @@ APART: tuple[str, ...] = (
 
 
 class InTrouble(Scenario):
-    """What the scenarios of weights share."""
+    """Base class of the scenarios about weights."""
 
     settings: ClassVar[Sequence[str]] = APART
     token_seconds = 0.1
@@ -45,25 +46,27 @@ class InTrouble(Scenario):
         return STEPS
 
     def of(self, event: str, generator_id: str) -> list[dict[str, Any]]:
-        """Events of that name, of one generator."""
+        """Return the recorded events of this name about one generator."""
         return [e for e in self.events(event) if e.get("generator") == generator_id]
 
     def one_more(self, event: str, generator_id: str) -> Callable[[], bool]:
-        """Whether there is another such event than there are now."""
+        """Return a function that tells whether there is one more such event than now."""
         before = len(self.of(event, generator_id))
         return lambda: len(self.of(event, generator_id)) > before
 
     def made_between(self, began: float, ended: float) -> int:
-        """Steps."""
+        """Return how many steps were made between two times."""
         return sum(began < row["time"] < ended for row in read_json_objects(self.run_dir / "metrics.jsonl"))
 
 
-# -- blocked-line: nothing passes between one generator and what the learner gives weights by ---------------------------
+# -- blocked-line: the connection over which one generator fetches weights is blocked ----------------------------------
 
 
 class BlockedLine(InTrouble):
-    """For twice as long as an installation may take, while Ray's line works. Its generator is restarted until the line is open,
-    and the others train on."""
+    """A connection for weights that is blocked for twice the time that an installation may take, while Ray's works.
+
+    The generator is restarted until the connection works again; the others go on training.
+    """
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -102,22 +105,25 @@ class BlockedLine(InTrouble):
         return problems
 
 
-# -- full-memory: the file systems where the learner and one generator have weights are full for a while ----------------
+# -- full-memory: the file systems with the weights of the learner and of one generator are full for a while -----------
 
 MEGABYTES = 64
 FULL = "generator-1"
-"""Whose file system it is."""
+"""The generator whose file system is filled."""
 HELD_SECONDS = (3.0, 5.0)
 
 
 class FullMemory(InTrouble, Filling):
-    """First the learner's: the run waits. Then that of one generator: it is lost for that, the others train on, and its next
-    process waits until there are free bytes."""
+    """A full file system for weights: first the learner's, then that of one generator.
+
+    While the learner's is full, the run waits. The generator whose file system is full is lost; the others go on
+    training, and its next process waits for free bytes.
+    """
 
     @classmethod
     @contextmanager
     def place(cls, root: Path) -> Iterator[Path]:
-        """A directory for the run, with two small file systems in it. Raises `ConfigError` where that is not allowed."""
+        """Mount two small file systems in a directory for the run. Raises `ConfigError` where that is not allowed."""
         point = root.absolute() / f"full-memory.{os.getpid()}"
         learners = cls._memory(point)
         with contextlib.ExitStack() as stack:
@@ -131,7 +137,7 @@ class FullMemory(InTrouble, Filling):
 
     @staticmethod
     def _memory(place: Path) -> Path:
-        """The learner's."""
+        """Return the learner's directory for weights."""
         return place / "memory" / "learner"
 
     def __init__(self, *args: Any, **options: Any):
@@ -154,12 +160,12 @@ class FullMemory(InTrouble, Filling):
         return any("directory" in event for event in self.events("weights_stalled"))
 
     def _next_waits(self) -> bool:
-        """Another process of the generator meets what its first one was lost by."""
+        """Return whether the generator's next process has met the same fault as the one that was lost."""
         return len(self.of("weights_stalled", FULL)) >= 2
 
     @staticmethod
     def _held(happened: Callable[[], bool], seconds: float) -> Callable[[float], bool]:
-        """Until so long after `happened()`."""
+        """Return an `enough` for `fill` that is true `seconds` after `happened()` was first true."""
         since: list[float] = []
 
         def enough(full_for: float) -> bool:
@@ -188,23 +194,24 @@ class FullMemory(InTrouble, Filling):
         return problems
 
 
-# -- strangers: thousands of connections without keys to both ports of the learner --------------------------------------
+# -- strangers: thousands of connections without keys to both ports of the learner -------------------------------------
 
 COUNT = 3000
 DESCRIPTORS = 1024
-"""That the learner may have: what many systems allow. With all strangers it would have none left."""
+"""Maximum number of the learner's file descriptors, a common system limit. All strangers together would exhaust it."""
 CALM_SECONDS = 2.5 * HANDSHAKE_TIMEOUT_MS / 1000
-"""The strangers stay for so long at least."""
+"""Minimum seconds that the strangers stay."""
 STEPS_MEANWHILE = 8
 PATIENT_SECONDS = 60.0
-"""That an installation may take here: who has to connect again waits with the strangers, up to two times of a handshake or so."""
+"""Seconds that an installation may take here: a peer that reconnects waits among the strangers, for about up to two
+handshake timeouts."""
 AT_ONCE = 400
-"""Connections of one port that come in before it is closed, at most. Measured beside vLLM on two cores: 306."""
+"""Maximum number of connections that one port accepts before it is closed. Measured beside vLLM on two cores: 306."""
 
 
 class Strangers(InTrouble):
-    """They are there while weights are written and fetched, and come back when they are turned out. A generator is killed
-    meanwhile: its next process has to get in beside them."""
+    """Strangers that are connected while weights are written and fetched, and reconnect when they are disconnected. A
+    generator is killed meanwhile: its next process must be let in beside them."""
 
     settings: ClassVar[Sequence[str]] = (*APART, f"weights.install_timeout={PATIENT_SECONDS}")
 
@@ -213,7 +220,7 @@ class Strangers(InTrouble):
         self.seen: Seen | None = None
         self.while_there: tuple[float, float] = 0.0, 0.0
         self.before = self.most = 0
-        """Descriptors of the learner."""
+        """The learner's file descriptors before the strangers came, and their maximum number afterwards."""
 
     def disturb(self) -> None:
         from dev.chaos.actors import Ports, ports_file

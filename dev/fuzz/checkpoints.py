@@ -1,4 +1,4 @@
-"""Mutated checkpoints into a resume: what has no checksum that fits is refused, or read as it was written."""
+"""Fuzzing of resumes. A mutated checkpoint without a matching checksum is refused, or read as it was written."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from r3async.checkpoint.directory import STATE_FILE
 from r3async.checkpoint.state import MANIFEST_FILE
 
 Files = dict[str, bytes | None]
-"""By name. None: a directory has its place."""
+"""The content of each file of a checkpoint, by name; None for a directory in place of the file."""
 
 OLDER = 1
-"""Step of the checkpoint before the one that is mutated."""
+"""The step of the checkpoint before the one that is mutated."""
 
 REFUSED = "refused with a reason, the one before it read"
 LATE = "checksum fits, refused with a reason when it was read"
@@ -28,16 +28,16 @@ OTHER = "checksum fits, other values"
 EQUAL = "read, equal"
 
 NESTED = {"<deep>": b'{"a":' * 400 + b"0" + b"}" * 400, "<deeper>": b"[" * 3000 + b"]" * 3000}
-"""What `dump` writes for these strings."""
+"""Deeply nested JSON that `dump` writes in place of these strings."""
 
 NUMBERS = (True, -1, 0, 1, 2**31, 2**63, 10**25, 1.5, -1e308, float("nan"))
 TEXTS = ("", "..", "../run.json", "/etc/passwd", "run.json", "a/b", "a\0b", "é", "x" * 5000, "F64", "I64", "U32", "F4")
 ODD: tuple[Any, ...] = (None, [], {}, [[]], {"": 0}, [0, -1], *NUMBERS, *TEXTS, *NESTED)
-"""Values that JSON may have where another is expected."""
+"""JSON values that are put where another value is expected."""
 
 
 def damage(rng: random.Random, files: Files) -> None:
-    """What disks, copies and people do to one or two files."""
+    """Damage one or two files in place, as disks, copies and people do."""
     for _ in range(min(len(files), rng.choice((1, 1, 1, 2)))):
         name = rng.choice(list(files))
         data = files[name] or b""
@@ -58,12 +58,12 @@ def damage(rng: random.Random, files: Files) -> None:
 
 
 def with_checksum(line: bytes) -> bytes:
-    """A manifest of that line, as if it had been written so."""
+    """Return a manifest file with this line and its valid checksum."""
     return line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n"
 
 
 def mutate_json(rng: random.Random, document: Any) -> Any:
-    """`document` with one to three of its values gone, doubled, exchanged, or other ones."""
+    """Return `document` with one to three of its values removed, duplicated, exchanged or replaced."""
     for _ in range(rng.choice((1, 1, 2, 3))):
         if not document or rng.random() < 0.01:
             return rng.choice(ODD)
@@ -88,7 +88,7 @@ def mutate_json(rng: random.Random, document: Any) -> Any:
 
 
 def _choose(rng: random.Random, inside: Any) -> tuple[Any, Any]:
-    """A value somewhere inside: what it is in, and under which key."""
+    """Choose a value somewhere inside. Returns its container and its key there."""
     while True:
         key = rng.choice(list(inside) if isinstance(inside, dict) else range(len(inside)))
         value = inside[key]
@@ -98,7 +98,7 @@ def _choose(rng: random.Random, inside: Any) -> tuple[Any, Any]:
 
 
 def dump(document: Any) -> bytes:
-    """JSON, which may be nested deeper than Python can."""
+    """Encode `document` as JSON, which may be nested deeper than Python allows (`NESTED`)."""
     text = json.dumps(document).encode()
     for name, nested in NESTED.items():
         text = text.replace(f'"{name}"'.encode(), nested)
@@ -106,7 +106,7 @@ def dump(document: Any) -> bytes:
 
 
 def mutate_header(rng: random.Random, data: bytes) -> bytes:
-    """A part of the learner with another header: tensors, or their and the run's facts."""
+    """Return a learner file with a mutated header: either the entries of tensors, or the metadata."""
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     about = header["__metadata__"]
@@ -121,7 +121,7 @@ def mutate_header(rng: random.Random, data: bytes) -> bytes:
 
 
 def replace(rng: random.Random, files: Files) -> None:
-    """Changes the run's state or a part of the learner, and writes a manifest that fits."""
+    """Mutate the run's state or a learner file in place, and write a manifest that matches."""
     name = rng.choice([name for name in files if name == STATE_FILE or name.startswith("learner-")])
     data = files[name] or b""
     if rng.random() < 0.2:
@@ -139,13 +139,13 @@ def replace(rng: random.Random, files: Files) -> None:
 
 
 def mutate_manifest(rng: random.Random, files: Files) -> None:
-    """Another manifest, with a checksum that fits."""
+    """Replace the manifest by a mutated one with a valid checksum."""
     if rng.random() < 0.2:
         line = (files[MANIFEST_FILE] or b"").partition(b"\n")[0]
         files[MANIFEST_FILE] = with_checksum(mutate_bytes(rng, line))
         return
     manifest = _manifest(files)
-    if rng.random() < 0.2:  # what is there under another name, or a file more or less
+    if rng.random() < 0.2:  # a file under another name, or one file more or less
         first, second = rng.choices(manifest["files"], k=2)
         rng.choice((first.update, manifest["files"].append, manifest["files"].remove))(second)
     else:
@@ -158,7 +158,7 @@ def _manifest(files: Files) -> Any:
 
 
 class Case:
-    """A run with two checkpoints, of which the newer one is to be mutated."""
+    """A run with two checkpoints, of which the newer one is mutated."""
 
     def __init__(self, directory: Path, world: int):
         self.run = TinyRun(directory, world)
@@ -185,7 +185,7 @@ class Case:
                 (self.path / name).write_bytes(data)
 
     def outcome(self) -> str:
-        """What becomes of what was put there."""
+        """Resume from the files that were put, and return the outcome."""
         self.run.reported.clear()
         try:
             opened = self._newest()
@@ -200,7 +200,11 @@ class Case:
 
 
 def fuzz_checkpoints(count: int, seed: int, directory: Path) -> Report:
-    """Raises `AssertionError` for a change that went unnoticed, and whatever else than `CheckpointError` a resume raises."""
+    """Resume from `count` mutated checkpoints, and report the outcomes.
+
+    Raises `AssertionError` for a change that goes unnoticed, and any exception of a resume other than
+    `CheckpointError`.
+    """
     rng = random.Random(seed)
     cases = [Case(directory / f"ranks-{world}", world) for world in (1, 2)]
     watch = Watch(count)

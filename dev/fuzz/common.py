@@ -1,4 +1,4 @@
-"""What all of them share: a report of the inputs, a trajectory to mutate, and changes of bytes."""
+"""Parts that all fuzzers share: the report, a trajectory to mutate, and mutations of bytes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,17 @@ import numpy as np
 from r3async.data.tokens import SCHEMA, Sample, TokenTable, Trajectory, Turn
 
 WARM = 0.2
-"""Share of the work after which memory is compared: caches and pools have filled by then."""
+"""Share of the inputs after which memory growth is measured: caches and pools have filled by then."""
 
 
 class Report(msgspec.Struct, frozen=True):
-    """`outcomes` counts what became of each input; `slowest` is the longest that one took, in seconds; `growth_mib` is how
-    much the process grew after the first fifth."""
+    """The result of fuzzing one reader.
+
+    Attributes:
+        slowest: Maximum seconds that one input took.
+        growth_mib: Growth of the process in MiB after the first fifth of the inputs.
+        outcomes: Count of each outcome.
+    """
 
     inputs: int
     seconds: float
@@ -32,7 +37,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class Watch:
-    """Of `count` inputs: how long each takes, what becomes of it, and how much the process grows."""
+    """A monitor of `count` inputs: the time that each takes, its outcome, and the growth of the process."""
 
     def __init__(self, count: int):
         self.outcomes: Counter[str] = Counter()
@@ -41,7 +46,7 @@ class Watch:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Around what is made of one input."""
+        """Measure the handling of one input."""
         began = time.perf_counter()
         yield
         self._slowest = max(self._slowest, time.perf_counter() - began)
@@ -55,7 +60,10 @@ class Watch:
 
 
 def specimen(seed: int, lengths: tuple[int, ...], routes: tuple[int, int] = (3, 2)) -> Trajectory:
-    """Several rows, with random columns, nearly constant ones, and routes `[n, *routes]`."""
+    """Return a trajectory to mutate, with random columns, nearly constant ones, and routes of shape `[n, *routes]`.
+
+    `lengths` has the number of tokens of each sample.
+    """
     rng = np.random.default_rng(seed)
     samples = []
     for i, n in enumerate(lengths):
@@ -89,7 +97,7 @@ def mutate_bytes(rng: random.Random, data: bytes) -> bytes:
 
 
 def resident() -> int:
-    """Bytes of memory that this process has now, without what nobody refers to any more."""
+    """Return the resident memory of this process in bytes, after a garbage collection."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()

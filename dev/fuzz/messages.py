@@ -1,4 +1,4 @@
-"""Mutated messages into a receiver without a socket, and mutated spool files into recovery."""
+"""Fuzzing of a receiver without a socket with mutated messages, and of recovery with mutated spool files."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from r3async.world.sockets import generate_keys
 
 
 def mutate_control(rng: random.Random, frame: bytes) -> bytes:
-    """Bytes changed, and most often with a checksum that fits: or next to none would come past the checksum."""
+    """Return a mutated control frame, mostly with a valid checksum. Otherwise almost none would pass the checksum."""
     if rng.random() < 0.2:
         return mutate_bytes(rng, frame)
     return wire.append_control_crc(mutate_bytes(rng, frame[: -wire.CRC_BYTES]))
 
 
 def forge(rng: random.Random, frames: Sequence[bytes]) -> list[bytes]:
-    """A trajectory whose header, and perhaps a column, is another one, with a checksum that fits."""
+    """Return the frames of a trajectory with a mutated header, and perhaps a mutated column, and a valid checksum."""
     header, *columns = frames
     body = mutate_bytes(rng, wire.read_trajectory_header(header).body) or b"\xc0"
     if rng.random() < 0.3:
@@ -40,7 +40,7 @@ def forge(rng: random.Random, frames: Sequence[bytes]) -> list[bytes]:
 
 
 def mutate_frames(rng: random.Random, frames: list[bytes]) -> list[bytes]:
-    """A message that differs from `frames` in one to three places: bytes, or whole frames."""
+    """Return a message that differs from `frames` in one to three places: in bytes, or in whole frames."""
     frames = list(frames)
     for _ in range(rng.randint(1, 3)):
         i = min(rng.randrange(len(frames)), rng.randrange(len(frames)))
@@ -58,7 +58,7 @@ def mutate_frames(rng: random.Random, frames: list[bytes]) -> list[bytes]:
 
 
 class Answers(NullSocket):
-    """Stands in for the receiver's socket: keeps the answers."""
+    """A substitute for the receiver's socket that keeps the answers."""
 
     def __init__(self) -> None:
         self.kept: list[wire.ControlMessage] = []
@@ -69,7 +69,7 @@ class Answers(NullSocket):
 
 
 class AnswersSockets:
-    """`Sockets` with this router."""
+    """An implementation of `Sockets` whose router is the given socket."""
 
     def __init__(self, socket: Answers):
         self._socket = socket
@@ -90,14 +90,17 @@ class AnswersWorld(RealWorld):
 
 
 class Bytes:
-    """Stands in for a frame of ZeroMQ: only its `bytes` are used, of the identity."""
+    """A substitute for a ZeroMQ frame, of which the receiver reads only `bytes`: for the identity."""
 
     def __init__(self, data: bytes):
         self.bytes = data
 
 
 async def fuzz_receiver(count: int, seed: int) -> Report:
-    """Raises `AssertionError` for a message that was mistaken for another trajectory, or answered without a reason."""
+    """Send `count` mutated messages to a receiver, and report the outcomes.
+
+    Raises `AssertionError` for a message that is mistaken for another trajectory, or refused without a reason.
+    """
     rng = random.Random(seed)
     originals = [specimen(0, (9, 40)), specimen(1, (130,)), specimen(2, (3, 4, 5, 64))]
     originals += [specimen(3, (9, 700), (6, 4)), specimen(4, (700, 3), (6, 4))]
@@ -110,7 +113,7 @@ async def fuzz_receiver(count: int, seed: int) -> Report:
     socket = Answers()
 
     def take(trajectory: Trajectory, nbytes: int) -> None:
-        if fits:  # Past the checksum it may be another trajectory, but a valid one.
+        if fits:  # with a valid checksum it may be another trajectory, but a valid one
             again = wire.decode_trajectory(wire.encode_trajectory(trajectory))
             for sample in again.samples:  # routes are unpacked when they are read
                 assert all(len(column) == len(sample.table) for _, column in sample.table.items())
@@ -166,7 +169,10 @@ def _judge(answers: list[wire.ControlMessage]) -> str:
 
 
 async def fuzz_spool(count: int, seed: int, directory: Path) -> Report:
-    """Raises `AssertionError` for a file that gave what was not written, or lost something without a report."""
+    """Recover trajectories from `count` mutated spool files, and report the outcomes.
+
+    Raises `AssertionError` for a file that returns what was not written, or loses something without a report.
+    """
     rng = random.Random(seed)
     written = [specimen(5, (9, 40)), specimen(10, (130,)), specimen(15, (3, 4, 64))]
     path = directory / f"{0:09d}-0000.spool"
@@ -186,7 +192,7 @@ async def fuzz_spool(count: int, seed: int, directory: Path) -> Report:
             found, _, damage = spool._scan_directory()
         assert all(kept.trajectory in written for kept in found), "read what was not written"
         assert all(d.reason for d in damage), "damage without a reason"
-        # Cut where a record ends is a file to which nothing more was written.
+        # A file that is cut at the end of a record looks as if nothing more had been written to it.
         assert damage or len(found) == len(written) or len(data) in ends, "lost without a report"
         watch.outcomes["refused with a reason" if damage else "read, equal"] += 1
         watch.outcomes["trajectories that were saved from damaged files"] += len(found) if damage else 0

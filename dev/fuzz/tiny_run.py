@@ -1,4 +1,4 @@
-"""A tiny run that makes real checkpoints, and resumes from one, all ranks in this process."""
+"""A tiny run that writes real checkpoints and resumes from one, with all ranks in this process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RECORD = "metrics.jsonl"
 
 
 class TinyLearner(LearnerBackend):
-    """Parameters, and where they lie in those of all ranks; no model."""
+    """A learner without a model: parameters, and their places in the tensors of all ranks."""
 
     name = "torch"
 
@@ -43,12 +43,15 @@ class TinyLearner(LearnerBackend):
         self._held = held
 
     def trained_slices(self) -> list[ShardSlice]:
-        """See `LearnerBackend.trained_slices`."""
+        """Implement `LearnerBackend.trained_slices`."""
         return self._held
 
 
 class TinyRun:
-    """Weights divided among `world` ranks by rows, stacked ones and a whole one; a window in which a group overtook another."""
+    """A run with weights on `world` ranks, and a window in which a group overtook another.
+
+    Each rank has a parameter divided by rows, a parameter of stacked experts, and a whole one.
+    """
 
     def __init__(self, directory: Path, world: int):
         self._config = config_from_dict(
@@ -62,7 +65,7 @@ class TinyRun:
         (self._model / "config.json").write_text('{"hidden_size": 3}')
         self.checkpoints = CheckpointDirectory(directory / "checkpoints", report=self._report)
         self.reported: list[dict[str, Any]] = []
-        """What was reported of checkpoints."""
+        """Events that were reported about checkpoints."""
         self._ranks = [self._rank(rank, world) for rank in range(world)]
 
     def _report(self, event: str, /, **facts: object) -> None:
@@ -86,7 +89,7 @@ class TinyRun:
         return learner
 
     def write(self, step: int) -> Path:
-        """The checkpoint of a step after which the trust region's coefficient is another one."""
+        """Write the checkpoint of a step that changed the trust region's coefficient, and return its path."""
         partial = self.checkpoints.begin_checkpoint(step)
         for learner in self._ranks:
             learner.trust_region.update_coefficient(0.1)
@@ -119,7 +122,7 @@ class TinyRun:
         return AdmissionController(self._config.schedule, choose_task=lambda group: group)
 
     def resume(self, opened: Checkpoint) -> tuple[Any, ...]:
-        """What the driver, the ranks, the learner and the conductor make of it, and what they then hold."""
+        """Resume from a checkpoint as driver, ranks, learner and conductor do. Returns their resulting state."""
         state = opened.state
         check_resume_settings(state.config, self._config)
         record = self._directory / RECORD

@@ -1,1 +1,1 @@
-"""Rules of the repository that no other linter knows."""
+"""Lint rules that are specific to this repository."""

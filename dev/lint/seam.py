@@ -1,12 +1,12 @@
-"""`python -m dev.lint.seam`: two rules about what comes from outside.
+"""Two lint rules about access to the outside world: `python -m dev.lint.seam`.
 
-The packages that also run in a simulation touch the outside through their `World` alone. Names what they call, or name, of the
-clock, threads, files, sockets, processes, Ray and rngs, with file and line. It reads the source, so what it cannot know from that
-it takes by its form: `x.open("rb")` is a path's, `files.open(path)` the world's. Who calls what would take the real world by
-default hands on its own.
+Packages that also run in a simulation may touch the outside only through their `World`. The linter reports, with file
+and line, each direct use of the clock, threads, files, sockets, processes, Ray and random number generators. It reads
+the source alone, so it judges calls by their form: `x.open("rb")` is a method of a path, `files.open(path)` one of the
+world. A caller of something that uses the real world by default must pass its own.
 
-Whatever is decoded, in any package that users run, is decoded by `r3async/untrusted.py`: a decoder that is called directly raises
-whatever it likes for what a stranger wrote.
+Code that users run must decode with `r3async/untrusted.py`: a decoder that is called directly may raise any exception
+for untrusted input.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ SIMULATED_PATTERNS = (
     "r3async/schedule/*.py",
     "r3async/transport/*.py",
 )
-"""Whatever matches is held to the rule, also a file that is new."""
+"""Glob patterns of the files that the rule about the `World` applies to, new files included."""
 
 EXEMPT_FILES = {"r3async/world/sockets.py": "makes and converts keys, as only libzmq can"}
-"""Files of those packages that no simulation runs, each with the reason."""
+"""Files of those packages that no simulation runs, each with the reason for its exemption."""
 
 DECODING_PATTERNS = ("r3async/**/*.py", "actors/*.py", "tools/**/*.py")
-"""Whatever matches decodes through `r3async/untrusted.py` alone."""
+"""Glob patterns of the files that must decode with `r3async/untrusted.py`."""
 
 DECODING_EXEMPT = {
     "r3async/untrusted.py": "is the decoder",
@@ -51,7 +51,7 @@ DECODING_EXEMPT = {
     "tools/gpu_check/": "reads what it wrote itself, and runs where nothing is installed",
     "dev/pages/comparison.py": "reads a page of this repository",
 }
-"""Files and folders that are exempt from that, each with the reason."""
+"""Files and folders that are exempt from the rule about decoding, each with the reason."""
 
 UNTRUSTED = "r3async.untrusted"
 DECODERS = {
@@ -68,7 +68,7 @@ DECODERS = {
     "tomllib.load": "decode_toml",
     "tomllib.loads": "decode_toml",
 }
-"""What may not be named, and what of `r3async/untrusted.py` to call."""
+"""Names that must not be used, each with the function of `r3async/untrusted.py` to call instead."""
 
 CLOCK, THREADS, FILES, PROCESSES = "world.clock", "world.threads", "world.files", "world.processes"
 
@@ -90,7 +90,7 @@ FORBIDDEN_MODULES = {
     "uuid": "world.unique",
     "zmq": "world.sockets",
 }
-"""Modules of which nothing may be used, and what to use."""
+"""Modules that must not be used, each with what to use instead."""
 
 ALLOWED_NAMES = {
     "os": ({"PathLike", "environ", "fspath", "path", "sep", "strerror"}, f"{FILES} or {PROCESSES}"),
@@ -99,7 +99,7 @@ ALLOWED_NAMES = {
     "numpy.random": ({"Generator", "Philox", "SeedSequence", "default_rng"}, "numpy.random.default_rng(seed)"),
     "time": ({"gmtime", "localtime", "strftime", "struct_time"}, CLOCK),
 }
-"""Modules of which only these may be used."""
+"""Modules of which only some names may be used: the allowed names, and what to use instead of the others."""
 
 FORBIDDEN_NAMES = {
     "asyncio.create_subprocess_exec": PROCESSES,
@@ -139,10 +139,10 @@ FORBIDDEN_METHODS = {
     "write_bytes": FILES,
     "write_text": FILES,
 }
-"""Of whatever object."""
+"""Methods that must not be used, on any object, each with what to use instead."""
 
 DEFINITION_PATTERNS = ("r3async/**/*.py", "actors/*.py")
-"""Where callables are defined that take a part of the real world by default."""
+"""Glob patterns of the files that define callables which use a part of the real world by default."""
 
 LOOP_GETTERS = ("asyncio.get_running_loop", "asyncio.get_event_loop")
 
@@ -158,7 +158,7 @@ class Finding(NamedTuple):
 
 
 def _collect_imports(tree: ast.Module) -> dict[str, str]:
-    """The full names of what a file imports, wherever in it, by their names there."""
+    """Return the full names of everything that a file imports, anywhere in it, by their local names."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -171,14 +171,14 @@ def _collect_imports(tree: ast.Module) -> dict[str, str]:
 
 
 class RealDefault(NamedTuple):
-    """A parameter that is the real world, or a part of it, if it is not given. `position`: of it, if it is no keyword alone."""
+    """A parameter that defaults to the real world, or a part of it. `position` is None for a keyword-only parameter."""
 
     parameter: str
     position: int | None
 
 
 class RealDefaults:
-    """Callables of modules, by full name, with such parameters."""
+    """An index of callables, by full name, with their `RealDefault` parameters."""
 
     def __init__(self, root: Path = ROOT):
         self._by_callable: dict[str, list[RealDefault]] = {}
@@ -187,7 +187,7 @@ class RealDefaults:
             self._add_module(_module_name(str(path.relative_to(root))), ast.parse(path.read_text()))
 
     def find_defaults(self, name: str) -> list[RealDefault]:
-        """Also where it is imported from another module than its own."""
+        """Return the parameters of a callable that default to the real world. `name` may be that of a re-export."""
         seen = set[str]()
         while name and name not in seen and name not in self._by_callable:
             seen.add(name)
@@ -236,7 +236,7 @@ def _module_name(path: str) -> str:
 
 
 class _SeamVisitor(ast.NodeVisitor):
-    """Collects `found` in one file."""
+    """A visitor that collects the findings of one file in `found`."""
 
     def __init__(self, path: str, tree: ast.Module, defaults: RealDefaults):
         self.path, self.found = path, list[Finding]()
@@ -249,7 +249,7 @@ class _SeamVisitor(ast.NodeVisitor):
         self.visit(tree)
 
     def visit_arguments(self, node: ast.arguments) -> None:
-        """A default may be real; nothing else is."""
+        """Visit the defaults of parameters, where alone the real world may be named."""
         for default in [*node.defaults, *filter(None, node.kw_defaults)]:
             if not _is_real(default):
                 self.visit(default)
@@ -275,7 +275,7 @@ class _SeamVisitor(ast.NodeVisitor):
                 self._check_name(f"{node.module}.{alias.name}", node)
 
     def visit_Name(self, node: ast.Name) -> None:
-        # What was imported is named where it was imported.
+        # Imported names are checked where they are imported.
         if isinstance(node.ctx, ast.Load) and node.id == "open" and node.id not in self._names:
             self._check_name("open", node)
         if isinstance(node.ctx, ast.Load) and node.id == "REAL_WORLD":
@@ -293,7 +293,7 @@ class _SeamVisitor(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        if isinstance(node.func, ast.Attribute) and node not in self._awaited:  # of a path or loop, none is awaited
+        if isinstance(node.func, ast.Attribute) and node not in self._awaited:  # path and loop methods: none awaited
             self._check_call(node, node.func)
         called = self._resolve_name(node.func) or (
             self._local_names.get(node.func.id, "") if isinstance(node.func, ast.Name) else ""
@@ -306,7 +306,7 @@ class _SeamVisitor(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _check_call(self, node: ast.Call, function: ast.Attribute) -> None:
-        """Methods of paths and loops whose names the seam has too."""
+        """Check calls of methods of paths and loops whose names the `World` has too."""
         first = node.args[0] if node.args else None
         mode = first is None or (isinstance(first, ast.Constant) and isinstance(first.value, str))
         match function.attr:
@@ -326,7 +326,8 @@ class _SeamVisitor(ast.NodeVisitor):
                 self._add_finding(node, "loop.time()", CLOCK)
 
     def _check_name(self, name: str, node: ast.AST) -> bool:
-        """Whether it is refused; a module itself is only if nothing of it may be used."""
+        """Record a finding and return True if the name must not be used. A module itself is refused only if it is
+        forbidden as a whole."""
         module, _, last = name.rpartition(".")
         if instead := FORBIDDEN_MODULES.get(name.partition(".")[0]) or FORBIDDEN_NAMES.get(name):
             self._add_finding(node, name, instead)
@@ -346,7 +347,7 @@ class _SeamVisitor(ast.NodeVisitor):
 
 
 def _resolve_full_name(node: ast.AST, names: dict[str, str]) -> str:
-    """The full name of what is imported as `names`; "" for anything else."""
+    """Return the full name of an expression that is imported (`names`); "" for anything else."""
     if isinstance(node, ast.Name):
         return names.get(node.id, "")
     if isinstance(node, ast.Attribute) and (base := _resolve_full_name(node.value, names)):
@@ -355,7 +356,8 @@ def _resolve_full_name(node: ast.AST, names: dict[str, str]) -> str:
 
 
 def check_decoding(path: str, source: str) -> list[Finding]:
-    """What of a file decodes by itself, in order of lines: a decoder, or `data.decode()` of what no call there has encoded."""
+    """Return the direct decoding in a file, in order of lines: uses of decoders, and `data.decode()` unless `data` is
+    the result of a call."""
     tree = ast.parse(source)
     names, found = _collect_imports(tree), list[Finding]()
     for node in ast.walk(tree):
@@ -368,12 +370,13 @@ def check_decoding(path: str, source: str) -> list[Finding]:
 
 
 def check_source(path: str, source: str, defaults: RealDefaults) -> list[Finding]:
-    """What of a file passes the seam by, in order of lines."""
+    """Return the places in a file that bypass the `World`, in order of lines."""
     return sorted(_SeamVisitor(path, ast.parse(source), defaults).found, key=lambda found: found.line)
 
 
 def list_simulated_files(root: Path = ROOT) -> Iterator[Path]:
-    """Those that are held to the rule. Raises `ValueError` for a package, or an exemption, that is not there."""
+    """Yield the files that the rule about the `World` applies to. Raises `ValueError` for a pattern, or an exemption,
+    without a file."""
     for package in SIMULATED_PATTERNS:
         found = sorted(root.glob(package))
         if not found:
@@ -385,7 +388,7 @@ def list_simulated_files(root: Path = ROOT) -> Iterator[Path]:
 
 
 def list_decoding_files(root: Path = ROOT) -> Iterator[Path]:
-    """Those that decode through `r3async/untrusted.py` alone."""
+    """Yield the files that must decode with `r3async/untrusted.py`."""
     for path in sorted({path for pattern in DECODING_PATTERNS for path in root.glob(pattern)}):
         if not str(path.relative_to(root)).startswith(tuple(DECODING_EXEMPT)):
             yield path

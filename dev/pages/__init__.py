@@ -1,1 +1,1 @@
-"""Pages and files of the docs that are made from the code."""
+"""Generators of the docs pages and files that are made from code or data."""

@@ -1,9 +1,9 @@
-"""`python -m dev.pages.comparison`: docs/comparison.md, from docs/figures/comparison.toml.
+"""Generator of docs/comparison.md from docs/figures/comparison.toml: `python -m dev.pages.comparison`.
 
-A cell of the data is what another framework states about itself, with its evidence. Each piece of evidence has its own day,
-that of a release or of a thread, whenever it was read. The page prints its month. A cell whose newest day is more than 180
-days before the day of writing (`as_of`) is marked "old". The day of writing is kept in the data, so that the page is the
-same whenever it is checked. `--check` writes nothing, and exits 1 if the page is not what would be written.
+A cell of the data is what another framework states about itself, with its evidence. Each piece of evidence has a date:
+that of the release or thread, not the day it was read. The page prints its month. A cell whose newest date is more than
+180 days before the date of writing (`as_of`) is marked "old". The date of writing is kept in the data, so that the page
+is the same whenever it is checked. `--check` writes nothing, and exits with 1 if the page is not what would be written.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ SOURCE_LABELS = (
 
 
 class Evidence(msgspec.Struct, forbid_unknown_fields=True):
-    """Where a reader finds it. `at`: the address; `dated`: its own day, if that is known."""
+    """A piece of evidence: its address `at`, and its own date `dated`, if known."""
 
     at: str
     dated: datetime.date | None = None
 
 
 class Cell(msgspec.Struct, forbid_unknown_fields=True):
-    """What one framework states. `of`: a key of `Comparison.names`."""
+    """A statement of one framework. `of` is a key of `FrameworkComparison.names`."""
 
     of: str
     text: str
@@ -56,7 +56,12 @@ class Cell(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ComparisonPoint(msgspec.Struct, forbid_unknown_fields=True):
-    """A row of the comparison. `ours`: what r3async does; `others_ahead`: who does more, "" for nobody known."""
+    """One point of the comparison.
+
+    Attributes:
+        ours: What r3async does.
+        others_ahead: The frameworks that do more; "" if none is known.
+    """
 
     title: str
     ours: str
@@ -65,7 +70,7 @@ class ComparisonPoint(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class FrameworkComparison(msgspec.Struct, forbid_unknown_fields=True):
-    """The whole file. `as_of`: the day on which the page was written."""
+    """The whole data file. `as_of` is the date on which the page was written."""
 
     as_of: datetime.date
     names: dict[str, str]
@@ -73,7 +78,7 @@ class FrameworkComparison(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _label_source(address: str) -> str:
-    """`#123` of a pull request or issue, the version of a release, the name of a file, else "docs"."""
+    """Return a source's label: `#123` for a pull request or issue, a release's version, a file's name, else "docs"."""
     for pattern, mark in SOURCE_LABELS:
         if found := re.search(pattern, address):
             return mark + found[1]
@@ -86,7 +91,8 @@ def _format_source(evidence: Evidence) -> str:
 
 
 def is_old(cell: Cell, as_of: datetime.date) -> bool:
-    """The newest day of its evidence is further back than `MAX_EVIDENCE_AGE`. Evidence without a day says nothing."""
+    """Return whether the newest date of the evidence is further back than `MAX_EVIDENCE_AGE`. Evidence without a date
+    is ignored."""
     days = [evidence.dated for evidence in cell.evidence if evidence.dated]
     return bool(days) and as_of - max(days) > MAX_EVIDENCE_AGE
 
@@ -97,7 +103,7 @@ def _format_statement(cell: Cell, as_of: datetime.date) -> str:
 
 
 def render_page(data: FrameworkComparison) -> str:
-    """The whole page in Markdown. Raises KeyError for a cell of a framework that has no name."""
+    """Return the whole page in Markdown. Raises `KeyError` for a cell of a framework without a name."""
     return "\n".join(
         [PAGE_HEAD.format(as_of=data.as_of), *(line for point in data.point for line in _render_point(point, data))]
     )
@@ -112,7 +118,7 @@ def _render_point(point: ComparisonPoint, data: FrameworkComparison) -> Iterator
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page with today's date, or compare it (`--check`). The process's exit code."""
+    """Write the page with today's date, or compare it (`--check`). Returns the exit status."""
     text = DATA_PATH.read_text()
     data = msgspec.toml.decode(text, type=FrameworkComparison)
     if arguments == ["--check"]:

@@ -1,7 +1,7 @@
-"""`docs/examples/grafana.json`: a Grafana dashboard of the metrics that a run's processes serve to Prometheus.
+"""Generator of `docs/examples/grafana.json`, a Grafana dashboard of the metrics that a run serves to Prometheus.
 
-It is made from the metric catalogue, with the charts of the report; `python -m dev.pages.reference` writes it, and
-`--check` finds it out of date.
+The dashboard is made from the metric catalogue, with the charts of the report. `python -m dev.pages.reference` writes
+it, and its `--check` detects when it is out of date.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from r3async.views.charts import CHARTS, Chart
 
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 RUN_SELECTOR = 'role="driver",run=~"$run"'
-"""The driver serves the metrics of the last step."""
+"""PromQL selector of the chosen runs' drivers, which serve the metrics of the last step."""
 GRAFANA_UNITS = {"s": "s", "fraction": "percentunit", "bytes": "bytes", "MB": "decmbytes"}
 PANEL_WIDTH, PANEL_HEIGHT, STATS_PER_ROW = 12, 8, 8
-"""Of a chart, in 24 columns; and how many numbers stand beside each other."""
+"""Width and height of a chart on Grafana's grid of 24 columns, and the number of stat panels in a row."""
 ENGINE_PANELS = (
     ("Engine requests", "running now", "r3async_engine_running", "short"),
     ("Engine tokens", "generated a second", "rate(r3async_engine_generated_tokens{of}[2m])", "short"),
@@ -32,7 +32,7 @@ PROCESS_PANELS = (
 
 
 def render_dashboard() -> str:
-    """The file's text."""
+    """Return the text of the dashboard file."""
     panels: list[dict[str, Any]] = []
     shown = [known for known in METRICS.values() if known.gauge]
     panels += _iter_stat_panels(shown)
@@ -98,7 +98,7 @@ def _make_target(number: int, expression: str, legend: str) -> dict[str, Any]:
 
 
 def _iter_stat_panels(shown: Sequence[Metric]) -> Iterator[dict[str, Any]]:
-    """A number each, of what the live view has gauges for."""
+    """Yield a stat panel for each metric that the live view shows as a gauge."""
     width = 2 * PANEL_WIDTH // STATS_PER_ROW
     for number, known in enumerate(shown):
         row, column = divmod(number, STATS_PER_ROW)

@@ -1,8 +1,8 @@
-"""`python -m dev.pages.reference`: docs/configuration.md, from the typed configuration and the docstrings beside
-it; the table of metrics in docs/observing.md and docs/examples/grafana.json, from the catalogue; the tables of docs/models.md,
-from the declared architectures.
+"""Generator of the reference pages: `python -m dev.pages.reference`.
 
-`--check` writes nothing, and exits 1 if a file is not what would be written.
+It writes docs/configuration.md, from the typed configuration and its docstrings; the table of metrics in
+docs/observing.md and docs/examples/grafana.json, from the metric catalogue; and the tables of docs/models.md, from the
+declared architectures. `--check` writes nothing, and exits with 1 if a file is not what would be written.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Presets may have such values, and what a file sets may be turned off on the comm
 
 
 def read_field_docs(kind: type) -> dict[str, str]:
-    """By attribute: the text below it in the class, its base classes' included."""
+    """Return the docstring of each attribute of a section, by name, including those of its base classes."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if not (isinstance(base, type) and issubclass(base, Section)) or base is Section:
@@ -72,7 +72,7 @@ def read_field_docs(kind: type) -> dict[str, str]:
 
 
 def format_type(kind: Any) -> str:
-    """As a person would say it."""
+    """Return the type in words for readers of the docs."""
     kind = strip_range(kind)
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
@@ -89,7 +89,7 @@ def format_type(kind: Any) -> str:
 
 
 def format_default(value: Any) -> str:
-    """A default as TOML writes it."""
+    """Return a default in Markdown, as TOML writes it."""
     if value is None:
         return "unset"
     if isinstance(value, bool):
@@ -104,7 +104,7 @@ def format_default(value: Any) -> str:
 
 
 def render_reference() -> str:
-    """The whole page."""
+    """Return the text of docs/configuration.md."""
     out = [REFERENCE_HEAD]
     _render_section("", Config, Config(), out)
     _render_section("evaluation.sets.NAME", EvaluationSetConfig, EvaluationSetConfig(), out)
@@ -137,7 +137,7 @@ def _render_section(path: str, kind: type, default: Any, out: list[str]) -> None
 
 
 def insert_metrics_table(page: str) -> str:
-    """`page`, with the catalogue's table between its marks."""
+    """Return `page` with the table of metrics between its markers."""
     rows = [
         f"| `{metric.name}` | {metric.unit} | {metric.desired} | {_escape_cell(metric.description)} | "
         f"{', '.join(list_metric_views(metric.name))} |"
@@ -159,7 +159,7 @@ def _replace_between(page: str, begin: str, end: str, lines: list[str]) -> str:
 
 
 def insert_model_tables(page: str) -> str:
-    """`page`, with the declared architectures and those that are refused between their marks."""
+    """Return `page` with the tables of declared and of refused architectures between their markers."""
     head = ["| model | published | `model_type` | backends | routes | tp | engine |", "|---|---|---|---|---|---|---|"]
     rows = [
         f"| {a.title} | {a.example_models} | `{kind}` | {'both' if kind in ARCHITECTURES else 'torch'} "
@@ -174,7 +174,7 @@ def insert_model_tables(page: str) -> str:
 
 
 def list_metric_views(name: str) -> list[str]:
-    """The views that show a metric before one asks for all of them."""
+    """Return the views that show a metric by default."""
     known = METRICS[name]
     curve = f"curve {known.curve.chart}" if known.curve else ""
     gauge = f"gauge {known.gauge}" if known.gauge else ""
@@ -187,7 +187,7 @@ def _escape_cell(text: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the pages, or with `--check` compare them."""
+    """Write the pages, or compare them with `--check`. Returns the exit status."""
     pages = (
         (REFERENCE_PAGE, render_reference()),
         (METRICS_PAGE, insert_metrics_table(METRICS_PAGE.read_text())),

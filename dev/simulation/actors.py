@@ -1,4 +1,4 @@
-"""What is reserved on simulated hosts: so many processes and GPUs."""
+"""Simulated actors, and reservations of processes and GPUs on simulated hosts."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ __all__ = [
 ]
 
 HOST_CPUS = 4096
-"""Of a host: as many processes as a run may have."""
+"""CPUs of a host: as many as the processes that a run may have."""
 
 
 class SimulatedReservation:
-    """What `Actors.reserve_bundles` returns. It is released when the process ends that asked for it."""
+    """The result of `Actors.reserve_bundles`. It is released when the process that reserved it ends."""
 
     passes_between_processes = True
 
@@ -59,7 +59,7 @@ def _unpickle_reservation(number: int) -> SimulatedReservation:
 
 
 def release_bundles(reservation: Reservation, bundle: int | None = None) -> None:
-    """See `Actors.release_bundles`."""
+    """Implement `Actors.release_bundles`."""
     assert isinstance(reservation, SimulatedReservation)
     if bundle is None:
         reservation.released_bundles |= set(range(len(reservation)))
@@ -68,7 +68,7 @@ def release_bundles(reservation: Reservation, bundle: int | None = None) -> None
 
 
 def list_nodes(simulation: Simulation, local_host: SimulatedHost) -> list[ClusterNode]:
-    """The hosts that are there, and what nobody has reserved of them."""
+    """Return the hosts that are not lost, with what is not reserved on each."""
     made = simulation.reservations
     held = [bundle for each in made for index, bundle in enumerate(each.bundles) if index not in each.released_bundles]
     out = []
@@ -83,7 +83,7 @@ def list_nodes(simulation: Simulation, local_host: SimulatedHost) -> list[Cluste
 def find_bundle_host(
     simulation: Simulation, reserved_bundle: tuple[Reservation, int]
 ) -> tuple[SimulatedHost | None, bool]:
-    """The host of a bundle, None if it is lost; and whether it is that one or none."""
+    """Return the host of a bundle, or None if it is lost, and whether the bundle is bound to that host."""
     reservation, index = reserved_bundle
     assert isinstance(reservation, SimulatedReservation)
     bundle = reservation.bundles[index]
@@ -91,17 +91,17 @@ def find_bundle_host(
     return (None if host.is_lost else host), not bundle.can_move
 
 
-# Simulated actors: each is a process on a host, and every call takes a while to arrive, and its answer to come back.
+# Simulated actors: each is a process on a host. Every call takes a while to arrive, and so does its answer.
 #
-# As on a Ray cluster: calls to an actor that starts wait for it; those to one that restarts fail; an answer that its process does
-# not live to give is missed only some time after its end; and an actor ends with the process that spawned it.
+# As on a Ray cluster, calls to an actor that starts for the first time wait for it, and calls to one that restarts fail. If a
+# process ends before it answers, the caller notices only some time later. An actor ends with the process that spawned it.
 
 
 DEFAULT_OPTIONS = ActorOptions()
 DEFAULT_CONCURRENCY = 1000
-"""Calls at once, where a placement names none."""
+"""Maximum number of concurrent calls of an actor whose options set none."""
 PLACE_RETRY_SECONDS = 1.0
-"""Between two looks for a host."""
+"""Seconds between two attempts to place an actor on a host."""
 
 
 class ActorCall:
@@ -115,11 +115,12 @@ class ActorCall:
         self.caller, self.answer, self.context = caller, answer, context
         self.method, self.args, self.kwargs = method, args, kwargs
         self.task: VirtualTask | None = None
-        """Held here, as Ray holds it: a loop alone does not keep a task that waits for ever from the garbage collector."""
+        """Task that serves the call. The reference keeps it alive, as Ray does: the loop alone does not protect a task
+        that waits for ever from the garbage collector."""
 
 
 class SimulatedActorRef:
-    """See `world.ActorRef`."""
+    """An implementation of `world.ActorRef`."""
 
     passes_between_processes = True
 
@@ -174,7 +175,8 @@ def _unpickle_ref(number: int) -> SimulatedActorRef:
 
 
 class SimulatedActor:
-    """An actor, through all of its processes. `process` is None while it (re)starts, and when it is lost for good."""
+    """An actor through all its processes. `process` is None until one can be placed, while the actor waits for its
+    restart, and when it is lost for good."""
 
     def __init__(
         self,
@@ -190,21 +192,21 @@ class SimulatedActor:
         self.number = len(simulation.actors)
         self.process: HostProcess | None = None
         self.instance: Any = None
-        """Once the process has made it."""
+        """The actor's object; None until its process has constructed it."""
         self.start_count = 0
         self.lost_reason = ""
-        """Why it is lost for good."""
+        """Reason why the actor is lost for good; "" if it is not."""
         self._open_calls: dict[ActorCall, None] = {}
-        """On their way to the process that is there, or starts for the first time, or served by it."""
+        """Calls on their way to the current process, which may still be starting, or being served by it."""
         self._queued_calls: deque[ActorCall] = deque()
-        """Arrived, and not begun."""
+        """Calls that have arrived and are not being served yet."""
         self._serving_count = 0
         self._max_concurrency = placement.max_concurrency or DEFAULT_CONCURRENCY
 
     # -- starting and ending -----------------------------------------------------------------------------------------
 
     def start_process(self) -> None:
-        """Begin a process for it."""
+        """Begin a process for the actor, or try again later if no host is there."""
         if self.lost_reason:
             return
         host = self.simulation.place_actor(self)
@@ -234,7 +236,7 @@ class SimulatedActor:
             self._serve_queued()
 
     def on_process_end(self, reason: str) -> None:
-        """Of `Simulation.end`: its calls are lost, and it restarts if it may."""
+        """Lose the open calls, and restart the actor if it may. Called by `Simulation.end_process`."""
         calls, self._open_calls = self._open_calls, {}
         self._queued_calls.clear()
         self.process, self.instance, self._serving_count = None, None, 0
@@ -259,7 +261,7 @@ class SimulatedActor:
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def send_call(self, call: ActorCall) -> None:
-        """Send a call on its way."""
+        """Send a call to the actor's process. The calls of one caller arrive in order."""
         simulation, caller, process = self.simulation, call.caller, self.process
         simulation.log.log_detail(f"{caller.name} calls {self.name}.{call.method}")
         now = simulation.loop.now
@@ -328,14 +330,14 @@ class SimulatedActor:
         simulation.loop.call_later(after, settle, call.answer, value, context=caller.context)
 
     def _send_actor_lost(self, call: ActorCall, reason: str) -> None:
-        """The caller notices after a while that no answer will come."""
+        """Fail the call with `ActorLostError` after a delay, when its caller notices that no answer will come."""
         after = draw_seconds(self.simulation.delays.notice, call.caller.rng_for("notices"))
         error = ActorLostError(f"{self.name}: {reason}")
         self.simulation.loop.call_later(after, _fail_answer, call.answer, error, context=call.caller.context)
 
 
 class SharedValue:
-    """What `Actors.put` returns: a value that its owner's process holds."""
+    """The result of `Actors.put`: a value that its owner's process holds."""
 
     passes_between_processes = True
 
@@ -354,7 +356,7 @@ def _unpickle_shared_value(number: int) -> SharedValue:
 
 
 class SimulatedActors:
-    """See `world.Actors`. `begin_call` and `wait_for_call`, which are for threads that block, are not there."""
+    """An implementation of `world.Actors` without `begin_call` and `wait_for_call`, which are for blocking threads."""
 
     def __init__(self, process: HostProcess):
         self._process = process
@@ -370,7 +372,7 @@ class SimulatedActors:
     def reserve_bundles(
         self, plan: Callable[[Sequence[ClusterNode]], Sequence[ResourceBundle]], timeout: float
     ) -> SimulatedReservation:
-        """A process cannot block here: what is not free at once is refused."""
+        """Implement `Actors.reserve_bundles`. A simulated process cannot block: what is not free at once is refused."""
         self._process.raise_if_ended()
         return SimulatedReservation(self._process, plan(self.list_nodes()))
 
@@ -424,7 +426,7 @@ class SimulatedActors:
         raise NotImplementedError("a simulated process cannot block until a call has ended: it awaits `ActorRef.call`")
 
     def leave_cluster(self) -> None:
-        """The cluster that `join_cluster` started ends, and all actors that this process spawned."""
+        """End the cluster that `join_cluster` started, and all actors that this process spawned."""
         self._process.raise_if_ended()
         if self._connected:
             self._connected = False
@@ -435,15 +437,15 @@ class SimulatedActors:
 
 
 IMMUTABLE_TYPES = frozenset({type(None), bool, int, float, complex, str, bytes})
-"""Types whose values cannot change, and hold nothing that can."""
+"""Types whose values are immutable and contain nothing mutable."""
 
 
 def copy_as_sent(value: Any) -> Any:
-    """What would arrive. Raises what pickling raises."""
+    """Return a copy of a value, as it would arrive in another process. Raises what pickling raises."""
     kind = type(value)
     if kind in IMMUTABLE_TYPES:
         return value
-    if kind is dict:  # whose keys are hashable: they do not change
+    if kind is dict:  # its keys are hashable, so they do not change
         return {key: item if type(item) in IMMUTABLE_TYPES else copy_as_sent(item) for key, item in value.items()}
     if kind is list:
         return [item if type(item) in IMMUTABLE_TYPES else copy_as_sent(item) for item in value]
@@ -459,7 +461,7 @@ def copy_as_sent(value: Any) -> Any:
 
 
 def copy_error_as_sent(error: Exception) -> Exception:
-    """The exception as its caller gets it; one that cannot be pickled, as a `RuntimeError` that has its words."""
+    """Return an exception as its caller receives it: as a `RuntimeError` with its message if it cannot be pickled."""
     try:
         arrived = copy_as_sent(error)
     except Exception:

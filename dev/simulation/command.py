@@ -1,4 +1,4 @@
-"""`python -m dev simulate`: many small runs of the whole system, each from a seed, with faults; the first that fails is told."""
+"""Runner of `python -m dev simulate`: small runs of the whole system with faults, one per seed, until one fails."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def simulate_command(
     json: bool,
     say: Say = print,
 ) -> int:
-    """Exit code: 0 if every run kept every invariant; with a mutant, if one did not."""
+    """Run the simulations, and describe the first that fails. Returns the exit status: 0 if every run kept every
+    invariant, or, with a mutant, if one did not."""
     if mutant and mutant not in MUTANTS:
         raise ConfigError(f"--mutant {mutant!r} must be one of {', '.join(sorted(MUTANTS))}")
     if case is not None:
@@ -70,7 +71,7 @@ def simulate_command(
 
 
 def _one(case: Case, trace: Path | None, json: bool, say: Say) -> int:
-    """Run it, and tell what happened."""
+    """Run one case, and print what happened. Returns the exit status."""
     with quiet_logs(), model_here():
         result, simulated = run_case(case)
     verdict = f"{result.violated}: {result.reason}" if result.violated else "every invariant was kept"
@@ -94,7 +95,7 @@ def _progress(results: list[Result], seeds: int, began: float) -> None:
 
 
 def summary(results: list[Result], seconds: float) -> str:
-    """What was run, and what was done to it."""
+    """Return a summary of the runs and their faults."""
     faults: Counter[str] = Counter()
     gave_up: Counter[str] = Counter()
     for result in results:
@@ -135,7 +136,7 @@ def _facts(results: list[Result], failed: Result | None, mutant: str) -> dict[st
 
 
 def read_case(path: Path) -> Case:
-    """Raises `ConfigError`."""
+    """Read a case that `write_case` wrote. Raises `ConfigError` if it cannot be read."""
     try:
         return decode_json(path.read_bytes(), Case)
     except (OSError, MalformedError) as error:
@@ -143,5 +144,5 @@ def read_case(path: Path) -> Case:
 
 
 def write_case(path: Path, case: Case) -> None:
-    """As `tests/sim/seeds/` has them."""
+    """Write a case to a file, in the format of `tests/sim/seeds/`."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(case), indent=1) + b"\n")

@@ -1,4 +1,4 @@
-"""What is on a simulated disk, and what of it a power failure leaves."""
+"""A simulated disk in memory: its files, what a power failure leaves of them, and faults of its operations."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ __all__ = [
 ]
 
 SECTOR_BYTES = 512
-"""Bytes that reach the disk together or not at all."""
+"""Number of bytes that reach the disk together or not at all."""
 
 
 class FileNode:
-    """A file's content. Its first `stable` bytes are synced; after them the synced content has `cut`, truncated since."""
+    """A file's content. Its first `_synced_bytes` bytes are synced. The synced content continues with
+    `_truncated_tail`, which was truncated since."""
 
     def __init__(self, mode: int = 0o644):
         self.data = bytearray()
         self.mode, self.modified, self.is_linked = mode, 0, True
         self.locks: dict[object, bool] = {}
-        """By open file: whether it is shared."""
+        """Locks by open file, each True if it is shared."""
         self._synced_bytes, self._truncated_tail = 0, b""
 
     def truncate(self, size: int) -> None:
@@ -57,7 +58,7 @@ class FileNode:
         self._synced_bytes, self._truncated_tail = len(self.data), b""
 
     def lose_unsynced(self, rng: Random) -> None:
-        """Power fails: what is not synced is lost, is there, or is there in part, with blocks of zeros or of anything."""
+        """Lose power: unsynced content is lost, kept, or kept in part, with blocks of zeros or of random bytes."""
         if len(self.data) > self._synced_bytes or self._truncated_tail:
             match rng.choice(("lost", "there", "in part", "in part")):
                 case "lost":
@@ -78,7 +79,7 @@ class FileNode:
 
 
 class DirectoryNode:
-    """Names in a directory. `synced_names`: those that a power failure leaves."""
+    """The names in a directory. `synced_names` are those that a power failure leaves."""
 
     def __init__(self) -> None:
         self.names: dict[str, TreeNode] = {}
@@ -90,7 +91,7 @@ TreeNode = FileNode | DirectoryNode
 
 
 class EntryChange(NamedTuple):
-    """What a name in a directory stands for from now on; None: nothing."""
+    """A change of a name in a directory, which stands for `node` from now on; None for a name that is removed."""
 
     directory: DirectoryNode
     name: str
@@ -104,17 +105,19 @@ class EntryChange(NamedTuple):
 
 
 class FileTree:
-    """Paths, and the changes of names that are not synced, in their order. A change is made whole or not at all; of those in one
-    directory, a power failure leaves the first few."""
+    """The tree of paths of a disk, and the unsynced changes of names, in their order.
+
+    A change reaches the disk whole or not at all. A power failure leaves the first few changes in each directory.
+    """
 
     def __init__(self) -> None:
         self.root = DirectoryNode()
         self.used_bytes = 0
-        """Bytes of files."""
+        """Total size of all files in bytes."""
         self._changes: list[tuple[EntryChange, ...]] = []
 
     def find_node(self, path: Path) -> TreeNode:
-        """Raises `FileNotFoundError`, `NotADirectoryError`."""
+        """Return the file or directory at a path. Raises `FileNotFoundError` and `NotADirectoryError`."""
         node: TreeNode = self.root
         for name in _path_names(path):
             if isinstance(node, FileNode):
@@ -125,7 +128,7 @@ class FileTree:
         return node
 
     def find_parent(self, path: Path) -> tuple[DirectoryNode, str]:
-        """The directory of `path`, and the name in it; "" for the root. Raises like `find_node`."""
+        """Return the directory that contains `path`, and the name in it; "" for the root. Raises like `find_node`."""
         names = _path_names(path)
         parent = self.find_node(path.parent) if names else self.root
         if isinstance(parent, FileNode):
@@ -133,13 +136,13 @@ class FileTree:
         return parent, names[-1] if names else ""
 
     def apply_changes(self, *entries: EntryChange) -> None:
-        """In order."""
+        """Apply changes of names, in order, as one change that is not synced yet."""
         for entry in entries:
             entry.apply_to(entry.directory.names)
         self._changes.append(entries)
 
     def sync_names(self, directory: DirectoryNode) -> None:
-        """The changes of its names, and whatever was changed before together with them, are on the disk."""
+        """Sync the changes of a directory's names, and the earlier changes of other directories that belong to them."""
         with_it, synced, left = {directory}, [], []
         for change in reversed(self._changes):
             if any(entry.directory in with_it for entry in change):
@@ -153,7 +156,7 @@ class FileTree:
         self._changes = left[::-1]
 
     def write_back(self) -> None:
-        """Everything is on the disk."""
+        """Sync everything."""
         for change in self._changes:
             for entry in change:
                 entry.apply_to(entry.directory.synced_names)
@@ -163,7 +166,7 @@ class FileTree:
                 node.mark_synced()
 
     def lose_unsynced(self, rng: Random) -> None:
-        """Power fails."""
+        """Lose power: of the unsynced changes in each directory, only the first few are kept."""
         counts: dict[DirectoryNode, int] = {}
         for change in self._changes:
             for directory in dict.fromkeys(entry.directory for entry in change):
@@ -205,23 +208,27 @@ def _path_names(path: Path) -> tuple[str, ...]:
 
 
 def os_error(number: int, path: Path) -> OSError:
-    """`FileNotFoundError` for `ENOENT`, and so on."""
+    """Return the exception for an errno: `FileNotFoundError` for `ENOENT`, and so on."""
     return OSError(number, os.strerror(number), str(path))
 
 
-# A host's disk in memory, which can fill up, fail, be slow, and lose power.
+# The disk of a host, kept in memory. It can fill up, fail, be slow, and lose power.
 
 
 READ_OPERATIONS = frozenset({"open", "size", "read", "map", "stat", "list", "free", "lock"})
 GROW_OPERATIONS = frozenset({"create", "append", "make"})
 WRITE_OPERATIONS = GROW_OPERATIONS | {"truncate", "sync", "rename", "remove", "sync_directory"}
 OPEN_OPERATIONS = frozenset({"open", "create", "list", "sync_directory"})
-"""Operations, as `refuse_operations` takes and `on_operation` gets them. `create`: `open` of a file that is not there."""
+"""Names of operations, as passed to `refuse_operations` and `on_operation`. `create` is an `open` of a new file."""
 
 
 class DiskProcess(Protocol):
-    """A simulated process. `disk_seconds`: how long its work on files takes; it is added to. `out_of_descriptors`: it opens
-    nothing more."""
+    """The interface of a simulated process that a disk needs.
+
+    Attributes:
+        out_of_descriptors: True if the process can open nothing more.
+        disk_seconds: Seconds that its work on files takes; the disk adds to it.
+    """
 
     name: str
     ended: bool
@@ -229,29 +236,29 @@ class DiskProcess(Protocol):
     disk_seconds: float
 
     def raise_if_ended(self) -> None:
-        """Raises if it has ended."""
+        """Raise an exception if the process has ended."""
         ...
 
     def add_end_callback(self, callback: Callable[[], None]) -> None: ...
 
 
 class SimulatedDisk:
-    """One for a host. Everything random is from `rng`.
+    """The disk of one host. All randomness comes from `rng`.
 
-    What a process wrote is there when it is killed. What is not synced may be lost with `lose_power`.
+    What a process wrote outlives its end. What is not synced may be lost by `lose_power`.
     """
 
     def __init__(self, rng: Random, *, total_bytes: int = 2**50):
         self.rng, self.total_bytes = rng, total_bytes
         self.latency, self.bytes_per_second = 0.0, math.inf
-        """How long an operation takes: seconds of each, and of what it reads or writes."""
+        """Speed of operations: seconds for each operation, and bytes per second that it reads or writes."""
         self.short_write_rate = 0.0
-        """How probable it is that an append writes a part only, and fails."""
+        """Probability that an append writes only a part and fails."""
         self.next_write_short = False
-        """The next one does."""
+        """True if the next append writes only a part and fails."""
         self.on_operation: Callable[[DiskProcess, str, Path], object] = lambda process, operation, path: None
-        """Called before each operation. It may end the process, or lose the host's power; then a part of what was to be appended
-        may be there."""
+        """Callback before each operation. It may end the process, or fail the host's power; then a part of what was to
+        be appended may be there."""
         self.power_failures = 0
         self._modified = 0
         self._tree = FileTree()
@@ -259,16 +266,18 @@ class SimulatedDisk:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all files."""
+        """The total size of all files in bytes."""
         return self._tree.used_bytes
 
     def files_for(self, process: DiskProcess) -> SimulatedFiles:
-        """The disk as a process sees it, until that ends."""
+        """Return the disk as one process sees it, until the process ends."""
         return SimulatedFiles(self, self._tree, process)
 
     def refuse_operations(self, path: Path, error_number: int, operations: Collection[str] | None = None) -> None:
-        """From now on, these operations on `path`, and on what is in it, fail with that errno. By default: what needs space for
-        `ENOSPC` and `EDQUOT`, else all that writes."""
+        """Let these operations on `path`, and on everything below it, fail with `error_number` from now on.
+
+        By default these are the operations that need space, for `ENOSPC` and `EDQUOT`, and otherwise all that write.
+        """
         full = error_number in (errno.ENOSPC, errno.EDQUOT)
         self._refused_operations[str(path)] = (
             error_number,
@@ -276,22 +285,22 @@ class SimulatedDisk:
         )
 
     def allow_operations(self, path: Path) -> None:
-        """Take back `refuse_operations`."""
+        """Undo `refuse_operations` for `path`."""
         self._refused_operations.pop(str(path), None)
 
     def lose_power(self) -> None:
-        """What is not synced is lost, in whole or in part. The host's processes have to be ended."""
+        """Lose what is not synced, in whole or in part. The caller must end the host's processes."""
         self.power_failures += 1
         self._tree.lose_unsynced(self.rng)
 
     def write_back(self) -> None:
-        """Everything that was written is synced, as an operating system does it from time to time."""
+        """Sync everything that was written, as an operating system does from time to time."""
         self._tree.write_back()
 
     # -- for its files ---------------------------------------------------------------------------------------------------
 
     def begin_operation(self, process: DiskProcess, operation: str, path: Path, nbytes: int = 0) -> None:
-        """Begin an operation. Raises `OSError` if it is refused."""
+        """Begin an operation: count its time, and call `on_operation`. Raises `OSError` if the operation is refused."""
         process.raise_if_ended()
         process.disk_seconds += self.latency + nbytes / self.bytes_per_second
         self.on_operation(process, operation, path)
@@ -302,7 +311,7 @@ class SimulatedDisk:
             raise os_error(number, path)
 
     def refusal_errno(self, operation: str, path: Path) -> int:
-        """The errno with which it fails; 0 if it does not."""
+        """Return the errno with which an operation is refused; 0 if it is not."""
         if self._refused_operations:
             text = str(path)
             for prefix, (number, operations) in self._refused_operations.items():
@@ -311,7 +320,7 @@ class SimulatedDisk:
         return 0
 
     def append_bytes(self, process: DiskProcess, node: FileNode, path: Path, data: bytes) -> None:
-        """All of it, or a part and an error."""
+        """Append all of `data`, or append a part and raise `OSError`."""
         process.raise_if_ended()
         process.disk_seconds += self.latency + len(data) / self.bytes_per_second
         failures = self.power_failures
@@ -334,12 +343,12 @@ class SimulatedDisk:
             raise os_error(number, path)
 
     def add_used_bytes(self, node: FileNode, nbytes: int) -> None:
-        """`node` has so many bytes more."""
+        """Count `nbytes` more bytes of `node`, if it still has a name."""
         if node.is_linked:
             self._tree.used_bytes += nbytes
 
     def unlink_file(self, node: FileNode) -> None:
-        """`node` has no name any more."""
+        """Record that `node` has no name any more, and release its bytes."""
         self.add_used_bytes(node, -len(node.data))
         node.is_linked = False
 
@@ -348,7 +357,7 @@ class SimulatedDisk:
 
 
 class SimulatedFiles:
-    """See `world.Files`: those of one process."""
+    """An implementation of `world.Files` for one process."""
 
     def __init__(self, disk: SimulatedDisk, tree: FileTree, process: DiskProcess):
         self.disk, self.process, self._tree = disk, process, tree
@@ -356,7 +365,7 @@ class SimulatedFiles:
         process.add_end_callback(self.close_all)
 
     def close_all(self) -> None:
-        """The process has ended: what it has open is closed, and its locks are released. Idempotent."""
+        """Close all files of the process, which has ended, and release its locks. Idempotent."""
         for file in list(self.open_files):
             file.close_and_unlock()
         self.open_files.clear()
@@ -403,7 +412,7 @@ class SimulatedFiles:
         self._change_entries(EntryChange(parent, name, DirectoryNode()))
 
     def make_private_directory(self, directory: Path) -> None:
-        """There is one user only."""
+        """Create `directory` if it does not exist. There is only one user, so nothing is checked."""
         with contextlib.suppress(FileExistsError):
             self.create_directory(directory, 0o700)
 
@@ -492,7 +501,7 @@ class SimulatedFiles:
 
 
 class SimulatedFile:
-    """See `world.File`."""
+    """An implementation of `world.File`."""
 
     def __init__(self, files: SimulatedFiles, node: FileNode, path: Path, is_writable: bool):
         self._files, self._disk, self._node = files, files.disk, node
@@ -534,10 +543,11 @@ class SimulatedFile:
         self._node.mark_synced()
 
     def lock(self, *, shared: bool = False, timeout: float = 0.0) -> None:
-        """Nobody else runs while a call waits: what another one holds, it holds when the wait is over."""
+        """Implement `File.lock`. No other process runs while a call waits, so a lock that is held is still held after
+        the wait."""
         self._begin_operation("lock")
         locks = self._node.locks
-        locks.pop(self, None)  # as `flock` does it, also where the new lock is not to be had
+        locks.pop(self, None)  # as `flock` does, even if the new lock is refused
         if locks and not (shared and all(locks.values())):
             self._files.process.disk_seconds += timeout
             raise os_error(errno.EAGAIN, self._path)
@@ -551,7 +561,7 @@ class SimulatedFile:
         self._files.open_files.pop(self, None)
 
     def close_and_unlock(self) -> None:
-        """Close it, and let go of its lock."""
+        """Close the file and release its lock."""
         self._is_open = False
         self.release_lock()
 
@@ -569,7 +579,10 @@ class SimulatedFile:
         self._disk.begin_operation(self._files.process, operation, self._path, nbytes)
 
     def _check_open(self, write_errno: int) -> None:
-        """`write_errno`: the errno of what writes to a file that is open for reading only; 0 for what does not write."""
+        """Raise `OSError` if the file is closed, or if it is open for reading only and `write_errno` is not 0.
+
+        `write_errno` is the errno of a write to a file that is open for reading only; 0 for other operations.
+        """
         self._files.process.raise_if_ended()
         if not self._is_open:
             raise os_error(errno.EBADF, self._path)

@@ -1,6 +1,6 @@
-"""What simulated episodes play: it takes a while, now and then a long one, and rarely raises. Nothing blocks.
+"""The environment of simulated episodes. Calls take a while, sometimes a long while, and rarely raise; none blocks.
 
-The environments of a generator's process are played in a process beside it, which may end, hang or be late (`Helper`)."""
+The environments of a generator run in a helper process beside it, which may end, hang or be late (`Helper`)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,22 @@ from r3async.envs import Action, EnvironmentFailed, Message, StepResult
 
 
 class Helper:
-    """A process of environments, as `envs.pool` has them: when it ends, all that it plays fails, and another one takes its place.
-    `hangs`: it answers nothing any more. `late`: seconds that each answer takes longer."""
+    """A process of environments, like those of `envs.pool`. When it ends, all its episodes fail, and another one
+    replaces it.
+
+    Attributes:
+        hangs: True if the process does not answer any more.
+        late: Additional seconds that each answer takes.
+        lost: Reason why the process has ended; "" if it has not.
+    """
 
     def __init__(self) -> None:
         self.hangs, self.late, self.lost = False, 0.0, ""
         self._calls: dict[asyncio.Future[None], None] = {}
 
     async def work(self, seconds: float, limit: float) -> None:
-        """Raises `EnvironmentFailed` if it ends, or takes longer than the `limit`, by which it is ended."""
+        """Work for `seconds`. Raises `EnvironmentFailed` if the process ends, or if the work takes longer than `limit`
+        seconds, after which the process is ended."""
         loop = asyncio.get_running_loop()
         if self.lost:
             raise EnvironmentFailed(self.lost)
@@ -56,7 +63,7 @@ _HELPERS: WeakKeyDictionary[VirtualProcess, Helper] = WeakKeyDictionary()
 
 
 def helper_of(process: VirtualProcess) -> Helper:
-    """The process of environments beside it."""
+    """Return the process of environments beside a generator's process, or a new one if that was lost."""
     found = _HELPERS.get(process)
     if found is None or found.lost:
         found = _HELPERS[process] = Helper()
@@ -64,11 +71,18 @@ def helper_of(process: VirtualProcess) -> Helper:
 
 
 class Errand:
-    """A task is a few letters; the reward depends on the answers alone, but of one task in `flat` (0: of none) it is always 1.
-    There are so many `tasks` (0: without end).
+    """An environment whose task is a few letters. The reward depends on the answers alone.
 
-    `seconds`: of a call, at most; one in `tail` calls takes ten times as long, and one in `failing` raises (0: none). A call that
-    is made again draws again: by the time at which it is made. `limit`: seconds of a call, as `env.step_timeout`.
+    A call that is repeated draws its duration and failure again, from the time at which it is made.
+
+    Args:
+        turns: Turns of an episode.
+        seconds: Maximum seconds of a usual call.
+        tail: One call in `tail` takes ten times as long; 0 for none.
+        failing: One call in `failing` raises; 0 for none.
+        flat: One task in `flat` always has reward 1; 0 for none.
+        tasks: Number of tasks; 0 for no limit.
+        limit: Maximum seconds of any call, like `env.step_timeout`.
     """
 
     def __init__(
@@ -111,6 +125,6 @@ class Errand:
                 raise RuntimeError("this errand failed, on purpose")
         except Exception:
             process: Any = CURRENT_PROCESS.get()
-            if (see := getattr(getattr(process, "simulation", None), "see", None)) is not None:  # somebody watches
+            if (see := getattr(getattr(process, "simulation", None), "see", None)) is not None:  # it is watched
                 see(Failed, process.name, self._seed)
             raise

@@ -1,6 +1,6 @@
-"""What is done to a simulated run, and when: a schedule of faults as plain data, drawn from a seed.
+"""The schedule of faults of a simulated run, as plain data, drawn from a seed.
 
-The last fault is over well before the run could end, so that whether the run moves again can be judged.
+The last fault is over well before the run could end, so that one can judge whether the run makes progress again.
 """
 
 from __future__ import annotations
@@ -49,41 +49,44 @@ Kind = Literal[
 
 
 class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
-    """From `at` on, for `seconds`, of virtual time.
+    """A fault that begins at `at` and lasts for `seconds`, both in seconds of virtual time.
 
     `cut`             nothing passes between generator `target` and the learner, and connections are lost
-    `half_open`       what goes from `target` over connections of now never arrives, and nobody notices
+    `half_open`       nothing sent from `target` over the current connections arrives, and nobody notices
     `stall`           nothing passes between generator `target` and the learner; afterwards everything arrives
-    `delay`           messages take up to `amount` seconds longer, each its own time: those of different peers overtake each other
-    `damage`          a share of `amount` of the messages arrives with a changed bit
-    `damage_weights`  a share of `amount` of the chunks of weights that get to generator `target` has a changed bit
+    `delay`           messages take up to `amount` seconds longer, drawn for each, so that peers overtake each other
+    `damage`          a fraction `amount` of the messages arrives with a flipped bit
+    `damage_weights`  a fraction `amount` of the chunks of weights sent to generator `target` arrives with a flipped bit
     `mute`            nothing passes between generator `target` and the others, so that none gets weights from it
-    `memory_full`     the memory of host `target`, where weights are, takes nothing more (ENOSPC)
-    `disk_full`       the disk takes nothing more (ENOSPC)
-    `disk_error`      whatever writes fails (EIO)
-    `short_write`     a share of `amount` of what is appended fails half-way
-    `short_put`       the `amount`th trajectory from then on that is written to the spool fails half-way
+    `memory_full`     the memory of host `target`, where weights are, is full (ENOSPC)
+    `disk_full`       the disk is full (ENOSPC)
+    `disk_error`      every write to the disk fails (EIO)
+    `short_write`     a fraction `amount` of the appends fails half-way
+    `short_put`       the `amount`th write of a trajectory to the spool, counted from `at`, fails half-way
     `slow_disk`       each operation on files takes `amount` seconds
-    `no_descriptors`  the process `target` opens no file and no connection (EMFILE), and lets nobody in; those that it has are cut
-    `power`           host `target` ends with all its processes, and is back after `seconds`; if it has the disk, all hosts do,
-                      and what was not synced is lost, or torn
-    `power_writing`   the same, in the `amount`th operation from then on that changes the disk
+    `no_descriptors`  the process `target` can open no file and no connection (EMFILE), and accepts none; its existing
+                      connections are cut
+    `power`           host `target` is lost with all its processes, and is back after `seconds`; if it has the disk, all
+                      hosts are lost, and what was not synced is lost, or torn
+    `power_writing`   like `power`, during the `amount`th operation after `at` that changes the disk
     `kill`            the process `target` ends
-    `kill_writing`    it ends in its `amount`th operation from then on that changes the disk
-    `kill_again`      it ends, and `amount` seconds after the next start began to train once more, if that is within `seconds`
-    `kill_unsaved`    it ends `amount` seconds after the learner has acknowledged, from then on, what the next start has to refuse
-    `kill_unsynced`   it ends when a trajectory was written to the spool and is not synced, and `amount` seconds after the next
-                      start has begun power fails on the host that has the disk, for 1 s
-    `freeze`          it is stopped, and goes on after `seconds`
-    `silence`         the same, of a generator, for longer than it may be silent
+    `kill_writing`    the process ends during its `amount`th operation after `at` that changes the disk
+    `kill_again`      the process ends, and once more `amount` seconds after the next start began to train, if that is
+                      within `seconds`
+    `kill_unsaved`    the process ends `amount` seconds after the learner, later than `at`, acknowledges a trajectory
+                      that the next start has to refuse
+    `kill_unsynced`   the process ends when a trajectory is written to the spool and not synced yet; `amount` seconds
+                      after the next start has begun, the power of the host with the disk fails for 1 s
+    `freeze`          the process is stopped (SIGSTOP), and continues after `seconds`
+    `silence`         like `freeze`, for a generator, and for longer than it may be silent
     `slow_start`      processes that start take `amount` seconds longer
-    `failing_start`   a share of `amount` of processes that start end at once
-    `env_dies`        the process that plays the environments of generator `target` ends, with what it plays
-    `env_hangs`       it answers nothing more, until it is ended for that
-    `env_late`        its answers take `amount` seconds longer
+    `failing_start`   a fraction `amount` of the processes that start ends at once
+    `env_dies`        the process with the environments of generator `target` ends, with its episodes
+    `env_hangs`       that process does not answer any more, until it is ended for that
+    `env_late`        the answers of that process take `amount` seconds longer
     `clock`           the wall clock of host `target` jumps by `amount` seconds
-    `stop`            the person stops the run, and begins it again when it has ended
-    `scale`           the person asks for `amount` generators
+    `stop`            the user stops the run, and starts it again when it has ended
+    `scale`           the user requests `amount` generators
     """
 
     at: float
@@ -97,7 +100,7 @@ class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.at + self.seconds
 
     def describe(self) -> str:
-        """For the story."""
+        """Return the fault in words, for the story of the run."""
         words = [self.kind.replace("_", " "), self.target]
         words += [f"for {self.seconds:g} s"] if self.seconds else []
         words += [f"({self.amount:g})"] if self.amount else []
@@ -105,15 +108,16 @@ class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _Shape(NamedTuple):
-    """How often a fault is drawn, whom it hits, how long it lasts and how much; seconds where a stall is one of 60 seconds."""
+    """The distribution of one kind of fault: its relative frequency, target, duration and amount. Seconds are for a
+    `stall_seconds` of 60, and are scaled with it."""
 
     weight: float
     target: Literal["generator", "peer", "role", "whole", "host", "disk", "none"]
-    """`whole`: a process without which the run restarts."""
+    """Kind of target. `whole` is a process whose loss restarts the run."""
     seconds: tuple[float, float] = (0.0, 0.0)
     amount: tuple[float, float] = (0.0, 0.0)
     unit: Literal["", "seconds", "steps"] = ""
-    """Of `amount`; `steps`: the time that a step takes."""
+    """Unit of `amount`. `steps` is the time that a step takes."""
 
 
 SHAPES: dict[Kind, _Shape] = {
@@ -147,7 +151,7 @@ SHAPES: dict[Kind, _Shape] = {
     "env_late": _Shape(0, "generator", (5, 100), (2, 50), "seconds"),
     "clock": _Shape(1, "host", amount=(-3600, 3600)),
     "stop": _Shape(1, "none"),
-    "scale": _Shape(0, "none"),  # drawn beside the others
+    "scale": _Shape(0, "none"),  # drawn separately
 }
 BESIDE: dict[str, tuple[float, tuple[Kind, ...]]] = {
     "weights": (0.6, ("damage_weights", "mute", "mute", "memory_full")),
@@ -156,22 +160,24 @@ BESIDE: dict[str, tuple[float, tuple[Kind, ...]]] = {
     "descriptors": (0.2, ("no_descriptors",)),
     "environments": (0.25, ("env_dies", "env_hangs", "env_late")),
 }
-"""Drawn beside those that have a weight, by numbers of their own: in which share of the runs, and one of what."""
+"""Faults that are drawn in addition to those with a weight, from separate random streams: the share of the runs that
+get one, and the kinds to choose from."""
 SCALED = 0.3
-"""Share of the runs whose fleet grows and shrinks."""
+"""Share of the runs whose number of generators changes."""
 MOST_GENERATORS = 5
 MOST = 8
-"""Faults of one run."""
+"""Maximum number of faults with a weight in one run."""
 LOADED_SECONDS = 8.0
-"""Until a run begins to play, on a machine that is not slow."""
+"""Seconds until a run begins to play, on a machine that is not slow."""
 EARLY = 0.15
-"""Share of the faults that come before."""
+"""Share of the faults that come before the run begins to play."""
 TOGETHER_SECONDS = (0.0, 0.0, 2.0, 30.0)
-"""Of those that come soon after another: how soon, at most."""
+"""Choices for the maximum seconds between a fault and the previous one, if it follows it closely."""
 
 
 def draw_faults(workload: Workload, kinds: Sequence[Kind] = tuple(SHAPES)) -> list[Fault]:
-    """In the order of their beginning. The same for the same workload, on every machine. One run in twenty has none."""
+    """Draw the faults of a workload, in the order of their beginning. The result is the same for the same workload on
+    every machine. One run in twenty has no faults."""
     rng = random.Random(f"faults/{workload.seed}")
     if rng.randrange(20) == 0:
         return []
@@ -184,7 +190,7 @@ def draw_faults(workload: Workload, kinds: Sequence[Kind] = tuple(SHAPES)) -> li
             at = faults[-1].at + rng.uniform(0, rng.choice(TOGETHER_SECONDS))
         kind = rng.choices(list(kinds), [SHAPES[k].weight for k in kinds])[0]
         fault = _draw(rng, kind, round(at, 3), workload)
-        if kind == "kill_again":  # the run is not to be over before that
+        if kind == "kill_again":  # the run must not be over before the second kill
             fault = msgspec.structs.replace(fault, at=round(rng.uniform(0, max(loaded, last - fault.seconds)), 3))
         faults.append(fault)
     for use, (share, beside) in BESIDE.items():
@@ -197,7 +203,8 @@ def draw_faults(workload: Workload, kinds: Sequence[Kind] = tuple(SHAPES)) -> li
 
 
 def _draw_scaling(workload: Workload, loaded: float, last: float) -> list[Fault]:
-    """By numbers of its own, so that a seed still draws what it drew before there was this."""
+    """Draw changes of the number of generators, from a separate random stream, so that this kind, which was added
+    later, does not change what a seed draws otherwise."""
     rng = random.Random(f"scaling/{workload.seed}")
     if rng.random() >= SCALED:
         return []
@@ -227,12 +234,12 @@ def _draw(rng: random.Random, kind: Kind, at: float, workload: Workload) -> Faul
 
 
 def _between(rng: random.Random, bounds: tuple[float, float], times: float) -> float:
-    """So many `times` as much, mostly near the lower one."""
+    """Draw a number between the bounds, mostly near the lower one, and multiply it by `times`."""
     low, high = bounds
     share = rng.random()
     return round(times * (low + (high - low) * share * share), 3)
 
 
 def quiet_after(faults: Sequence[Fault]) -> float:
-    """When the last one is over."""
+    """Return the virtual second at which the last fault is over."""
     return max((fault.end for fault in faults), default=0.0)

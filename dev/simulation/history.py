@@ -1,7 +1,7 @@
-"""What is seen of a simulated run, at the seam and nowhere else. Plain data, in the order of virtual time.
+"""Events of a simulated run, as plain data in order of virtual time. They are observed at the `World` and nowhere else.
 
-Observers make these of calls between actors, frames on the wire, operations on files, and of what the scripted learner is given
-to train (`dev.simulation.observe`). `invariants.Checker` judges them, `story` prints them.
+`dev.simulation.observe` makes them from calls between actors, frames on the wire, operations on files, and what the
+scripted learner is given to train. `invariants.Checker` judges them, and `story` prints them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,16 @@ import msgspec
 
 
 class Facts(msgspec.Struct, frozen=True, array_like=True):
-    """One playing of an episode, as it was sent or trained.
+    """Facts about one rollout of an episode, as it was sent or trained.
 
-    `versions`: of the weights that sampled its trained tokens, ascending; empty for a stand-in. `content`: checksum of all
-    that is trained of it. `nbytes`: what it takes in memory. `wrong`: why its tokens cannot be of the weights, or have the
-    routes, that it says; "" if they can. `task`: its seed. `reward`: None if nothing of it was played."""
+    Attributes:
+        versions: Versions of the weights that sampled its trained tokens, ascending; empty for a placeholder.
+        content: Checksum of everything that is trained.
+        nbytes: Its size in memory in bytes.
+        wrong: Reason why its tokens cannot come from the weights, or have the routes, that it states; "" if they can.
+        task: Seed of its task.
+        reward: Its reward; None if nothing was played.
+    """
 
     trajectory_id: str
     group: int
@@ -29,14 +34,22 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="event", tag=str.lower):
-    """`at`: virtual seconds since the simulation began."""
+    """An event of a simulated run. `at` is in virtual seconds since the simulation began."""
 
     at: float
 
 
 class Began(Event, frozen=True):
-    """A start of the run took `lineage`. It has its parent's first `step` steps behind it, and version `version` of the weights;
-    the checkpoint says that it has consumed all groups before `consumed` and those of `beyond`. `parent`: 0 for none."""
+    """A start of the run took a lineage number.
+
+    Attributes:
+        lineage: The number that it took.
+        parent: Lineage that it continues; 0 for none.
+        version: Version of the weights with which it starts.
+        step: Number of the parent's first steps that it continues from.
+        consumed: First group that its checkpoint does not report as consumed.
+        beyond: Groups after that one that its checkpoint reports as consumed.
+    """
 
     lineage: int
     parent: int = 0
@@ -47,21 +60,26 @@ class Began(Event, frozen=True):
 
 
 class Lost(Event, frozen=True):
-    """A process ended. `who`: a generator's name, `learner`, `conductor` or `driver`."""
+    """A process ended. `who` is a generator's name, `learner`, `conductor` or `driver`."""
 
     who: str
 
 
 class PowerFailed(Event, frozen=True):
-    """A host lost what it had not synced, and all its processes."""
+    """A host lost power, and with it all its processes and what was not synced."""
 
     host: str = ""
 
 
 class Leased(Event, frozen=True):
-    """The conductor answered a generator's question for work. `leases`: groups with their episodes, maybe none. `ended`: the
-    process that asked has ended, and the conductor did not know. `versions`: of each lease, the oldest
-    weights for it; those of its engine, if not said. `free`: episodes that it could have begun; 0 if it is to leave."""
+    """The conductor answered a generator's request for work.
+
+    Attributes:
+        leases: Leased groups with their episodes; may be empty.
+        ended: True if the process that asked has ended and the conductor did not know.
+        versions: Oldest version of the weights allowed for each lease; if empty, the engine's newest version.
+        free: Number of episodes that the generator could have begun; 0 if it has to leave.
+    """
 
     generator: str
     leases: tuple[tuple[int, tuple[int, ...]], ...] = ()
@@ -71,13 +89,13 @@ class Leased(Event, frozen=True):
 
 
 class Asked(Event, frozen=True):
-    """The learner said which episodes it lacks, by group."""
+    """The learner reported which episodes it lacks, by group."""
 
     missing: dict[int, list[int]]
 
 
 class Installing(Event, frozen=True):
-    """A generator is asked to install a version."""
+    """A generator was asked to install a version of the weights."""
 
     generator: str
     lineage: int
@@ -85,13 +103,13 @@ class Installing(Event, frozen=True):
 
 
 class GaveUp(Event, frozen=True):
-    """A generator could not install what it was asked to, or is asked to end."""
+    """A generator failed to install a version, or was asked to stop."""
 
     generator: str
 
 
 class Placed(Event, frozen=True):
-    """The learner says to a generator where its host gets weights from, which were to come from none of `avoid`."""
+    """The learner told a generator from which parent its host gets weights, which must be none of `avoid`."""
 
     generator: str
     parent: str
@@ -99,14 +117,14 @@ class Placed(Event, frozen=True):
 
 
 class Looked(Event, frozen=True):
-    """A generator asks the learner where its host gets weights from."""
+    """A generator asked the learner from where its host gets weights."""
 
     generator: str
 
 
 class Arrived(Event, frozen=True):
-    """A version has its name on the host of a generator that fetched it. `weights`: what tells those in the file from others; 0:
-    it has none."""
+    """A fetched version got its final name on the host of a generator. `weights` is the key that identifies the weights
+    in the file; 0 if there are none."""
 
     generator: str
     version: int
@@ -114,28 +132,28 @@ class Arrived(Event, frozen=True):
 
 
 class Fetched(Event, frozen=True):
-    """A generator has the file of a version on its host, and uses it from now on. `file`: its host and name; empty for one that
-    is the learner's."""
+    """A generator has the file of a version on its host, and uses it from now on. `file` is the host and name of the
+    file; empty for a file of the learner."""
 
     generator: str
     file: str = ""
 
 
 class Removed(Event, frozen=True):
-    """The file of a version that was fetched is removed from its host."""
+    """The file of a fetched version was removed from its host."""
 
     generator: str
     file: str
 
 
 class Plays(Event, frozen=True):
-    """A generator is asked to play."""
+    """A generator was asked to play."""
 
     generator: str
 
 
 class Installed(Event, frozen=True):
-    """An engine has new weights. `weights`: what tells those in its file from others; 0: it has none."""
+    """An engine has new weights. `weights` is the key that identifies those in its file; 0 if there are none."""
 
     generator: str
     lineage: int
@@ -151,14 +169,15 @@ class Sent(Event, frozen=True):
 
 
 class Failed(Event, frozen=True):
-    """The environment of an episode of a task failed at a generator: it raised, or its process ended, or was ended."""
+    """The environment of an episode failed on a generator: it raised, or its process ended or was ended."""
 
     generator: str
     task: int
 
 
 class Delivered(Event, frozen=True):
-    """A message with these has arrived at the learner. `current`: it is of the session that its sender opened last."""
+    """A message with these trajectories arrived at the learner. `current`: it belongs to its sender's newest
+    session."""
 
     generator: str
     ids: tuple[str, ...]
@@ -166,14 +185,14 @@ class Delivered(Event, frozen=True):
 
 
 class Acknowledged(Event, frozen=True):
-    """The learner said to a generator that it has these."""
+    """The learner acknowledged these trajectories to a generator."""
 
     generator: str
     ids: tuple[str, ...]
 
 
 class Refused(Event, frozen=True):
-    """The learner said that it will never take this one. Not of a delivery that changed on its way."""
+    """The learner refused a trajectory for good. Deliveries that were damaged in transit are not included."""
 
     generator: str
     trajectory_id: str
@@ -181,14 +200,14 @@ class Refused(Event, frozen=True):
 
 
 class Limited(Event, frozen=True):
-    """A generator is told that only groups before `until` are taken now."""
+    """A generator was told that only groups before `until` are accepted now."""
 
     generator: str
     until: int
 
 
 class Taken(Event, frozen=True):
-    """A step takes these groups, in this order."""
+    """A step took these groups, in this order."""
 
     lineage: int
     step: int
@@ -197,7 +216,7 @@ class Taken(Event, frozen=True):
 
 
 class Trained(Event, frozen=True):
-    """It has ended. `groups`: what was trained, by group. `updates`: of the weights."""
+    """A step ended. `groups` has the trained trajectories by group; `updates` counts the updates of the weights."""
 
     lineage: int
     step: int
@@ -207,7 +226,7 @@ class Trained(Event, frozen=True):
 
 
 class Published(Event, frozen=True):
-    """Weights that engines may install."""
+    """The learner published weights, which engines may install."""
 
     lineage: int
     version: int
@@ -215,13 +234,13 @@ class Published(Event, frozen=True):
 
 
 class Saved(Event, frozen=True):
-    """A checkpoint has its name, and outlives a power failure."""
+    """A checkpoint has its final name, and survives a power failure."""
 
     step: int
 
 
 class Stored(Event, frozen=True):
-    """A file of the spool is `nbytes` long."""
+    """A file of the spool grew to `nbytes` bytes."""
 
     group: int
     file: str
@@ -229,21 +248,21 @@ class Stored(Event, frozen=True):
 
 
 class Unlinked(Event, frozen=True):
-    """A file of the spool is removed."""
+    """A file of the spool was removed."""
 
     group: int
     file: str
 
 
 class Evaluating(Event, frozen=True):
-    """An evaluation after step `step` is begun. Its file says so."""
+    """An evaluation after step `step` has begun, according to its file."""
 
     step: int
 
 
 class Evaluated(Event, frozen=True):
-    """The result of the evaluation after step `step` is in its file: of these tasks, sampled by weights from version `oldest` to
-    `newest`."""
+    """The result of the evaluation after step `step` is in its file. It covers `tasks`, sampled by weights from version
+    `oldest` to `newest`."""
 
     step: int
     tasks: tuple[int, ...]
@@ -252,36 +271,42 @@ class Evaluated(Event, frozen=True):
 
 
 class NotEvaluated(Event, frozen=True):
-    """A generator that plays an evaluation gives it up, though its process lives."""
+    """A generator gave up the evaluation that it was playing, though its process lives."""
 
     generator: str
 
 
 class Slots(Event, frozen=True):
-    """What the conductor says of its slots."""
+    """The conductor reported its slots."""
 
     taken: int
     total: int
 
 
 class Injected(Event, frozen=True):
-    """A fault begins, or ends; for the story. `what`: in words."""
+    """A fault began or ended; for the story. `what` describes it in words."""
 
     what: str
 
 
 class Quiet(Event, frozen=True):
-    """The last fault is over."""
+    """The last fault ended."""
 
 
 class Passed(Event, frozen=True):
-    """Time has passed. `frozen`: processes that are stopped."""
+    """Time has passed. `frozen` names the processes that are stopped."""
 
     frozen: tuple[str, ...] = ()
 
 
 class Finished(Event, frozen=True):
-    """The run has ended: with so many steps, or with what it failed with. `evaluated`: steps of its record of evaluations."""
+    """The run ended.
+
+    Attributes:
+        steps: Number of its steps.
+        failed: The error with which it failed; "" if it did not.
+        evaluated: Steps in its record of evaluations.
+    """
 
     steps: int
     failed: str = ""

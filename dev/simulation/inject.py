@@ -1,4 +1,4 @@
-"""Faults, done to a simulation when their time comes."""
+"""Injection of faults into a simulation at their times."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ from r3async.untrusted import MalformedError
 from r3async.weights import fetch as relay
 
 RUNS = Path("/runs")
-"""Where runs are on the simulated disk."""
+"""Directory of runs on the simulated disk."""
 
 
 class Injector:
-    """Schedules everything at once, when it is made. `stop()`: the person stops the run. `injected` counts faults by kind."""
+    """Injector of a schedule of faults, which is set up in the constructor. `injected` counts the faults by kind.
+
+    Args:
+        stop: Called when a fault has the user stop the run.
+    """
 
     def __init__(self, simulation: Watched, faults: Sequence[Fault], stop: Callable[[], None]):
         self._simulation = simulation
@@ -38,13 +42,13 @@ class Injector:
         self._scaled = 0
         self._traps: list[tuple[Fault, Counter[str]]] = []
         self._again: list[tuple[Fault, int]] = []
-        """What is to end once more, when a lineage after that one has begun to train."""
+        """Faults whose process is killed once more when a lineage after the given one begins to train."""
         self._unsaved: list[Fault] = []
-        """What is to end when something was acknowledged that the next start has to refuse."""
+        """Faults whose process is killed when a trajectory is acknowledged that the next start has to refuse."""
         self._unsynced: list[Fault] = []
-        """For what is to end when the spool has something that is not synced."""
+        """Faults for which a process is killed when the spool has a trajectory that is not synced."""
         self._powerless: list[Fault] = []
-        """For what power is to fail when the next start has begun."""
+        """Faults for which power fails when the next start has begun."""
         self._disk: SimulatedDisk = next(iter(simulation.hosts.values())).disk
         self._delay = simulation.network.draw_delay
         self._start = simulation.plan_start
@@ -114,7 +118,7 @@ class Injector:
         self._kinds[fault.kind](fault)
 
     def _lasts(self, fault: Fault, over: Callable[[], None] = lambda: None) -> None:
-        """It is active until its end; then `over()` is called."""
+        """Keep the fault active until its end; then call `over()`."""
         self._active.setdefault(fault.kind, []).append(fault)
 
         def end() -> None:
@@ -130,7 +134,7 @@ class Injector:
     # -- network -------------------------------------------------------------------------------------------------------
 
     def _cut(self, fault: Fault) -> None:
-        """Where the generator is on another host, calls wait, too."""
+        """Cut a generator off from the learner. If it is on another host than the learner, calls wait, too."""
         simulation = self._simulation
         process, (first, *_) = simulation.find_process(fault.target), simulation.hosts.values()
         if process is not None and process.host is not first:
@@ -210,7 +214,7 @@ class Injector:
         self._kill(fault)
 
     def _after(self, event: Event) -> None:
-        """An event was seen."""
+        """Act on an observed event, for the faults that wait for one."""
         if isinstance(event, Acknowledged) and self._unsaved:
             if any(map(self._simulation.checker.known.is_unsaved, event.ids)):
                 waited, self._unsaved = self._unsaved, []
@@ -267,7 +271,7 @@ class Injector:
         self._traps.append((fault, Counter()))
 
     def _before(self, process: Any, operation: str, path: Path) -> None:
-        """Before an operation on the disk."""
+        """Trigger the faults that wait for this operation, before the disk performs it."""
         if self._unsynced and operation == "sync" and path.suffix == ".spool":
             self._powerless, self._unsynced = self._unsynced, []
             self._simulation.see(Injected, f"{self._powerless[0].describe()}: {process.name} is killed before it syncs")
@@ -297,7 +301,7 @@ class Injector:
         return seconds + self._most("slow_start"), fails
 
     def _scale(self, fault: Fault) -> None:
-        """By a command on the first host, which fails where its disk does."""
+        """Request a number of generators with a command on the first host. The command fails if the disk does."""
         host = next(iter(self._simulation.hosts.values()))
         if host.is_lost:
             return
@@ -314,7 +318,7 @@ class Injector:
 
 
 def _is_chunk(frames: SimulatedFrames) -> bool:
-    """Of weights."""
+    """Return whether the message is a chunk of weights."""
     if len(frames) < 2:
         return False
     try:
@@ -324,7 +328,7 @@ def _is_chunk(frames: SimulatedFrames) -> bool:
 
 
 def _concerns(fault: Fault, process: str, operation: str, path: Path) -> bool:
-    """Whether a trap counts this operation."""
+    """Return whether a trap counts this operation."""
     if fault.kind == "short_put":
         return operation == "append" and path.suffix == ".spool"
     return fault.kind == "power_writing" or process == fault.target

@@ -1,4 +1,7 @@
-"""A rule: what must hold of the next event, given what is known. Pure."""
+"""The invariants of a simulated run, checked at every event whatever happens to the run. Pure functions.
+
+A rule judges the next event, given what is known from the events before. Its docstring states the invariant.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ __all__ = ["RULES", "Checker", "Rules", "Violated"]
 
 
 class Violated(Exception):
-    """An invariant does not hold. `name`: of the rule; `reason`: for a person."""
+    """The error of a violated invariant. `name` is that of the rule; `reason` is for the user."""
 
     def __init__(self, name: str, reason: str):
         super().__init__(f"{name}: {reason}")
@@ -47,7 +50,7 @@ class Violated(Exception):
 
 
 Judge = Callable[[Known, Any], str]
-"""What is wrong with an event that is about to be applied; "" if nothing is."""
+"""A function that returns what is wrong with an event that is about to be applied; "" if nothing is."""
 
 
 class Rule(NamedTuple):
@@ -57,7 +60,7 @@ class Rule(NamedTuple):
 
 
 def rule(rules: list[Rule], name: str, *events: type[Event]) -> Callable[[Judge], Judge]:
-    """Add to `rules` one that judges these events."""
+    """Return a decorator that adds a function to `rules` as the rule `name` for these events."""
 
     def add(judge: Judge) -> Judge:
         rules.append(Rule(name, events, judge))
@@ -66,21 +69,23 @@ def rule(rules: list[Rule], name: str, *events: type[Event]) -> Callable[[Judge]
     return add
 
 
-# Invariants of leases, delivery and storage, and that the run moves; see `invariants`. Pure.
+# Invariants of leases, delivery, storage, and the end of the run.
 
 
 RECORD_BYTES = 256
-"""Of the spool, for a trajectory, beyond what it takes in memory."""
+"""Bytes that a trajectory takes in the spool beyond its size in memory."""
 
 DELIVERY: list[Rule] = []
 
 
 @rule(DELIVERY, "lost", Asked)
 def what_is_here_is_not_lacked(known: Known, event: Asked) -> str:
-    """What was acknowledged is here until it is trained. Without a spool it ends with the learner's process; with one it outlives
-    every process, and with `buffer.fsync` a power failure too: it is then here in every later lineage that may train it. That is
-    one that has the weights behind it that sampled it, has not trained its group, has a slot for it, and may train its age.
-    The learner never says that it lacks what is here."""
+    """An acknowledged trajectory is here until it is trained. The learner never reports that it lacks what is here.
+
+    Without a spool, a trajectory is lost with the learner's process. With a spool it survives the end of every process,
+    and with `buffer.fsync` a power failure too. It is then here in every later lineage that may train it: one that
+    descends from the weights that sampled it, has not trained its group, has a slot for it, and may train tokens of its
+    age."""
     for group, episodes in event.missing.items():
         for episode in episodes:
             if (name := format_trajectory_id(group, episode)) in known.here:
@@ -94,9 +99,11 @@ def _since(at: float) -> str:
 
 @rule(DELIVERY, "again", Leased)
 def nothing_is_played_again(known: Known, event: Leased) -> str:
-    """Nothing that is here is leased, unless it came after the learner was last asked what it lacks of that group; nothing of
-    a group that was trained is; and nothing that another generator has, until the process of that one ended, or did not
-    report for `supervise.silence_seconds`."""
+    """An episode is leased only if nobody has played it, nobody is playing it, and its group is not trained.
+
+    An episode that is here may be leased only if it arrived after the learner was last asked what it lacks of the
+    group. An episode that another generator has may be leased only when the process of that generator has ended, or has
+    not reported for `supervise.silence_seconds`."""
     for group, episodes in event.leases:
         if group in known.branch.trained:
             return f"group {group} is leased, and step {known.branch.trained[group]} trained it"
@@ -119,9 +126,10 @@ def _may_return(known: Known, lease: Lease, now: float) -> bool:
 
 @rule(DELIVERY, "slots", Leased)
 def slots_are_conserved(known: Known, event: Leased) -> str:
-    """A group is leased for the first time only while a slot is free: a slot is taken by each group that was leased before,
-    and is not in the weights that the lease names. So whatever these or newer ones sample cannot become too old. No group is
-    passed over."""
+    """A group is leased for the first time only while a slot is free, and no group is passed over.
+
+    Each group that was leased before and is not part of the weights that the lease names takes a slot. So tokens that
+    these or newer weights sample cannot become too old."""
     rules, newest = known.rules, known.leased_to
     named = event.versions or [known.engines[event.generator].newest] * len(event.leases)
     for (group, _), version in zip(event.leases, named, strict=True):
@@ -140,7 +148,7 @@ def slots_are_conserved(known: Known, event: Leased) -> str:
 
 @rule(DELIVERY, "slots", Slots)
 def no_more_slots_than_there_are(known: Known, event: Slots) -> str:
-    """The conductor's count of its slots is within what there are."""
+    """The conductor reports the right number of slots, and takes no more than there are."""
     if event.total != known.rules.slots or not 0 <= event.taken <= event.total:
         return f"{event.taken} slots of {event.total} are taken, and there are {known.rules.slots}"
     return ""
@@ -148,7 +156,7 @@ def no_more_slots_than_there_are(known: Known, event: Slots) -> str:
 
 @rule(DELIVERY, "content", Acknowledged)
 def only_what_was_sent_is_acknowledged(known: Known, event: Acknowledged) -> str:
-    """Nothing is acknowledged that nobody sent."""
+    """Every acknowledged trajectory was sent."""
     for name in event.ids:
         if name not in known.sent:
             return f"{name} is acknowledged to {event.generator}, and nobody sent it"
@@ -157,7 +165,7 @@ def only_what_was_sent_is_acknowledged(known: Known, event: Acknowledged) -> str
 
 @rule(DELIVERY, "refused", Refused)
 def what_is_sound_is_taken(known: Known, event: Refused) -> str:
-    """The learner takes whatever a generator of its lineage sends, as long as its group is not trained."""
+    """The learner accepts every trajectory that a generator of its lineage sends, unless its group is trained."""
     playings = known.sent.get(event.trajectory_id, {}).values()
     if any(f.lineage == known.lineage and f.group not in known.branch.trained for f in playings):
         return f"{event.trajectory_id} of {event.generator} is refused: {event.reason}"
@@ -166,8 +174,8 @@ def what_is_sound_is_taken(known: Known, event: Refused) -> str:
 
 @rule(DELIVERY, "failed", Sent)
 def what_failed_once_is_played_again(known: Known, event: Sent) -> str:
-    """Something stands for an episode that nobody played only if its environment failed more than once: it raised, or its process
-    ended, or hung."""
+    """A placeholder is sent for an episode only if its environment failed more than once: it raised, or its process
+    ended or hung."""
     f = event.trajectory
     if f.reward is None and known.failed[f.task] < 2:
         return f"{f.trajectory_id} was given up, and its environment failed {known.failed[f.task]} times"
@@ -176,8 +184,10 @@ def what_failed_once_is_played_again(known: Known, event: Sent) -> str:
 
 @rule(DELIVERY, "memory", Acknowledged)
 def memory_is_bounded(known: Known, event: Acknowledged) -> str:
-    """Without a spool, what is acknowledged and not trained takes at most the credit, or is one trajectory; not counted are
-    groups that a step might have waited for. With a spool it may be on the disk."""
+    """Acknowledged trajectories that are not trained take at most the credit of memory, or are a single trajectory.
+
+    Groups that a step might have waited for are not counted. The rule applies without a spool: with one, trajectories
+    may be on disk."""
     if known.rules.durable != "nothing":
         return ""
     sizes = known.held | {name: known.size(name) for name in event.ids if name not in known.held}
@@ -192,8 +202,9 @@ def memory_is_bounded(known: Known, event: Acknowledged) -> str:
 
 @rule(DELIVERY, "memory", Limited)
 def nobody_waits_for_memory_that_is_free(known: Known, event: Limited) -> str:
-    """Without a spool, generators are told to wait only while not all that was sent and is not trained would fit; what the newest
-    step trained may still be held."""
+    """Generators are told to wait only while the trajectories that were sent and are not trained may exceed the credit.
+
+    Those that the newest step trained may still be held. The rule applies without a spool."""
     if known.rules.durable != "nothing":
         return ""
     if (most := known.most_held()) <= known.rules.credit_bytes:
@@ -207,7 +218,7 @@ def _group(known: Known, name: str) -> int:
 
 @rule(DELIVERY, "disk", Stored)
 def the_spool_has_a_limit(known: Known, event: Stored) -> str:
-    """The spool takes at most `buffer.disk_bytes`; not counted are groups that a step might have waited for."""
+    """The spool takes at most `buffer.disk_bytes`, not counting groups that a step might have waited for."""
     if event.group < known.horizon:
         return ""
     sizes = {group: sum(files.values()) for group, files in known.files.items() if group >= known.horizon}
@@ -222,8 +233,8 @@ def the_spool_has_a_limit(known: Known, event: Stored) -> str:
 
 @rule(DELIVERY, "store", Unlinked)
 def what_is_needed_stays_stored(known: Known, event: Unlinked) -> str:
-    """A file of the spool is removed only when nothing in it is needed: a checkpoint that is safe trained its group, nothing
-    of the group was acknowledged, or it is in another file."""
+    """A file of the spool is removed only when nothing in it is needed: a safe checkpoint trained its group, nothing of
+    the group was acknowledged, or the group is in another file."""
     if any(size for file, size in known.files.get(event.group, {}).items() if file != event.file):
         return ""
     if known.branches and known.branch.trained.get(event.group, known.safe + 1) <= known.safe:
@@ -236,8 +247,8 @@ def what_is_needed_stays_stored(known: Known, event: Unlinked) -> str:
 
 @rule(DELIVERY, "store", Finished)
 def nothing_stays_stored_for_ever(known: Known, event: Finished) -> str:
-    """When the run has ended, the spool has nothing of groups that a safe checkpoint trained, unless a disk failed meanwhile,
-    or the last start was cut short."""
+    """The spool contains nothing of groups that a safe checkpoint trained when the run has ended, unless a disk failed
+    meanwhile, or the last start was cut short."""
     if known.spoiled or known.cut_short or not known.branches or event.failed:
         return ""
     over = [
@@ -250,8 +261,10 @@ def nothing_stays_stored_for_ever(known: Known, event: Finished) -> str:
 
 @rule(DELIVERY, "ended", Finished)
 def the_run_ends_whole(known: Known, event: Finished) -> str:
-    """The run ends with all its steps, and every group up to the last trained once. (`stuck`: after the last fault a step is made
-    within `first_seconds`, and each later one within `step_seconds`.)"""
+    """The run ends with all its steps, and with every group up to the last one trained once.
+
+    (That the run makes progress is the rule `stuck` of `Checker`: after the last fault, a step is made within
+    `first_seconds`, and each later one within `step_seconds`.)"""
     if event.failed:
         return f"the run failed after step {event.steps}: {event.failed}"
     rules, branch = known.rules, known.branch
@@ -264,7 +277,7 @@ def the_run_ends_whole(known: Known, event: Finished) -> str:
     return ""
 
 
-# Invariants of starts, steps and weights; see `invariants`. Pure.
+# Invariants of starts, steps and weights.
 
 
 TRAINING: list[Rule] = []
@@ -275,8 +288,8 @@ TRAINING: list[Rule] = []
 
 @rule(TRAINING, "lineage", Began)
 def begins(known: Known, event: Began) -> str:
-    """Every start takes a number that none had. It has the first `step` steps of its parent behind it: the version and the groups
-    that its checkpoint names are those of these steps."""
+    """Every start takes a new lineage number, and continues after the first `step` steps of its parent. The version and
+    the groups that its checkpoint names are those of these steps."""
     if event.lineage <= max(known.branches, default=0):
         return f"a start took lineage {event.lineage}, and {max(known.branches)} was taken before"
     parent = known.branches.get(event.parent)
@@ -297,7 +310,7 @@ def begins(known: Known, event: Began) -> str:
 
 @rule(TRAINING, "lineage", Taken, Trained)
 def only_the_newest_trains(known: Known, event: Taken | Trained) -> str:
-    """Only the newest start trains, its steps one after the other."""
+    """Training happens in the newest lineage alone, and its steps are numbered consecutively."""
     if event.lineage != known.lineage:
         return f"lineage {event.lineage} made step {event.step}, and lineage {known.lineage} has begun"
     if event.step != (made := len(known.branch.steps)) + 1:
@@ -307,7 +320,7 @@ def only_the_newest_trains(known: Known, event: Taken | Trained) -> str:
 
 @rule(TRAINING, "checkpoint", Began)
 def nothing_safe_is_passed_over(known: Known, event: Began) -> str:
-    """A start resumes from the newest checkpoint that ever was safe, or a newer one."""
+    """A start resumes from the newest checkpoint that was ever safe, or from a newer one."""
     if event.step < known.safe:
         return f"lineage {event.lineage} begins after step {event.step}, though the checkpoint of step {known.safe} was safe"
     return ""
@@ -318,7 +331,8 @@ def nothing_safe_is_passed_over(known: Known, event: Began) -> str:
 
 @rule(TRAINING, "twice", Taken, Trained)
 def no_group_twice(known: Known, event: Taken | Trained) -> str:
-    """No group, and so no trajectory, is in two steps of one branch. What a resume took back may be trained again."""
+    """A group, and so a trajectory, is in at most one step of a branch. Groups of steps that a resume rolled back may
+    be trained again."""
     groups = event.groups if isinstance(event, Taken) else [m[0].group for m in event.groups]
     for at, group in enumerate(groups):
         if group in known.branch.trained:
@@ -330,8 +344,8 @@ def no_group_twice(known: Known, event: Taken | Trained) -> str:
 
 @rule(TRAINING, "whole", Trained)
 def groups_are_whole(known: Known, event: Trained) -> str:
-    """A step trains whole groups, each episode once and in order: as many as the schedule says, and more only to have enough
-    tokens, or others in place of some."""
+    """A step trains whole groups, each episode once and in order. It trains as many groups as the schedule says, and
+    more only to reach the number of tokens or to replace groups."""
     rules, count = known.rules, len(event.groups)
     most = rules.slots if rules.more_groups else rules.groups_per_step + rules.replaced_groups
     if not rules.groups_per_step <= count <= most:
@@ -346,8 +360,8 @@ def groups_are_whole(known: Known, event: Trained) -> str:
 
 @rule(TRAINING, "replaced", Trained)
 def groups_are_replaced_for_want_of_contrast(known: Known, event: Trained) -> str:
-    """With `schedule.replaced_groups`, a step takes groups until enough of them have contrast, and stops before only where the
-    budget, or what may be in flight, ends."""
+    """A step with `schedule.replaced_groups` takes groups until enough of them have contrast. It stops earlier only at
+    the end of the budget, or of the groups that may be in flight."""
     rules, branch = known.rules, known.branch
     if not rules.replaced_groups:
         return ""
@@ -372,7 +386,7 @@ def groups_are_replaced_for_want_of_contrast(known: Known, event: Trained) -> st
 
 @rule(TRAINING, "task", Trained)
 def a_group_plays_one_task(known: Known, event: Trained) -> str:
-    """All episodes of a group play the same task, whoever plays them, and whenever."""
+    """All episodes of a group play the same task, regardless of generator and time."""
     for members in event.groups:
         if len(tasks := sorted({f.task for f in members})) > 1:
             return f"step {event.step} trains group {members[0].group}, whose episodes play tasks {tasks}"
@@ -381,8 +395,8 @@ def a_group_plays_one_task(known: Known, event: Trained) -> str:
 
 @rule(TRAINING, "window", Taken)
 def groups_are_in_order(known: Known, event: Taken) -> str:
-    """Each group of a step is within the window, which begins with the oldest that is not trained; and none older in it was
-    complete (all its episodes acknowledged) when the step began."""
+    """Each group of a step is within the window, which begins with the oldest untrained group. No older group of the
+    window was complete (all its episodes acknowledged) when the step began."""
     branch, window = known.branch, known.rules.window
     gone, head = set(branch.trained), branch.head
     for group in event.groups:
@@ -399,8 +413,9 @@ def groups_are_in_order(known: Known, event: Taken) -> str:
 
 @rule(TRAINING, "weights", Trained)
 def sampled_by_its_past(known: Known, event: Trained) -> str:
-    """A trained token was sampled by weights in the past of those that it changes: the steps that made them are the first
-    that the learner's branch made. So by its name, (lineage, version); what its log-prob and its routes say has to fit."""
+    """A trained token was sampled by weights in the past of those that it changes: the steps that made them are the
+    first steps of the learner's branch. This must hold for the (lineage, version) of the token, and its log-prob and
+    routes must match."""
     for f in (f for members in event.groups for f in members):
         of = known.branches.get(f.lineage)
         for version in f.versions:
@@ -416,7 +431,7 @@ def sampled_by_its_past(known: Known, event: Trained) -> str:
 
 @rule(TRAINING, "content", Trained)
 def trained_as_sent(known: Known, event: Trained) -> str:
-    """What is trained was sent by a generator, every column as it was sent."""
+    """Every trained trajectory was sent by a generator, with every column as it was sent."""
     for f in (f for members in event.groups for f in members):
         if f.content not in known.sent.get(f.trajectory_id, {}):
             return f"step {event.step} trains {f.trajectory_id} as nobody sent it"
@@ -425,7 +440,7 @@ def trained_as_sent(known: Known, event: Trained) -> str:
 
 @rule(TRAINING, "age", Trained)
 def none_is_too_old(known: Known, event: Trained) -> str:
-    """No trained token is older than the schedule allows, in versions."""
+    """Every trained token is at most as old, in versions, as the schedule allows."""
     for f in (f for members in event.groups for f in members):
         if f.versions and event.version - f.versions[0] > known.rules.age_bound:
             return (
@@ -440,7 +455,7 @@ def none_is_too_old(known: Known, event: Trained) -> str:
 
 @rule(TRAINING, "version", Taken, Trained)
 def versions_count_publications(known: Known, event: Taken | Trained) -> str:
-    """A version is made by `steps_per_publication` steps, or by the last ones, and counts one."""
+    """A version is made by `steps_per_publication` steps, or by the last steps of the run, and counts as one."""
     if event.version != known.branch.version:
         return f"step {event.step} is of version {event.version}, and {known.branch.version} versions were made"
     return ""
@@ -448,7 +463,8 @@ def versions_count_publications(known: Known, event: Taken | Trained) -> str:
 
 @rule(TRAINING, "version", Published)
 def published_versions_go_up(known: Known, event: Published) -> str:
-    """Published versions only go up, were made, and are of other weights than the one before if a step between made an update."""
+    """Published versions increase, and were made by steps. A version has other weights than the one before exactly if a
+    step between them made an update."""
     branch = known.branches.get(event.lineage)
     if branch is None or event.lineage != known.lineage:
         return f"version {event.version} of lineage {event.lineage} is published, and lineage {known.lineage} has begun"
@@ -468,7 +484,7 @@ def published_versions_go_up(known: Known, event: Published) -> str:
 
 @rule(TRAINING, "checkpoint", Published)
 def equal_steps_make_equal_weights(known: Known, event: Published) -> str:
-    """What a lineage publishes is bit by bit what the same steps made in another: a checkpoint that loads is whole."""
+    """Equal steps make bitwise equal weights in every lineage: a checkpoint that loads is complete."""
     branch = known.branches[event.lineage]
     for (lineage, version), weights in known.published.items():
         same = same_weights(branch, event.version, known.branches[lineage], version)
@@ -482,7 +498,7 @@ def equal_steps_make_equal_weights(known: Known, event: Published) -> str:
 
 @rule(TRAINING, "version", Installed)
 def engines_install_what_was_published(known: Known, event: Installed) -> str:
-    """An engine installs newer weights only, of its run's lineage, and those that were published under that name."""
+    """An engine installs only newer weights, of its run's lineage, that were published under this name."""
     engine, name = known.engines[event.generator], f"version {event.version} of lineage {event.lineage}"
     if event.lineage != known.lineage:
         return f"{event.generator} installs {name}, and the run is of lineage {known.lineage}"
@@ -497,7 +513,7 @@ def engines_install_what_was_published(known: Known, event: Installed) -> str:
 
 @rule(TRAINING, "generator", Sent)
 def sent_as_sampled(known: Known, event: Sent) -> str:
-    """What a generator sends was sampled by weights that this very process of it had installed, in their lineage."""
+    """A generator sends only what was sampled by weights that its current process had installed, in their lineage."""
     f, engine = event.trajectory, known.engines[event.generator]
     if f.lineage != known.lineage:
         return f"{event.generator} sends {f.trajectory_id} of lineage {f.lineage}, in a run of lineage {known.lineage}"
@@ -506,18 +522,19 @@ def sent_as_sampled(known: Known, event: Sent) -> str:
     return f"{event.generator} sends {f.trajectory_id}: {f.wrong}" if f.wrong else ""
 
 
-# Invariants of weights on their way, and of who waits for whom; see `invariants`. Pure.
+# Invariants of the transfer of weights, and of waiting.
 
 
 SILENT_SECONDS = 20.0
-"""Beyond twice `supervise.silence_seconds`, until what a silent generator was leased is leased to others who ask."""
+"""Seconds beyond twice `supervise.silence_seconds` after which a silent generator's leases must go to others that
+ask."""
 
 WEIGHTS: list[Rule] = []
 
 
 @rule(WEIGHTS, "arrived", Arrived)
 def hosts_have_what_was_published(known: Known, event: Arrived) -> str:
-    """What a host fetched, as a whole or by a delta, has the weights that were published, before any engine looks at it."""
+    """A file that a host fetched, whole or as a delta, has the published weights, before any engine reads it."""
     weights = {w for (_, version), w in known.published.items() if version == event.version}
     if event.weights not in weights:
         return f"{event.generator} has fetched version {event.version}, with other weights than were published"
@@ -526,7 +543,8 @@ def hosts_have_what_was_published(known: Known, event: Arrived) -> str:
 
 @rule(WEIGHTS, "held", Removed)
 def what_is_used_stays(known: Known, event: Removed) -> str:
-    """The file of a version stays on its host as long as a process uses it: until that has fetched another one, or ended."""
+    """The file of a version stays on its host while a process uses it, that is, until the process has fetched another
+    version or has ended."""
     if users := sorted(name for name, engine in known.engines.items() if engine.uses == event.file):
         return f"{event.generator} removes {event.file}, which {', '.join(users)} uses"
     return ""
@@ -534,7 +552,7 @@ def what_is_used_stays(known: Known, event: Removed) -> str:
 
 @rule(WEIGHTS, "parent", Placed)
 def nobody_gets_a_parent_that_failed_it(known: Known, event: Placed) -> str:
-    """A host gets weights from none of those that it said have failed it."""
+    """A host is never sent for weights to a parent that it reported as failed."""
     if event.parent in event.avoid:
         return f"{event.generator} is to get weights from {event.parent}, which has failed it"
     return ""
@@ -542,7 +560,7 @@ def nobody_gets_a_parent_that_failed_it(known: Known, event: Placed) -> str:
 
 @rule(WEIGHTS, "current", Plays)
 def nobody_begins_to_play_with_old_weights(known: Known, event: Plays) -> str:
-    """A process begins to play with weights that are as new as those that others had when it had installed them."""
+    """A process begins to play with weights at least as new as those that others had when it installed them."""
     engine = known.engines[event.generator]
     if engine.versions and engine.versions[-1] < engine.current:
         return f"{event.generator} begins to play with version {engine.versions[-1]}, and others had {engine.current}"
@@ -551,8 +569,8 @@ def nobody_begins_to_play_with_old_weights(known: Known, event: Plays) -> str:
 
 @rule(WEIGHTS, "prompt", Passed)
 def weights_come_soon(known: Known, event: Passed) -> str:
-    """When nothing is left of the last fault, an installation ends within `install_seconds`, and whoever plays has the newest
-    version within that of two."""
+    """An installation ends within `install_seconds`, and a generator that plays has the newest version within twice
+    that, when the effects of the last fault are over."""
     limit = known.rules.install_seconds
     for name, engine in known.engines.items():
         if engine.installing is not None and event.at > max(engine.installing, known.calm) + limit:
@@ -566,7 +584,7 @@ def weights_come_soon(known: Known, event: Passed) -> str:
 
 @rule(WEIGHTS, "prompt", Passed)
 def who_gets_nothing_looks_again(known: Known, event: Passed) -> str:
-    """A host that gets no weights from where they are to come from looks for them again, whatever is wrong there."""
+    """A host that gets no weights from its source asks for another one, whatever is wrong with the source."""
     for name, engine in known.engines.items():
         since = math.inf if engine.fetching is None or name in event.frozen else engine.fetching
         if event.at > since + known.rules.fetch_seconds:
@@ -576,8 +594,8 @@ def who_gets_nothing_looks_again(known: Known, event: Passed) -> str:
 
 @rule(WEIGHTS, "prompt", Leased)
 def nobody_waits_for_who_is_silent(known: Known, event: Leased) -> str:
-    """What a generator was leased that does not report any more is leased to another one that asks, before anything newer, as
-    soon as its silence is noticed."""
+    """The leases of a generator that no longer reports go to another one that asks, before anything newer, as soon as
+    its silence is noticed."""
     if event.ended or event.free < known.rules.samples_per_group:
         return ""
     taken = {(group, episode) for group, episodes in event.leases for episode in episodes}
@@ -601,14 +619,14 @@ def nobody_waits_for_who_is_silent(known: Known, event: Leased) -> str:
 
 @rule(WEIGHTS, "session", Acknowledged)
 def old_sessions_are_over(known: Known, event: Acknowledged) -> str:
-    """What is acknowledged to a sender was not delivered only in sessions that were over."""
+    """A trajectory that is acknowledged to a sender was not delivered in outdated sessions alone."""
     for name in event.ids:
         if known.late.get((event.generator, name)):
             return f"{name} is acknowledged to {event.generator}, who delivered it in a session that was over"
     return ""
 
 
-# Invariants of evaluations; see `invariants`. Pure.
+# Invariants of evaluations.
 
 
 EVALUATIONS: list[Rule] = []
@@ -616,7 +634,7 @@ EVALUATIONS: list[Rule] = []
 
 @rule(EVALUATIONS, "evaluation", Evaluating)
 def one_evaluation_at_a_time(known: Known, event: Evaluating) -> str:
-    """An evaluation is begun of a step that was made, and when the one before is over."""
+    """An evaluation begins after a step that was made, and after the previous evaluation is over."""
     if known.evaluating is not None:
         return f"the evaluation of step {event.step} is begun, and that of step {known.evaluating} is not over"
     if event.step > (made := len(known.branch.steps)):
@@ -626,8 +644,8 @@ def one_evaluation_at_a_time(known: Known, event: Evaluating) -> str:
 
 @rule(EVALUATIONS, "evaluation", Evaluated)
 def evaluated_by_the_weights_of_its_step(known: Known, event: Evaluated) -> str:
-    """What an evaluation says of a step was sampled by the weights of that step, or by newer ones that were installed meanwhile.
-    It poses as many tasks as it is to, the same each time, and none that is trained."""
+    """The episodes of an evaluation were sampled by the weights of its step, or by newer ones that were installed
+    meanwhile. It poses the configured number of tasks, the same ones each time, and none that is trained."""
     made = known.branch.made
     least = max(version for version, steps in made.items() if steps <= event.step)
     if event.oldest < least or event.newest > known.newest:
@@ -645,10 +663,12 @@ def evaluated_by_the_weights_of_its_step(known: Known, event: Evaluated) -> str:
 
 @rule(EVALUATIONS, "evaluation", Finished)
 def each_step_that_is_due_is_evaluated_once(known: Known, event: Finished) -> str:
-    """When the run has ended, its record has each evaluation once, in order. None is missing that was due: not for a stop, nor
-    for the end of any process. (A resume begins the last one that was due, if it is missing, at the step from which it
-    resumes.) There is none only of a step, but the last, at which the one before was still played; where the generator gave it
-    up; or where a disk failed."""
+    """The record of a run that has ended has each evaluation once, in order, and all that were due, even after a stop
+    or the end of any process. (A resume begins the last one that was due, if it is missing, at the step from which it
+    resumes.)
+
+    An evaluation may be missing only if the one before was still being played, except after the last step; if the
+    generator gave it up; or if a disk failed."""
     rules, had = known.rules, event.evaluated
     if event.failed or not rules.evaluate_every:
         return ""
@@ -664,19 +684,19 @@ def each_step_that_is_due_is_evaluated_once(known: Known, event: Finished) -> st
     return ""
 
 
-# What must hold of a run whatever happens to it, checked at every event. Pure.
+# All invariants, and the checker that applies them.
 #
-# A **branch** is a lineage with the steps that it has behind it (`branches`). An episode is **here** in a lineage if the
-# learner has acknowledged it, or if the spool kept it from before. A checkpoint is **safe** when it has its name and its
-# directory is synced. Each rule's docstring (`rules_*.py`) says what it means across
-# crashes, resumes and lineages; `RULES` has them all, by name.
+# A **branch** is a lineage together with the steps before it (`Known.branches`). An episode is **here** in a lineage if the
+# learner has acknowledged it, or if the spool kept it from before. A checkpoint is **safe** when it has its final name and its
+# directory is synced. The docstring of each rule says what it means across crashes, resumes and lineages. `RULES` contains
+# all rules.
 
 
 RULES = [*TRAINING, *DELIVERY, *WEIGHTS, *EVALUATIONS]
 
 
 class Checker:
-    """Judges one event after the other. `seen`: how many."""
+    """A checker that judges one event after the other. `seen` counts them."""
 
     def __init__(self, rules: Rules):
         self.known = Known(rules)
@@ -687,7 +707,7 @@ class Checker:
                 self._judges.setdefault(kind, []).append(each)
 
     def see(self, event: Event) -> None:
-        """Raises `Violated` at the first event that must not be."""
+        """Judge an event, and add it to what is known. Raises `Violated` if it violates an invariant."""
         self.seen += 1
         known = self.known
         if event.at > known.deadline:

@@ -1,7 +1,8 @@
-"""Which steps led to which weights: a run with its resumes, as a tree. Pure.
+"""Knowledge about a simulated run, derived from its events: the tree of its starts, and the state for the rules. Pure.
 
-A start of the run is a branch. It shares the steps before its checkpoint with its parent: the very objects, so two names of the
-same weights (lineage, version) are compared by what made them, and by nothing that the run says of itself.
+Each start of the run is a branch. It shares the steps before its checkpoint with its parent, as the very same objects.
+So two names (lineage, version) of weights are compared by the steps that made them, and not by what the run states
+about itself.
 """
 
 from __future__ import annotations
@@ -52,40 +53,41 @@ from r3async.data.tokens import format_trajectory_id
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One optimizer step. `version`: the newest when it was made; the next one is made by it, or by a later step."""
+    """One training step. `version` is the newest one when the step was made; this step, or a later one, makes the
+    next."""
 
     number: int
     version: int
     groups: tuple[int, ...]
     updates: int = 1
-    """Of the weights."""
+    """Number of updates of the weights."""
 
 
 class Branch:
-    """The steps of one lineage, those of its past first."""
+    """The steps of one lineage, beginning with those that it shares with its parent."""
 
     def __init__(self, lineage: int, parent: Branch | None = None, step: int = 0, version: int = 0):
-        """It begins with the first `step` steps of `parent`, whose weights it calls version `version`."""
+        """Create a branch that begins with the first `step` steps of `parent`, whose weights it calls `version`."""
         self.lineage, self.version = lineage, version
         self.steps: list[Step] = parent.steps[:step] if parent is not None else []
         self.trained: dict[int, int] = {group: step.number for step in self.steps for group in step.groups}
-        """By group: the step that trained it."""
+        """The step that trained each group, by group."""
         self.made: dict[int, int] = {}
-        """By version: how many steps made it."""
+        """The number of steps that made each version, by version."""
         if parent is not None:
             self.made = {v: count for v, count in parent.made.items() if v < version}
         self.made[version] = len(self.steps)
         self.head = 0
-        """The oldest group that is not trained."""
+        """The oldest untrained group."""
         self._move()
 
     @property
     def since(self) -> int:
-        """Steps since the newest version was made."""
+        """The number of steps since the newest version was made."""
         return sum(step.version == self.version for step in self.steps)
 
     def add(self, groups: tuple[int, ...], updates: int = 1, *, makes_version: bool) -> None:
-        """One more step. Its groups are not judged here."""
+        """Add a step. Its groups are not judged here."""
         self.steps.append(Step(len(self.steps) + 1, self.version, groups, updates))
         for group in groups:
             self.trained.setdefault(group, len(self.steps))
@@ -99,49 +101,57 @@ class Branch:
             self.head += 1
 
     def behind(self, version: int) -> Sequence[Step] | None:
-        """The steps that made weights `version`; None if nobody made them."""
+        """Return the steps that made weights `version`; None if no step made them."""
         count = self.made.get(version)
         return None if count is None else self.steps[:count]
 
     def groups_in(self, version: int) -> int:
-        """How many groups weights `version` were trained from."""
+        """Return how many groups weights `version` were trained from."""
         return sum(len(step.groups) for step in self.behind(version) or ())
 
 
 def same_weights(one: Branch, its: int, other: Branch, others: int) -> bool:
-    """Whether version `its` of `one` and version `others` of `other` were made by the same steps."""
+    """Return whether version `its` of `one` and version `others` of `other` were made by the same steps."""
     ours, theirs = one.behind(its), other.behind(others)
     return ours is not None and theirs is not None and _same(ours, theirs) and len(ours) == len(theirs)
 
 
 def leads_to(sampled_by: Branch, version: int, learner: Branch) -> bool:
-    """Whether weights `version` of `sampled_by` are in the past of what `learner` has now: the steps that made them are the first
-    that `learner` made."""
+    """Return whether weights `version` of `sampled_by` are in the past of the current weights of `learner`: the steps
+    that made them are the first steps of `learner`."""
     steps = sampled_by.behind(version)
     return steps is not None and len(steps) <= len(learner.steps) and _same(steps, learner.steps)
 
 
 def _same(ours: Sequence[Step], theirs: Sequence[Step]) -> bool:
-    """As far as both go."""
+    """Return whether two sequences of steps are the same, up to the end of the shorter one."""
     return all(a is b for a, b in zip(ours, theirs, strict=False))
 
 
-# What is known of a run after the events that were seen, for the invariants to judge the next one by. Pure.
+# What is known about a run after the events so far. The invariants use it to judge the next event.
 
 
 CALM_SECONDS = 90.0
-"""After the last fault: connections without a word are noticed after a minute."""
+"""Seconds from the end of the last fault until its effects are over: silent connections are noticed after a minute."""
 PAUSE_SECONDS = 10.0
-"""Generators ask the conductor twice as often, at least."""
+"""Seconds between two answers of the conductor that count as a pause. Generators ask at least twice as often."""
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """What the run's configuration promises. `window`: `schedule.window`. `more_groups`: a step takes more to have enough tokens;
-    `replaced_groups`: so many more at most, in place of those without contrast. `urgent`: groups from the oldest that credit and
-    disk always let through. `durable`: what an acknowledged trajectory outlives: `nothing`, the end of any `process`, or a
-    failure of `power`. `first_seconds`, `step_seconds`: within which the first step after the last fault is made, and each later
-    one. `install_seconds`: within which one installation ends, where nothing is wrong; `fetch_seconds`: within which a host has
-    weights, or looks for another place to get them from."""
+    """The guarantees that follow from the run's configuration.
+
+    Attributes:
+        age_bound: Maximum age of a trained token in versions.
+        window: The setting `schedule.window`.
+        urgent: Number of groups, from the oldest on, that are accepted regardless of memory credit and disk.
+        more_groups: True if a step takes more groups to reach its number of tokens.
+        replaced_groups: Maximum number of additional groups that replace groups without contrast.
+        durable: What an acknowledged trajectory survives: `nothing`, the end of any `process`, or a failure of `power`.
+        first_seconds: Seconds within which the first step after the last fault is made.
+        step_seconds: Seconds within which each later step is made.
+        install_seconds: Seconds within which an installation ends if nothing is wrong.
+        fetch_seconds: Seconds within which a host has weights, or asks for another source.
+    """
 
     steps: int
     groups_per_step: int
@@ -167,7 +177,7 @@ class Rules(msgspec.Struct, frozen=True):
 
 
 class Lease(NamedTuple):
-    """`process`: how many of its owner's processes had ended."""
+    """A lease. `process` is the number of processes of its owner that had ended before."""
 
     owner: str
     process: int
@@ -175,31 +185,32 @@ class Lease(NamedTuple):
 
 
 class Engine:
-    """One generator."""
+    """The state of one generator."""
 
     def __init__(self) -> None:
         self.process = 0
-        """How many processes of it have ended."""
+        """Number of its processes that have ended."""
         self.versions: list[int] = []
-        """That its present process installed."""
+        """Versions that its current process installed."""
         self.newest = -1
-        """That any process of it installed, in this lineage."""
+        """The newest version that any of its processes installed in this lineage."""
         self.heard = -math.inf
-        """When it last was answered a question for work."""
+        """Time of the last answer to its requests for work."""
         self.loose = -math.inf
-        """What it was leased before then may have returned: it was silent."""
+        """Time before which its leases may have been taken back, because it was silent."""
         self.told = -math.inf
-        """When it last said that it has installed something."""
+        """Time at which it last reported an installation."""
         self.installing: float | None = None
-        """Since when its present process installs a version."""
+        """Time since which its current process is installing a version; None if it is not."""
         self.fetching: float | None = None
-        """When it looked for weights last, which it does not have yet; or since when it is not stopped any more."""
+        """Time since which it waits for weights: of its last request for a source, or when it was last seen stopped.
+        None if it does not wait."""
         self.uses = ""
-        """File of the version that its present process fetched last."""
+        """File of the version that its current process fetched last."""
         self.plays: float | None = None
-        """Since when its present process plays."""
+        """Time since which its current process plays; None if it does not."""
         self.current = -1
-        """The newest version that others had when its present process had installed its last one."""
+        """The newest version that others had when its current process completed its last installation."""
 
     def ended(self) -> None:
         self.process += 1
@@ -207,72 +218,73 @@ class Engine:
         self.installing = self.fetching = self.plays = None
 
     def begins(self) -> None:
-        """A new lineage."""
+        """Reset for a new lineage."""
         self.ended()
         self.newest, self.heard, self.loose, self.told = -1, -math.inf, -math.inf, -math.inf
 
 
 class Known:
-    """`apply` each event after it was judged."""
+    """The state of a run that follows from its events. Call `apply` with each event after it was judged."""
 
     def __init__(self, rules: Rules):
         self.rules = rules
         self.branches: dict[int, Branch] = {}
         self.lineage = 0
-        """Of the newest start."""
+        """Lineage of the newest start."""
         self.safe = 0
-        """Steps of the newest checkpoint that outlives whatever this run promises to outlive."""
+        """Steps of the newest checkpoint that survives whatever this run promises to survive."""
         self.ever_head = 0
-        """The newest head of any branch."""
+        """Maximum head of any branch."""
         self.engines: dict[str, Engine] = defaultdict(Engine)
         self.published: dict[tuple[int, int], int] = {}
-        """By lineage and version: what tells these weights from others."""
+        """Keys that identify published weights, by lineage and version."""
         self.newest, self.newest_at = -1, math.inf
-        """The version that this lineage published last, and when."""
+        """The version that this lineage published last, and the time."""
         self.sent: dict[str, dict[int, Facts]] = defaultdict(dict)
-        """By name, and by content: all that was ever sent."""
+        """All rollouts that were ever sent, by trajectory and content."""
         self.kept: dict[str, list[Facts]] = {}
-        """By name: what is acknowledged, and not in a checkpoint that is safe; all that was sent under that name."""
+        """Acknowledged trajectories that are not in a safe checkpoint, each with all its rollouts that were sent."""
         self.here: dict[str, float] = {}
-        """By name: since when it is here in this lineage, and not trained."""
+        """Time since which each untrained trajectory is here in this lineage."""
         self.held: dict[str, int] = {}
-        """By name: bytes of what this learner acknowledged and has not trained."""
+        """Bytes of each trajectory that this learner acknowledged and has not trained."""
         self.leases: dict[tuple[int, int], Lease] = {}
-        """By group and episode: who was leased it last, in this lineage."""
+        """The last lease of each episode in this lineage, by group and episode."""
         self.leased_to = -1
-        """The newest group that has, or had, a slot."""
+        """The newest group that has or had a slot."""
         self.asked: dict[int, float] = {}
-        """By group: when the learner last said what it lacks."""
+        """Time of the learner's last report of missing episodes, by group."""
         self.files: dict[int, dict[str, int]] = defaultdict(dict)
-        """Of the spool, by group: their sizes."""
+        """Sizes of the files of the spool in bytes, by group and name."""
         self.spoiled = False
-        """A disk failed: what could not be removed stays until the next start."""
+        """True if a disk failed: files that could not be removed stay until the next start."""
         self.cut_short = False
-        """A process of this start, or power, ended in the middle of something: what it left is removed by the next start."""
+        """True if a process of this start was killed, or power failed: leftovers are removed by the next start."""
         self.quiet = False
-        """The last fault is over."""
+        """True if the last fault is over."""
         self.calm = math.inf
-        """From then on, nothing is left of it either: connections that it had silenced are given up."""
+        """Time from which on the effects of the last fault are over, too: connections that it silenced are given up."""
         self.answering = math.inf
-        """Since when the conductor answers without a pause."""
+        """Time since which the conductor answers without a pause."""
         self._answered = -math.inf
-        """When it answered last."""
+        """Time of the conductor's last answer."""
         self.late: dict[tuple[str, str], bool] = {}
-        """Generators, and what they delivered to this learner: whether in no session but such as were over."""
+        """Deliveries to this learner, by generator and trajectory: True if all of them were in outdated sessions."""
         self.deadline = math.inf
-        """For the next step."""
+        """Time by which the next step must be made."""
         self.failed: Counter[int] = Counter()
-        """By task: how often its environment did."""
+        """Number of failures of the environment, by task."""
         self.evaluating: int | None = None
-        """The step whose evaluation is played."""
+        """The step whose evaluation is being played; None if there is none."""
         self.skipped: set[int] = set()
-        """Steps of this branch whose evaluation was due while another one was played."""
+        """Steps of this branch whose evaluation was due while another one was being played."""
         self.given_up: set[int] = set()
-        """Those whose evaluation a generator gave up, or an end of the run did, and others were due by the next start."""
+        """Steps whose evaluation was given up by a generator, or ended with the run when a later one was due by the
+        next start."""
         self.evaluated_tasks: tuple[int, ...] = ()
-        """That were evaluated last."""
+        """Tasks of the last evaluation."""
         self._sent_here: dict[str, dict[int, Facts]] = defaultdict(dict)
-        """What was sent to this learner."""
+        """All rollouts that were sent to this learner, by trajectory and content."""
         self._apply = {
             Began: self._began,
             Lost: self._lost,
@@ -306,37 +318,39 @@ class Known:
         }
 
     def apply(self, event: Event) -> None:
-        """It has happened."""
+        """Record that an event has happened."""
         if (change := self._apply.get(type(event))) is not None:
             change(event)  # type: ignore[operator]
 
     @property
     def branch(self) -> Branch:
-        """Of the newest start."""
+        """The branch of the newest start."""
         return self.branches[self.lineage]
 
     @property
     def horizon(self) -> int:
-        """The first group that credit and disk have never let through for being urgent."""
+        """The first group that was never accepted for being urgent, regardless of memory credit and disk."""
         return self.ever_head + self.rules.urgent
 
     def size(self, name: str) -> int:
-        """Bytes that this learner holds of it once it is acknowledged: of its shortest playing."""
+        """Return the bytes that this learner holds of an acknowledged trajectory: those of its smallest rollout."""
         return min((f.nbytes for f in self._sent_here[name].values()), default=0)
 
     def most_held(self) -> int:
-        """Bytes that this learner may hold at most: of all that was sent to it, but for what steps before the newest trained."""
+        """Return the maximum bytes that this learner may hold: of everything that was sent to it, except what steps
+        before the newest one trained."""
         branch = self.branch
         playings = (list(of.values()) for of in self._sent_here.values())
         untrained = (p for p in playings if branch.trained.get(p[0].group, len(branch.steps)) >= len(branch.steps))
         return sum(max(f.nbytes for f in p) for p in untrained)
 
     def is_complete(self, group: int) -> bool:
-        """All its episodes were acknowledged, and none is trained."""
+        """Return whether all episodes of a group were acknowledged and none is trained."""
         return all(format_trajectory_id(group, i) in self.here for i in range(self.rules.samples_per_group))
 
     def is_unsaved(self, name: str) -> bool:
-        """Whether it is of weights that a start from the newest checkpoint takes back, though its group has a slot then."""
+        """Return whether a trajectory was sampled by weights that a start from the newest checkpoint rolls back, though
+        its group has a slot then."""
         branch = self.branch
         f = next((f for f in self.kept.get(name, ()) if f.lineage == self.lineage and f.versions), None)
         if f is None or branch.made[f.versions[-1]] <= self.safe:
@@ -344,7 +358,8 @@ class Known:
         return f.group < sum(len(step.groups) for step in branch.steps[: self.safe]) + self.rules.slots
 
     def may_train(self, playings: Iterable[Facts], branch: Branch) -> bool:
-        """Whether a learner that begins with this branch takes what was kept, whichever of the `playings` it was."""
+        """Return whether a learner that begins with this branch accepts a kept trajectory, whichever of its rollouts
+        was kept."""
         return all(self._may_train(playing, branch) for playing in playings)
 
     def _may_train(self, f: Facts, branch: Branch) -> bool:
@@ -364,12 +379,12 @@ class Known:
         branch = Branch(event.lineage, self.branches.get(event.parent), event.step, event.version)
         self.branches[event.lineage], self.lineage = branch, event.lineage
         self.cut_short = False
-        if self.rules.durable != "power":  # a process that ends takes no name back
+        if self.rules.durable != "power":  # the end of a process undoes no rename
             self.safe = max(self.safe, event.step)
         for engine in self.engines.values():
             engine.begins()
         self.newest, self.newest_at = -1, math.inf
-        for steps in (self.skipped, self.given_up):  # the last one that was due a start begins, if it is missing
+        for steps in (self.skipped, self.given_up):  # a start begins the last one that was due, if it is missing
             steps &= set(range(self.last_due(event.step)))
         if self.evaluating is not None and self.evaluating < self.last_due(event.step):
             self.given_up |= {self.evaluating, self.last_due(self.evaluating)}
@@ -380,7 +395,7 @@ class Known:
             self.kept.clear()
         taken = [name for name, playings in self.kept.items() if self.may_train(playings, branch)]
         self.here = dict.fromkeys(taken, -math.inf)
-        # What only a checkpoint has trained that is not safe: it may be taken back once more.
+        # Trained only in a checkpoint that is not safe: the training may be rolled back once more.
         held = [name for name, playings in self.kept.items() if branch.trained.get(playings[0].group, 0) > self.safe]
         self.kept = {name: self.kept[name] for name in (*taken, *held)}
         self.leased_to = max([-1, *branch.trained, *(playings[0].group for playings in self.kept.values())])
@@ -420,7 +435,7 @@ class Known:
                     self._is_here(name, list(self.sent[name].values()), event.at)
 
     def _is_here(self, name: str, playings: list[Facts], at: float) -> None:
-        """The learner says that it has it."""
+        """Record that the learner says that it has a trajectory."""
         if playings:
             self.here[name], self.kept[name] = at, playings
 
@@ -444,7 +459,7 @@ class Known:
 
     def _placed(self, event: Placed) -> None:
         engine = self.engines[event.generator]
-        if engine.fetching is not None:  # or the answer comes late
+        if engine.fetching is not None:  # otherwise the answer is late
             engine.fetching = event.at
 
     def _arrived(self, event: Arrived) -> None:
@@ -514,7 +529,7 @@ class Known:
         self.files[event.group].pop(event.file, None)
 
     def last_due(self, step: int) -> int:
-        """The last step up to `step` whose evaluation is due."""
+        """Return the last step up to `step` whose evaluation is due."""
         return step - step % self.rules.evaluate_every if self.rules.evaluate_every else 0
 
     def _evaluating(self, event: Evaluating) -> None:

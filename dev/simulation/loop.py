@@ -1,4 +1,7 @@
-"""Where coroutines stand, and how those of ended processes are closed without a trace."""
+"""An event loop in virtual time that runs the tasks of many simulated processes, which can be frozen, thawed and ended.
+
+Helpers tell where coroutines wait, and close those of ended processes without side effects or warnings.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import asyncio
 import heapq
 import itertools
 import sys
-from asyncio.tasks import _enter_task, _leave_task, _unregister_task  # what runs a task outside its loop has to say so
+from asyncio.tasks import _enter_task, _leave_task, _unregister_task  # to run a task outside its loop
 from collections import deque
 from collections.abc import Callable
 from contextvars import Context, ContextVar, copy_context
@@ -32,15 +35,16 @@ __all__ = [
 ]
 
 CLOSE_ATTEMPTS = 100
-"""So many awaits of its `finally` an ended coroutine may make: each is interrupted."""
+"""Maximum number of awaits in `finally` blocks that are interrupted while an ended coroutine is closed."""
 
 
 class ProcessKilled(BaseException):
-    """Raised in code of a process that has ended, wherever it touches the world. Nothing handles it."""
+    """The exception that is raised in code of an ended process wherever it touches the world. Nothing handles it."""
 
 
 def close_task(task: Any, loop: Any) -> None:
-    """Interrupt a task's coroutine until it has ended. `GeneratorExit` would not do: a `finally` may not await after it."""
+    """Interrupt a task's coroutine until it has ended. `GeneratorExit` would not do: a `finally` may not await after
+    it."""
     task._log_destroy_pending = False
     coroutine = task.get_coro()
     _discard_unawaited(coroutine)
@@ -48,15 +52,15 @@ def close_task(task: Any, loop: Any) -> None:
     try:
         for _ in range(CLOSE_ATTEMPTS):
             task.context.copy().run(coroutine.throw, ProcessKilled())
-    except BaseException:  # also StopIteration: it has returned
+    except BaseException:  # StopIteration included: the coroutine has returned
         pass
     finally:
         _leave_task(loop, task)
-        _unregister_task(task)  # those of the next loop have the same numbers
+        _unregister_task(task)  # tasks of the next loop have the same numbers
 
 
 def _discard_unawaited(coroutine: Any) -> None:
-    """Close the coroutines that it has made, or was given, and did not come to await: each would warn."""
+    """Close the coroutines that a coroutine created, or received, and never awaited. Each would cause a warning."""
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
         for made in frame.f_locals.values():
             if isinstance(made, CoroutineType) and getcoroutinestate(made) == CORO_CREATED:
@@ -66,7 +70,7 @@ def _discard_unawaited(coroutine: Any) -> None:
 
 
 def await_stack(task: Any) -> list[str]:
-    """Where a task stands: "function file:line", innermost first."""
+    """Return where a task waits, as "function file:line", innermost first."""
     found: list[str] = []
     coroutine: Any = task.get_coro()
     while coroutine is not None:
@@ -90,33 +94,36 @@ def format_raise_location(error: BaseException | None) -> str:
 
 # An event loop in virtual time, which runs the tasks of many simulated processes.
 #
-# Nothing waits: when no callback is ready, time jumps to the next timer. The order of callbacks follows from what was scheduled
-# alone, in every Python process: tasks and futures hash by a number in the order of their making, so sets of them iterate alike.
+# Nothing waits in real time: when no callback is ready, time jumps to the next timer. The order of callbacks depends on what
+# was scheduled alone, in every Python process: tasks and futures hash by a number in the order of their creation, so that sets
+# of them iterate in the same order.
 #
-# A callback belongs to the process that scheduled it (`CURRENT_PROCESS`, a context variable). Those of a frozen process are put
-# aside until it thaws; those of an ended one are dropped.
+# A callback belongs to the process that scheduled it (`CURRENT_PROCESS`, a context variable). Callbacks of a frozen process are
+# put aside until it thaws; those of an ended process are dropped.
 
 
 class DeadlockError(RuntimeError):
-    """Nothing is ready and no timer runs, but the main future is pending. Says where each task waits."""
+    """The error of a loop in which nothing is ready and no timer runs, but the main future is pending. The message
+    tells where each task waits."""
 
 
 class LimitReachedError(RuntimeError):
-    """The loop has run as many callbacks, or as long in virtual time, as it may."""
+    """The error of a loop that has run its maximum number of callbacks, or its maximum virtual time."""
 
 
 class VirtualProcess:
-    """What freezes, thaws and ends as one: the callbacks and tasks that are scheduled in its `context`."""
+    """A simulated process: the callbacks and tasks scheduled in its `context`, which freeze, thaw and end together."""
 
     def __init__(self, loop: VirtualLoop, name: str):
         self.name = name
         self.running = True
-        """Neither frozen nor ended."""
+        """True if the process is neither frozen nor ended."""
         self.ended = False
         self.out_of_descriptors = False
-        """It has as many descriptors as it may: it can open nothing (EMFILE)."""
+        """True if the process has no free file descriptor, so that it can open nothing (EMFILE)."""
         self.context = Context()
-        """To schedule in it from outside: `loop.call_later(delay, callback, context=process.context)`."""
+        """Context in which to schedule callbacks of the process from outside:
+        `loop.call_later(delay, callback, context=process.context)`."""
         self.context.run(CURRENT_PROCESS.set, self)
         self._loop = loop
         self._deferred_handles: list[VirtualHandle] = []
@@ -126,29 +133,29 @@ class VirtualProcess:
         return f"Process({self.name!r})"
 
     def add_end_callback(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called, outside the process, when it ends."""
+        """Call `callback`, outside the process, when the process ends."""
         self._end_callbacks.append(callback)
 
     def raise_if_ended(self) -> None:
-        """Raises `ProcessKilled` if the process has ended: for everything in its world that would have an effect."""
+        """Raise `ProcessKilled` if the process has ended. Everything in its world that has an effect calls this."""
         if self.ended:
             raise ProcessKilled(self.name)
 
     def freeze(self) -> None:
-        """As SIGSTOP. Idempotent."""
+        """Stop the process, like SIGSTOP. Idempotent."""
         self.running = False
 
     def thaw(self) -> None:
-        """As SIGCONT: what became due meanwhile runs now, in order. Nothing happens if it is not frozen."""
+        """Continue a frozen process, like SIGCONT: what became due meanwhile runs now, in order. Idempotent."""
         if not self.ended and not self.running:
             self.running = True
             aside, self._deferred_handles = self._deferred_handles, []
             self._loop.ready_handles.extend(aside)
 
     def end(self) -> None:
-        """As SIGKILL: nothing of it runs any more, no `finally` either. Idempotent.
+        """End the process, like SIGKILL: none of its code runs any more, not even a `finally`. Idempotent.
 
-        Code of the process that ends itself continues until it returns or awaits; `raise_if_ended` stops it earlier.
+        Code of a process that ends itself continues until it returns or awaits; `raise_if_ended` stops it earlier.
         """
         if self.ended:
             return
@@ -164,7 +171,7 @@ CURRENT_PROCESS: ContextVar[VirtualProcess | None] = ContextVar("process", defau
 
 
 class VirtualHandle:
-    """See `asyncio.Handle`."""
+    """An implementation of `asyncio.Handle`."""
 
     __slots__ = ("args", "callback", "context")
 
@@ -180,7 +187,7 @@ class VirtualHandle:
 
 
 class VirtualTimer(VirtualHandle):
-    """See `asyncio.TimerHandle`."""
+    """An implementation of `asyncio.TimerHandle`."""
 
     __slots__ = ("_when",)
 
@@ -192,7 +199,7 @@ class VirtualTimer(VirtualHandle):
 
 
 class VirtualFuture(asyncio.Future[Any]):
-    """Hashes by its number."""
+    """A future that hashes by its number."""
 
     __slots__ = ("_number",)
 
@@ -205,7 +212,7 @@ class VirtualFuture(asyncio.Future[Any]):
 
 
 class VirtualTask(asyncio.Task[Any]):
-    """Hashes by its number; knows its process."""
+    """A task that hashes by its number and knows its process."""
 
     __slots__ = ("_number", "context", "process")
 
@@ -219,22 +226,26 @@ class VirtualTask(asyncio.Task[Any]):
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """See the module. `max_callbacks` and `max_seconds`: how many callbacks, and how long in virtual time, it runs at most.
+    """An event loop in virtual time.
 
-    `failures` are what asyncio would log: exceptions of callbacks, and of tasks that nobody asked.
+    `failures` has what asyncio would log: exceptions of callbacks, and exceptions of tasks that were never retrieved.
+
+    Args:
+        max_callbacks: Maximum number of callbacks that the loop runs; None for no limit.
+        max_seconds: Maximum virtual time in seconds; None for no limit.
     """
 
     def __init__(self, *, max_callbacks: int | None = None, max_seconds: float | None = None) -> None:
         self.object_numbers = itertools.count(1)
         self.callback_count = 0
-        """Callbacks so far."""
+        """Number of callbacks so far."""
         self.now = 0.0
         self.failures: list[str] = []
         self.max_callbacks = sys.maxsize if max_callbacks is None else max_callbacks
         self.max_seconds = float("inf") if max_seconds is None else max_seconds
         self._retained_tasks: list[VirtualTask] = []
         self.ready_handles: deque[VirtualHandle] = deque()
-        """To be called next, in order."""
+        """Callbacks to run next, in order."""
         self._timers: list[tuple[float, int, VirtualTimer]] = []
         self._timer_numbers = itertools.count()
         self._stopping = self._closed = self._running = False
@@ -242,7 +253,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     # -- scheduling --------------------------------------------------------------------------------------------------
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
+        """Return the virtual seconds since the loop was created."""
         return self.now
 
     def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> VirtualHandle:  # type: ignore[override]
@@ -269,7 +280,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._retained_tasks += [task for task in self.pending_tasks() if task.process is process]
 
     def pending_tasks(self) -> list[VirtualTask]:
-        """Those that are not done, in the order of their making."""
+        """Return the tasks that are not done, in the order of their creation."""
         return sorted((task for task in asyncio.all_tasks(self) if isinstance(task, VirtualTask)), key=hash)
 
     def create_future(self) -> VirtualFuture:
@@ -282,13 +293,14 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return task
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
-        """Raises `RuntimeError`: there are no threads."""
+        """Raise `RuntimeError`: there are no threads."""
         raise RuntimeError(f"{func!r} was given to an executor: blocking work goes through `world.threads`")
 
     # -- running -----------------------------------------------------------------------------------------------------
 
     def run_until_complete(self, future: Any) -> Any:
-        """Raises what the future raises, `DeadlockError` and `LimitReachedError`."""
+        """Run the loop until the future is done, and return its result. Raises what the future raises, `DeadlockError`
+        and `LimitReachedError`."""
         task = asyncio.ensure_future(future, loop=self)
         task.add_done_callback(self._stop_when_done)
         try:
@@ -304,7 +316,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._stopping = True
 
     def run_forever(self) -> None:
-        """Until `stop`. Raises `DeadlockError` and `LimitReachedError`."""
+        """Run the loop until `stop`. Raises `DeadlockError` and `LimitReachedError`."""
         if self._closed or self._running:
             raise RuntimeError("the loop is closed" if self._closed else "the loop runs already")
         hooks = sys.get_asyncgen_hooks()
@@ -327,7 +339,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             sys.set_asyncgen_hooks(*hooks)
 
     def _run_callbacks(self) -> None:
-        """Callback after callback, until one stops the loop or raises."""
+        """Run one callback after the other, until one stops the loop or raises."""
         ready = self.ready_handles
         while not self._stopping:
             if not ready:
@@ -348,7 +360,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             context.run(callback, *handle.args)
 
     def _advance_time(self) -> None:
-        """Jump to the next timer, and make ready all that are due then."""
+        """Jump to the time of the next timer, and make all timers ready that are due then."""
         timers, ready = self._timers, self.ready_handles
         while timers:
             when, _, timer = heapq.heappop(timers)
@@ -367,7 +379,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         raise DeadlockError("\n".join(["nothing is ready and no timer runs; what waits:", *self.describe_tasks()]))
 
     def _close_generator(self, generator: Any) -> None:
-        """An asynchronous generator was left before its end."""
+        """Close an asynchronous generator that was abandoned before its end."""
         process = CURRENT_PROCESS.get()
         if not self._closed and (process is None or not process.ended):
             self.call_soon(self.create_task, generator.aclose())
@@ -375,12 +387,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     # -- looking into it ---------------------------------------------------------------------------------------------
 
     def describe_tasks(self) -> list[str]:
-        """Each task that is not done: its process, its name, and where it waits."""
+        """Return a line for each task that is not done: its process, its name, and where it waits."""
         alive = [task for task in self.pending_tasks() if task.process is None or not task.process.ended]
         return [f"  {_process_name(task)} {task.get_name()}: {' < '.join(await_stack(task))}" for task in alive]
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Record it in `failures`. What an ended process leaves behind is not a failure."""
+        """Record an error in `failures`. Errors that an ended process leaves behind are ignored."""
         error, source = context.get("exception"), context.get("task", context.get("future"))
         process = source.process if isinstance(source, VirtualTask) else CURRENT_PROCESS.get()
         if not isinstance(error, ProcessKilled) and (process is None or not process.ended):
@@ -400,14 +412,14 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the coroutines of all tasks, which warn of nothing afterwards. The worlds of their processes have to be ended
+        """End the coroutines of all tasks, so that they cause no warnings afterwards. Their processes must be ended
         before. Idempotent."""
         if self._closed:
             return
         self._closed = True
         asyncio._set_running_loop(self)
         try:
-            while left := self.pending_tasks():  # also what a `finally` has made meanwhile
+            while left := self.pending_tasks():  # a `finally` may have created more
                 for task in left:
                     close_task(task, self)
         finally:

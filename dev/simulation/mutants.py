@@ -1,5 +1,5 @@
-"""Defects, planted to prove that the search finds what it is there for: each replaces one method of a production class while a
-simulation runs. A search that finds none of its mutants proves nothing."""
+"""Planted defects (mutants), which prove that the search finds what it is made for. Each replaces methods of production
+classes while a simulation runs. A search that finds none of its mutants proves nothing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from r3async.world.files import write_atomically
 
 
 class Mutant(NamedTuple):
-    """`plant`: what is wrong as long as it is entered."""
+    """A planted defect: its name, a sentence that says what is wrong, and the context manager that plants it."""
 
     name: str
     what: str
@@ -56,12 +56,12 @@ class Mutant(NamedTuple):
 
 
 MUTANTS: dict[str, Mutant] = {}
-"""By name; `mutants.py`, `mutants_schedule.py` and `mutants_weights.py` fill it."""
+"""All mutants by name; `mutant` and `plant` fill it."""
 
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """`owner.name` is `make(what it was)` meanwhile."""
+    """Replace the attribute `name` of `owner` by the result of `make` for the original, and restore it at the end."""
     before = vars(owner)[name]
     setattr(owner, name, make(before))
     try:
@@ -71,7 +71,8 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
 
 
 def mutant(owner: Any, method: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-    """The decorated function makes the replacement of a method from what it was; its docstring says what is wrong."""
+    """Return a decorator that registers a mutant. The decorated function returns the replacement for the original
+    method; its docstring says what is wrong."""
 
     def add(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
         what = " ".join((make.__doc__ or "").split())
@@ -82,7 +83,7 @@ def mutant(owner: Any, method: str) -> Callable[[Callable[[Any], Any]], Callable
 
 
 def plant(name: str, what: str, *replacements: tuple[Any, str, Callable[[Any], Any]]) -> None:
-    """A mutant of several methods."""
+    """Register a mutant that replaces several methods. `what` says what is wrong."""
 
     @contextlib.contextmanager
     def planted() -> Iterator[None]:
@@ -94,7 +95,7 @@ def plant(name: str, what: str, *replacements: tuple[Any, str, Callable[[Any], A
     MUTANTS[name] = Mutant(name, what, planted)
 
 
-# Planted defects of leases, slots, steps, lineages and weights.
+# Defects of tasks, leases, slots, steps, lineages and weights.
 
 
 # -- tasks -------------------------------------------------------------------------------------------------------------
@@ -102,7 +103,7 @@ def plant(name: str, what: str, *replacements: tuple[Any, str, Callable[[Any], A
 
 @mutant(TaskHistory, "choose_task")
 def part_plays_another_task(pose: Any) -> Any:
-    """What a group poses is chosen for every lease of a part of it."""
+    """The task of a group is chosen again for every lease of a part of it."""
     leases = itertools.count()
 
     def each(self: TaskHistory, group: int, tasks: Any) -> int:
@@ -113,7 +114,7 @@ def part_plays_another_task(pose: Any) -> Any:
 
 @mutant(reception.TrajectoryInbox, "_has_contrast")
 def groups_replaced_for_nothing(has_contrast: Any) -> Any:
-    """A step replaces groups that have contrast, too."""
+    """A step also replaces groups that have contrast."""
 
     def never(self: reception.TrajectoryInbox, group: Any) -> bool:
         return False
@@ -159,7 +160,7 @@ plant(
 
 @mutant(AdmissionController, "requeue_leases")
 def lease_lost_with_its_generator(lose: Any) -> Any:
-    """What a generator that ended was leased is leased to nobody again."""
+    """The leases of a generator that ended are never leased again."""
 
     def forget(self: AdmissionController, owner: str, missing: Any) -> list[int]:
         return lose(self, owner, lambda group: ())
@@ -169,7 +170,7 @@ def lease_lost_with_its_generator(lose: Any) -> Any:
 
 @mutant(AdmissionController, "requeue_leases")
 def missing_not_subtracted(lose: Any) -> Any:
-    """All that a generator was leased returns, also what has arrived."""
+    """All leases of a lost generator are taken back, even of episodes that have arrived."""
 
     def everything(self: AdmissionController, owner: str, missing: Any) -> list[int]:
         return lose(self, owner, lambda group: range(self.samples_per_group))
@@ -179,7 +180,7 @@ def missing_not_subtracted(lose: Any) -> Any:
 
 @mutant(AdmissionController, "requeue_after_resume")
 def kept_is_not_adopted(adopt: Any) -> Any:
-    """A start without a checkpoint plays everything again, also what its spool kept."""
+    """A start without a checkpoint plays everything again, even what its spool kept."""
 
     def nothing(self: AdmissionController, newest: int, missing: Any) -> list[int]:
         return adopt(self, newest, missing) if self.version or self._next_group else []
@@ -189,7 +190,7 @@ def kept_is_not_adopted(adopt: Any) -> Any:
 
 @mutant(AdmissionController, "requeue_after_resume")
 def resume_leases_what_was_kept(adopt: Any) -> Any:
-    """A resumed run leases its groups whole, also what the spool kept of them."""
+    """A resumed run leases whole groups, even if the spool kept a part of them."""
 
     def whole(self: AdmissionController, newest: int, missing: Any) -> list[int]:
         return adopt(self, newest, lambda group: range(self.samples_per_group) if missing(group) else ())
@@ -199,7 +200,7 @@ def resume_leases_what_was_kept(adopt: Any) -> Any:
 
 @mutant(AdmissionController, "lease_group")
 def group_passed_over(lease: Any) -> Any:
-    """Now and then a group is never leased."""
+    """One group is skipped and never leased."""
 
     def skip(self: AdmissionController, owner: str, **facts: Any) -> GroupLease | None:
         if self._next_group == 5 and not self._waiting_episodes:
@@ -211,7 +212,7 @@ def group_passed_over(lease: Any) -> Any:
 
 @mutant(AdmissionController, "lease_group")
 def leased_twice(lease: Any) -> Any:
-    """A part of a group that is split is leased to two generators."""
+    """A part of a split group is leased to two generators."""
 
     def twice(self: AdmissionController, owner: str, **facts: Any) -> GroupLease | None:
         found = lease(self, owner, **facts)
@@ -228,7 +229,7 @@ def leased_twice(lease: Any) -> Any:
 
 @mutant(GroupBuffer, "choose_groups")
 def younger_groups_first(batch: Any) -> Any:
-    """A step takes the youngest complete groups of the window."""
+    """A step takes the newest complete groups of the window."""
 
     def youngest(self: GroupBuffer, at_least: int, at_most: int, tokens: int) -> list[int]:
         window = [g for g in self._consumed.groups_in_window() if not self.missing_in_group(g)]
@@ -239,7 +240,7 @@ def younger_groups_first(batch: Any) -> Any:
 
 @mutant(GroupBuffer, "__init__")
 def window_one_wider(init: Any) -> Any:
-    """The learner's window is one group wider than the schedule says."""
+    """The learner's window is one group larger than the schedule says."""
 
     def wider(self: GroupBuffer, samples_per_group: int, window: int = 1, **facts: Any) -> None:
         init(self, samples_per_group, window + 1, **facts)
@@ -249,7 +250,7 @@ def window_one_wider(init: Any) -> Any:
 
 @mutant(GroupBuffer, "__init__")
 def resume_forgets_what_was_trained(init: Any) -> Any:
-    """A resumed learner takes groups for untrained that its checkpoint has trained beyond the oldest."""
+    """A resumed learner forgets which groups after the oldest untrained one its checkpoint has trained."""
 
     def forget(self: GroupBuffer, samples_per_group: int, window: int = 1, *, head: int = 0, beyond: Any = ()) -> None:
         init(self, samples_per_group, window, head=head)
@@ -266,7 +267,7 @@ plant(
 
 @mutant(LearnerActor, "train_step")
 def version_counted_twice(train_step: Any) -> Any:
-    """A publication counts for two versions."""
+    """A publication increases the version by two."""
 
     async def twice(self: LearnerActor, *args: Any, **facts: Any) -> Any:
         result = await train_step(self, *args, **facts)
@@ -279,7 +280,7 @@ def version_counted_twice(train_step: Any) -> Any:
 
 @mutant(LocalRank, "snapshot_weights")
 def old_weights_under_a_new_number(snapshot: Any) -> Any:
-    """The third version that a learner publishes has the weights of the one before."""
+    """The third version that a learner publishes has the weights of the second."""
 
     def old(self: Any, version: int) -> None:
         before = getattr(self, "copies", [])
@@ -308,7 +309,7 @@ plant(
 
 @mutant(Lineage, "start_child")
 def lineage_used_again(child: Any) -> Any:
-    """A start does not look at the numbers that were taken before."""
+    """A start ignores the lineage numbers that were taken before."""
 
     def again(self: Lineage, starts: Any, *args: Any) -> Any:
         return child(self, (), *args)
@@ -318,7 +319,7 @@ def lineage_used_again(child: Any) -> Any:
 
 @mutant(VersionWriter, "write_version")
 def another_lineage_published(write: Any) -> Any:
-    """A resumed learner names its weights after the first lineage."""
+    """A resumed learner publishes its weights under the first lineage."""
 
     async def first(self: VersionWriter, reading: Any = ()) -> Any:
         published = await write(self, reading)
@@ -332,11 +333,11 @@ def another_lineage_published(write: Any) -> Any:
 
 @mutant(LocalRank, "restore_checkpoint")
 def checkpoint_not_loaded(restore: Any) -> Any:
-    """A resumed learner begins with the start model's weights."""
+    """A resumed learner begins with the weights of the start model."""
     return lambda self, path: None
 
 
-# Planted defects of evaluations, of episodes that fail, and of what is done about processes that are lost or lack something.
+# Defects of evaluations, failed episodes, and the handling of processes that are lost or lack resources.
 
 
 # -- evaluations -------------------------------------------------------------------------------------------------------
@@ -344,7 +345,7 @@ def checkpoint_not_loaded(restore: Any) -> Any:
 
 @mutant(Evaluator, "resume_evaluations")
 def cut_off_evaluation_forgotten(start: Any) -> Any:
-    """An evaluation that was played when the run was stopped or lost is left out."""
+    """An evaluation that was being played when the run was stopped or lost is skipped."""
 
     def nothing(self: Evaluator, step: int, version: int) -> None:
         self._last_step = step
@@ -354,7 +355,7 @@ def cut_off_evaluation_forgotten(start: Any) -> Any:
 
 @mutant(Evaluator, "_read_row_steps")
 def evaluation_played_again(written: Any) -> Any:
-    """A resumed run does not know which evaluations its record has."""
+    """A resumed run does not know which evaluations its record contains."""
     return lambda self: set()
 
 
@@ -389,13 +390,13 @@ def no_second_try_to_connect(reconnect: Any) -> Any:
 
 @mutant(disk_waits, "is_disk_error")
 def full_process_not_waited_for(is_disk_trouble: Any) -> Any:
-    """Weights that cannot be written for want of descriptors are not tried again."""
+    """Writing weights is not retried when no file descriptor is free."""
     return lambda error: is_disk_trouble(error) and error.errno != errno.EMFILE
 
 
 @mutant(HostVersionCache, "remove_unused_versions")
 def tidied_while_it_is_used(tidy: Any) -> Any:
-    """A process that fetches a version removes all others of its host."""
+    """A process that fetches a version removes all other versions on its host."""
 
     def everything(self: HostVersionCache, keep: Any) -> None:
         for name in self._files.list_names(self.path):
@@ -406,7 +407,7 @@ def tidied_while_it_is_used(tidy: Any) -> Any:
     return everything
 
 
-# Planted defects of weights on their way, of delivery to the learner, and of who waits for whom.
+# Defects of the transfer of weights, of delivery to the learner, and of waiting.
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
@@ -414,7 +415,7 @@ def tidied_while_it_is_used(tidy: Any) -> Any:
 
 @mutant(TcpReceiver, "_append_verified_chunks")
 def chunk_unchecked(write: Any) -> Any:
-    """Chunks of weights are written whatever their checksum."""
+    """Chunks of weights are written without a check of their checksum."""
 
     def all_of_them(self: TcpReceiver, file: Any, batch: Sequence[tuple[int, list[Any]]]) -> list[int]:
         for _, frames in batch:
@@ -426,7 +427,7 @@ def chunk_unchecked(write: Any) -> Any:
 
 @mutant(TcpReceiver, "_handle_message")
 def chunk_out_of_order(arrived: Any) -> Any:
-    """A chunk of weights is taken for the one that is lacking, whichever it is."""
+    """Any chunk of weights is taken for the next one expected."""
 
     def any_chunk(self: TcpReceiver, frames: list[Any]) -> None:
         try:
@@ -457,7 +458,7 @@ plant("silent_parent_waited_for", "A host that sends nothing any more is waited 
 
 @mutant(relay.RelayTree, "place_node")
 def failed_parent_given_again(place: Any) -> Any:
-    """A host is sent once more to the one that failed it."""
+    """A host is assigned again to a parent that failed it."""
     return lambda self, name, address, avoid=(): place(self, name, address)
 
 
@@ -465,7 +466,7 @@ def failed_parent_given_again(place: Any) -> Any:
 
 
 def _here(receiver: TcpReceiver) -> list[Path]:
-    """Versions that the host has."""
+    """Return the files of the versions on the host."""
     folder = receiver._cache.path
     return [folder / name for name in receiver._files.list_names(folder) if name.startswith("version-")]
 
@@ -504,7 +505,7 @@ plant(
 
 @mutant(HostVersionCache, "acquire_version")
 def version_not_held(use: Any) -> Any:
-    """Who uses a version does not hold its file."""
+    """A process that uses a version does not hold a lock on its file."""
 
     def let_go(self: HostVersionCache, version: Any) -> Any:
         path = use(self, version)
@@ -518,7 +519,7 @@ def version_not_held(use: Any) -> Any:
 
 @mutant(ScriptedEngine, "_read_checked_key")
 def weights_before_loaded(read: Any) -> Any:
-    """An engine loads a version, and continues with the one before."""
+    """An engine loads a version but continues with the one before."""
 
     def before(self: ScriptedEngine, manifest: Any) -> int:
         key = int(read(self, manifest))
@@ -532,13 +533,13 @@ def weights_before_loaded(read: Any) -> Any:
 
 @mutant(GeneratorHealth, "mark_installed")
 def old_weights_count_as_newest(installed: Any) -> Any:
-    """A generator that was restarted plays with what it installed, though the others have newer weights."""
+    """A restarted generator plays with the version that it installed, though the others have newer weights."""
     return lambda self, version, current: installed(self, version, version)
 
 
 @mutant(VersionInstaller, "needs_delivery")
 def slow_one_left_behind(behind: Any) -> Any:
-    """Once a generator has a version, nobody else is given it."""
+    """A version is given to no other generator once one has it."""
 
     def unless_one_has_it(self: VersionInstaller) -> bool:
         if any(generator.version >= self.newest_published.version for generator in self.fleet):
@@ -550,7 +551,7 @@ def slow_one_left_behind(behind: Any) -> Any:
 
 @mutant(VersionInstaller, "_put_offer")
 def first_version_given_for_ever(share: Any) -> Any:
-    """Generators are given the version that they were given first."""
+    """Generators are given the first version for ever."""
 
     def first(self: VersionInstaller, published: Any) -> Any:
         return share(self, published) if self._shared_offer is None else self._shared_offer[1]
@@ -558,18 +559,18 @@ def first_version_given_for_ever(share: Any) -> Any:
     return first
 
 
-# -- who waits for whom ------------------------------------------------------------------------------------------------
+# -- waiting -----------------------------------------------------------------------------------------------------------
 
 
 @mutant(Fleet, "find_overdue")
 def silent_one_keeps_its_leases(overdue: Any) -> Any:
-    """What a silent generator was leased is leased to nobody else."""
+    """The leases of a silent generator are given to no other generator."""
     return lambda self: []
 
 
 @mutant(TrajectoryReceiver, "_is_current_session")
 def old_session_counted(known: Any) -> Any:
-    """What comes in a session that is over is taken, too."""
+    """Deliveries in a session that is over are accepted, too."""
 
     def any_session(self: TrajectoryReceiver, identity: bytes, session: str) -> bool:
         peer = self._sessions.get(identity)
@@ -583,7 +584,7 @@ def old_session_counted(known: Any) -> Any:
 
 @mutant(Spool, "_scan_directory")
 def recovery_not_synced(scan: Any) -> Any:
-    """What a start finds in the spool is not synced, though the process that wrote it may have ended before it did."""
+    """A start does not sync what it finds in the spool, though its writer may have ended before it synced."""
 
     def unsynced(self: Spool) -> Any:
         settings = self._settings
@@ -598,7 +599,7 @@ def recovery_not_synced(scan: Any) -> Any:
 
 @mutant(SimulatedFile, "fsync")
 def trajectory_not_synced(sync: Any) -> Any:
-    """A trajectory is acknowledged before it outlives a power failure."""
+    """A trajectory is acknowledged before it survives a power failure."""
 
     def not_these(self: SimulatedFile) -> None:
         if self._path.suffix != ".spool":
@@ -609,7 +610,7 @@ def trajectory_not_synced(sync: Any) -> Any:
 
 @mutant(SimulatedFiles, "fsync_directory")
 def spool_names_not_synced(sync_directory: Any) -> Any:
-    """The names of the spool's files do not outlive a power failure."""
+    """The names of the spool's files do not survive a power failure."""
 
     def not_this_one(self: SimulatedFiles, directory: Path) -> None:
         if directory.name != "spool":
@@ -618,7 +619,7 @@ def spool_names_not_synced(sync_directory: Any) -> Any:
     return not_this_one
 
 
-# All planted defects; those of delivery, the spool and checkpoints are here.
+# Defects of delivery, the spool and checkpoints.
 
 
 # -- delivery and the spool --------------------------------------------------------------------------------------------
@@ -640,7 +641,7 @@ def ack_before_store(put: Any) -> Any:
 
 @mutant(TrajectoryInbox, "release_trained")
 def unlink_before_commit(trained: Any) -> Any:
-    """The spool lets go of groups when they are trained, not when a checkpoint has trained them."""
+    """The spool deletes groups when they are trained, not when a checkpoint has trained them."""
 
     def early(self: TrajectoryInbox, indices: Any) -> None:
         trained(self, indices)
@@ -652,7 +653,7 @@ def unlink_before_commit(trained: Any) -> Any:
 
 @mutant(CheckpointWriter, "_write_checkpoint")
 def commit_before_the_checkpoint_is_durable(write: Any) -> Any:
-    """The spool lets go of what a checkpoint trains when the checkpoint is begun."""
+    """The spool deletes what a checkpoint trained when the checkpoint is begun."""
 
     async def eager(self: CheckpointWriter, state: Any, parts: Any, then: Callable[[], object]) -> Any:
         then()
@@ -663,13 +664,13 @@ def commit_before_the_checkpoint_is_durable(write: Any) -> Any:
 
 @mutant(Spool, "_delete_files")
 def spool_kept_after_commit(unlink: Any) -> Any:
-    """Files of the spool stay when a checkpoint has trained them."""
+    """Files of the spool are kept after a checkpoint has trained them."""
     return lambda self, groups: None
 
 
 @mutant(SimulatedFile, "truncate")
 def torn_tail_not_cut(truncate: Any) -> Any:
-    """What a write that failed left in a file of the spool stays there, and the next record follows it."""
+    """The remains of a failed write stay in a file of the spool, and the next record follows them."""
 
     def keep(self: SimulatedFile, size: int) -> None:
         if self._path.suffix != ".spool":
@@ -680,7 +681,7 @@ def torn_tail_not_cut(truncate: Any) -> Any:
 
 @mutant(Spool, "recover_trajectories")
 def recovery_forgets(recover: Any) -> Any:
-    """Of what the spool kept, a start takes back all but the last."""
+    """A start recovers all but the last trajectory from the spool."""
 
     async def some(self: Spool) -> Any:
         return (await recover(self))[:-1]
@@ -690,25 +691,25 @@ def recovery_forgets(recover: Any) -> Any:
 
 @mutant(Spool, "free_bytes")
 def disk_bytes_ignored(free_bytes: Any) -> Any:
-    """Trajectories are taken whatever the spool holds."""
+    """Trajectories are accepted regardless of the size of the spool."""
     return property(lambda self: 10**12)
 
 
 @mutant(MemoryBudget, "_fits_in_memory")
 def memory_ignored(fits: Any) -> Any:
-    """Every trajectory that arrives is taken, whatever is held."""
+    """Every trajectory that arrives is accepted, regardless of how much memory is held."""
     return lambda self, nbytes: True
 
 
 @mutant(MemoryBudget, "release_trajectory")
 def memory_not_released(release: Any) -> Any:
-    """What is trained still counts as held."""
+    """Trained trajectories still count as held in memory."""
     return lambda self, trajectory_id: None
 
 
 @mutant(MemoryBudget, "group_limit")
 def closed_for_ever(until: Any) -> Any:
-    """Once a trajectory did not fit, only the groups of the next step are asked for."""
+    """After one trajectory did not fit, only the groups of the next step are ever requested."""
 
     def closed(self: MemoryBudget, disk: float = math.inf) -> int:
         short = self._first_refused_bytes
@@ -721,7 +722,7 @@ def closed_for_ever(until: Any) -> Any:
 
 @mutant(Outbox, "requeue_trajectory")
 def not_taken_is_forgotten(again: Any) -> Any:
-    """A sender does not send again what the learner had no memory for."""
+    """A sender does not resend trajectories for which the learner had no memory."""
 
     def forget(self: Outbox, trajectory_id: str, now: float, *, damaged: bool) -> bool:
         return (
@@ -735,7 +736,7 @@ def not_taken_is_forgotten(again: Any) -> Any:
 
 @mutant(Outbox, "requeue_all")
 def unacknowledged_forgotten(reset: Any) -> Any:
-    """A sender that connects again does not send again what was not acknowledged."""
+    """A sender that reconnects does not resend what was not acknowledged."""
 
     def forget(self: Outbox) -> int:
         self.in_flight = {}
@@ -746,7 +747,7 @@ def unacknowledged_forgotten(reset: Any) -> Any:
 
 @mutant(TrajectorySender, "_send_ready")
 def sent_is_settled(deliver: Any) -> Any:
-    """A sender takes what it has sent for acknowledged."""
+    """A sender treats everything it has sent as acknowledged."""
 
     def settle(self: TrajectorySender) -> None:
         deliver(self)
@@ -767,7 +768,7 @@ def payload_unchecked(checksum: Any) -> Any:
 
 @mutant(SimulatedFiles, "fsync_directory")
 def unsynced_rename(sync_directory: Any) -> Any:
-    """The directory of a checkpoint that was given its name is not synced."""
+    """The directory of checkpoints is not synced after a checkpoint was renamed."""
 
     def not_this_one(self: SimulatedFiles, directory: Path) -> None:
         if directory.name != "checkpoints":
@@ -789,7 +790,7 @@ def checkpoint_named_before_it_is_synced(sync: Any) -> Any:
 
 @mutant(CheckpointDirectory, "recover_newest")
 def resumed_from_an_older_one(newest: Any) -> Any:
-    """A run resumes from the oldest checkpoint that is there."""
+    """A run resumes from the oldest checkpoint."""
 
     def oldest(self: CheckpointDirectory) -> Any:
         while len(steps := self.list_steps()) > 1:
@@ -801,7 +802,7 @@ def resumed_from_an_older_one(newest: Any) -> Any:
 
 @mutant(CheckpointDirectory, "prune_old")
 def pruned_too_much(prune: Any) -> Any:
-    """No checkpoint is kept but every second one."""
+    """Every second checkpoint is removed."""
 
     def more(self: CheckpointDirectory) -> list[int]:
         removed = prune(self)
@@ -814,7 +815,7 @@ def pruned_too_much(prune: Any) -> Any:
 
 @mutant(CheckpointWriter, "save_checkpoint")
 def checkpoint_forgets_who_overtook(save: Any) -> Any:
-    """A checkpoint does not say which groups overtook the oldest that is not trained."""
+    """A checkpoint does not record which groups overtook the oldest untrained one."""
 
     async def forget(self: CheckpointWriter, state: Any, hold: Any, write: Any, then: Any) -> None:
         await save(self, msgspec.structs.replace(state, consumed_beyond=[]), hold, write, then)

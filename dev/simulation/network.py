@@ -1,4 +1,4 @@
-"""Sockets of the simulated network, and the connections between them; see `network`."""
+"""The simulated network: ZeroMQ-like sockets between processes, in virtual time, with faults from one seed."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ __all__ = ["Delays", "draw_seconds"]
 
 ANY_NAME = "*"
 HIGH_WATER_MARK = 1000
-"""Messages that a connection, or a dealer without one, holds; what is more is not taken."""
+"""Maximum number of messages that a connection, or a dealer without one, holds. Further ones are not accepted."""
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.05, 1.0
-"""Between a dealer's attempts to connect: the first pause is the shorter one, and each is twice the one before."""
+"""First and maximum pause between a dealer's attempts to connect, in seconds. Each pause is twice the one before."""
 HANDSHAKE_SECONDS = 5.0
-"""An attempt that is not answered is given up then."""
+"""Seconds after which an attempt to connect that is not answered is given up."""
 KEEPALIVE_SECONDS = 60.0
-"""Then an end notices that the other has vanished."""
+"""Seconds after which an end of a connection notices that the other has vanished."""
 
 
 class SimulatedFrame(bytes):
-    """See `world.ReceivedFrame`."""
+    """An implementation of `world.ReceivedFrame`."""
 
     @property
     def buffer(self) -> memoryview:
@@ -50,8 +50,8 @@ class SimulatedFrame(bytes):
 
 @dataclass(frozen=True, slots=True)
 class MessagePath:
-    """Whose messages these are: names of processes, and the router's name for the dealer. `target` is an endpoint while a dealer
-    has no connection."""
+    """The path of a message: its source and target process, and the router's name for the dealer. `target` is an
+    endpoint while a dealer has no connection."""
 
     source: str
     target: str
@@ -61,8 +61,8 @@ class MessagePath:
 
 SimulatedFrames = list[SimulatedFrame]
 MessageObserver = Callable[[str, MessagePath, SimulatedFrames], object]
-"""Called for each message: "sent", and later "arrived" (as it does, damaged perhaps) or "lost". The frames do not contain the
-identity."""
+"""A callback for each message: with "sent", and later with "arrived" (and the frames as they arrive, perhaps damaged)
+or "lost". The frames do not contain the identity."""
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class ConnectionDirection:
         to_router = target is connection.router
         self.path = MessagePath(source.process.name, target.process.name, connection.dealer.identity, to_router)
         self.is_silent = False
-        """What is sent from now on is lost, and nobody notices."""
+        """True if everything that is sent from now on is lost, and nobody notices."""
         self.in_transit: deque[MessageInTransit] = deque()
         self._network = source.network
         self._last_due_at = 0.0
@@ -91,17 +91,17 @@ class ConnectionDirection:
             return
         due = self.arrival_time(sum(map(len, frames)))
         self.in_transit.append(MessageInTransit(due, self._call_at(due, self._deliver_next), frames))
-        if max(map(len, frames), default=0) > MAX_FRAME:  # the other end hangs up when it sees the length
+        if max(map(len, frames), default=0) > MAX_FRAME:  # the other end disconnects when it sees the length
             self.in_transit.pop().timer.cancel()
             self._network.on_message("lost", self.path, frames)
             self._call_at(due, self.connection.drop_connection)
 
     def call_after_arrivals(self, callback: Callable[[SimulatedConnection], object], after: float = 0.0) -> None:
-        """Call the target's `callback` when all that is under way has arrived."""
+        """Call `callback` in the target's process, `after` seconds after everything in transit has arrived."""
         self._call_at(self.arrival_time(0) + after, callback, self.connection)
 
     def arrival_time(self, nbytes: int) -> float:
-        """When a message that is sent now arrives: never before one that was sent earlier."""
+        """Return when a message that is sent now arrives: never before one that was sent earlier."""
         network, source, target = self._network, self.source.host, self.target.host
         at = network.now
         if network.bandwidth is not None and source != target:
@@ -116,7 +116,7 @@ class ConnectionDirection:
         return self._last_due_at
 
     def delay_until(self, until: float) -> None:
-        """Nothing arrives before `until`."""
+        """Delay everything that is in transit or sent from now on, so that nothing arrives before `until`."""
         for message in self.in_transit:
             if self._network.now < message.due_at <= until:
                 message.timer.cancel()
@@ -124,7 +124,7 @@ class ConnectionDirection:
         self._last_due_at = max(self._last_due_at, until)
 
     def lose_messages(self, keep_count: int) -> list[SimulatedFrames]:
-        """All that is under way but the first `keep_count` messages never arrives. Returns it."""
+        """Lose all messages in transit but the first `keep_count`, and return the lost ones, in order."""
         lost = []
         while len(self.in_transit) > keep_count:
             message = self.in_transit.pop()
@@ -133,7 +133,7 @@ class ConnectionDirection:
         return lost[::-1]
 
     def count_arrived(self) -> int:
-        """Of what is under way: messages that are there, but that the target, which is frozen perhaps, has not read."""
+        """Return how many messages in transit have arrived but are not read, perhaps because the target is frozen."""
         return sum(message.due_at <= self._network.now for message in self.in_transit)
 
     def _call_at(self, at: float, callback: Callable[..., object], *args: Any) -> VirtualTimer:
@@ -151,20 +151,20 @@ class ConnectionDirection:
 
 
 class SimulatedConnection:
-    """Between a dealer and a router, from when the router lets the dealer in."""
+    """A connection between a dealer and a router. It exists from the time at which the router accepts the dealer."""
 
     def __init__(self, dealer: SimulatedDealer, router: SimulatedRouter):
         self.dealer, self.router = dealer, router
         self.is_open = True
         self.is_ready = False
-        """The dealer knows that it stands."""
+        """True if the dealer knows that the connection is established."""
         self.to_router, self.to_dealer = (
             ConnectionDirection(self, dealer, router),
             ConnectionDirection(self, router, dealer),
         )
 
     def silence_both_ends(self) -> None:
-        """An end vanishes. The other notices by keepalive."""
+        """Let both ends vanish for each other. They notice by keepalive."""
         for way in (self.to_router, self.to_dealer):
             self._observe_lost(way, way.lose_messages(way.count_arrived()))
             way.is_silent = True
@@ -175,14 +175,14 @@ class SimulatedConnection:
         network.loop.call_later(KEEPALIVE_SECONDS, self.drop_connection, context=network.context)
 
     def drop_connection(self, by: SimulatedSocket | None = None) -> None:
-        """It ends: closed `by` one of its ends, or cut. Idempotent."""
+        """End the connection: closed `by` one of its ends, or cut. Idempotent."""
         if not self.is_open:
             return
         self.is_open = False
         rng = self.dealer.network.rng
         for way in (self.to_router, self.to_dealer):
             keep, count = way.count_arrived(), len(way.in_transit)
-            if by is way.source:  # what the kernel had taken is still sent
+            if by is way.source:  # what the kernel has taken is still sent
                 keep = rng.randint(keep, count)
             rest = way.lose_messages(keep)
             if way is self.to_router and by is not self.dealer and not way.is_silent:
@@ -200,7 +200,7 @@ class SimulatedConnection:
 
 
 class SimulatedSocket:
-    """See `world.MessageSocket`."""
+    """An implementation of `world.MessageSocket`."""
 
     def __init__(
         self, network: SimulatedNetwork, host: str, process: VirtualProcess, on_message: MessageHandler, keys: Any
@@ -213,7 +213,7 @@ class SimulatedSocket:
         raise NotImplementedError
 
     def receive_pending(self, seconds: float = 0.0) -> None:
-        """Messages are handled as they come."""
+        """Return at once: messages are handled as they arrive."""
 
     def close(self) -> None:
         raise NotImplementedError
@@ -239,7 +239,7 @@ class SimulatedRouter(SimulatedSocket):
         super().__init__(network, host, process, on_message, keys)
         self.refused_peers = refused_peers
         self.port, self.is_local = 0, False
-        """`is_local`: it is reached only from its own host."""
+        """The port, and whether the router can be reached only from its own host."""
         self.connections: dict[bytes, SimulatedConnection] = {}
         network.register_router(self, address)
 
@@ -270,7 +270,7 @@ class SimulatedRouter(SimulatedSocket):
             del self.connections[connection.dealer.identity]
 
     def accept_dealer(self, dealer: SimulatedDealer, attempt: int) -> None:
-        """A dealer knocks. One that has given up meanwhile is ignored."""
+        """Accept or refuse a dealer that tries to connect. One that has given up meanwhile is ignored."""
         network = self.network
         if dealer.attempt_number != attempt or network.active_faults(self, dealer) or self.process.out_of_descriptors:
             return
@@ -303,7 +303,7 @@ class SimulatedDealer(SimulatedSocket):
         self.connection: SimulatedConnection | None = None
         self.queued_messages: deque[SimulatedFrames] = deque()
         self.attempt_number = 0
-        """Number of the one that is made; of none when it has a connection, or is closed."""
+        """Number of the current attempt to connect; 0 or -1 if there is none."""
         self._failed_attempts = 0
         self._retry_timer = network.call_in_process(self, self._try_connect)
         self._route = MessagePath(process.name, endpoint, identity, True)
@@ -365,7 +365,7 @@ class SimulatedDealer(SimulatedSocket):
         self._retry_timer = self.network.call_in_process(self, self._try_connect, delay=after + pause)
 
     def _try_connect(self) -> None:
-        if self.connection is not None:  # which is about to stand, or to be lost
+        if self.connection is not None:  # it is about to be established, or to be lost
             return
         network = self.network
         router = network.find_router(self.host, *self._address)
@@ -381,7 +381,7 @@ class SimulatedDealer(SimulatedSocket):
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int]:
-    """Name and port (0 for `*`) of `tcp://name:port`. Raises `OSError`."""
+    """Return name and port (0 for `*`) of `tcp://name:port`. Raises `OSError` for anything else."""
     scheme, _, rest = endpoint.partition("://")
     name, _, port = rest.rpartition(":")
     if scheme != "tcp" or not name or not (port == "*" or port.isdigit()):
@@ -393,7 +393,7 @@ cached_public_key = lru_cache(maxsize=4096)(zmq.curve_public)
 
 
 def refusal_reason(server: ServerKeys, client: ClientKeys | None) -> str:
-    """Why whoever has the `server` keys does not let this peer in; "" if it does."""
+    """Return why a server with these keys refuses a peer; "" if it accepts the peer."""
     if client is None:
         return REFUSED_NO_KEY
     if client.server_public_key != cached_public_key(server.secret_key):
@@ -402,7 +402,7 @@ def refusal_reason(server: ServerKeys, client: ClientKeys | None) -> str:
 
 
 def flip_bit(rng: Random, frames: SimulatedFrames) -> SimulatedFrames:
-    """One bit of one frame that is not empty."""
+    """Return the frames with one bit flipped in one frame that is not empty."""
     at = rng.choice([i for i, frame in enumerate(frames) if frame] or [-1])
     if at < 0:
         return frames
@@ -411,24 +411,24 @@ def flip_bit(rng: Random, frames: SimulatedFrames) -> SimulatedFrames:
     return [*frames[:at], SimulatedFrame(changed), *frames[at + 1 :]]
 
 
-# The simulated network: sockets of ZeroMQ's kind between simulated processes, in virtual time, with faults from one seed.
+# The simulated network: ZeroMQ-like sockets between simulated processes, in virtual time, with faults from one seed.
 #
-# What holds for DEALER and ROUTER over TCP holds here (`tests/sim/test_sockets.py` asks the same of both):
+# It has the properties of DEALER and ROUTER over TCP (`tests/sim/test_sockets.py` runs the same tests on both):
 #
-# 1. A connection carries whole messages, in order; messages of different connections overtake each other.
-# 2. A dealer connects by itself, and again after a connection was lost. Meanwhile it keeps what it is given, up to
+# 1. A connection carries whole messages, in order. Messages of different connections may overtake each other.
+# 2. A dealer connects automatically, and reconnects after a connection was lost. Meanwhile it queues messages, up to
 # `HIGH_WATER_MARK`.
-# 3. A router knows a dealer once its connection stands, and then until the connection is lost; a new one takes the name over.
-# 4. When a connection is lost, a prefix of what was on its way has arrived. Of the rest of a dealer's messages a prefix is lost,
-# and what the kernel had not taken yet goes over the next connection: there may be a gap, but nothing comes out of order.
-# 5. Nothing is delivered twice. Duplicates come from above: from senders that connect again, and send again what was not
+# 3. A router knows a dealer from when its connection is established until it is lost. A new connection takes over the name.
+# 4. When a connection is lost, a prefix of what was in transit has arrived. Of the rest of a dealer's messages a prefix is lost,
+# and what the kernel had not taken yet is sent over the next connection: there may be a gap, but messages stay in order.
+# 5. Nothing is delivered twice. Duplicates come from the layer above: from senders that reconnect and resend what was not
 # answered.
 #
-# 6. A process without descriptors (`VirtualProcess.out_of_descriptors`) makes no socket, and lets nobody in; what connects
-# waits outside.
+# 6. A process without descriptors (`VirtualProcess.out_of_descriptors`) can make no socket, and accepts no connection; peers
+# that connect wait outside.
 #
-# Faults last for the seconds that they are given, and concern connections between `a` and `b`, each the name of a process or
-# host, or `ANY_NAME`. While one lasts, no new connection stands up between them.
+# A fault lasts for a given number of seconds, and concerns connections between `a` and `b`, each the name of a process or
+# host, or `ANY_NAME`. While it lasts, no new connection is established between them.
 
 
 FIRST_PORT = 49152
@@ -450,21 +450,27 @@ class NetworkFault:
 
 
 class SimulatedNetwork:
-    """See the module. `draw_delay(rng)`: seconds of one message; `damage_rate`: how likely one bit of a message changes;
-    `bandwidth`: bytes a second out of each host, and into it (None: no limit). They may be set at any time, for what is sent
-    from then on."""
+    """The network between all simulated hosts.
+
+    The attributes below may be set at any time, and apply to what is sent from then on.
+
+    Attributes:
+        draw_delay: Function of a random number generator that returns the delay of one message in seconds.
+        damage_rate: Probability that one bit of a message is flipped.
+        bandwidth: Bytes per second out of each host, and into it; None for no limit.
+    """
 
     def __init__(self, loop: VirtualLoop, rng: Random, on_message: MessageObserver = lambda event, way, frames: None):
         self.loop, self.rng, self.on_message = loop, rng, on_message
         self.draw_delay: Callable[[Random], float] = lambda rng: draw_seconds(Delays.message, rng)
         self.damage_rate = 0.0
         self.is_damaged: Callable[[MessagePath, SimulatedFrames], bool] = self._draw_damage
-        """Whether one bit of a message that arrives has changed."""
+        """Function that decides whether one bit of an arriving message is flipped."""
         self.bandwidth: float | None = None
         self.link_busy_until: dict[tuple[str, str], float] = {}
-        """Until when each link sends what it has."""
+        """Time until which each link is busy, by host and direction."""
         self.context = Context()
-        """Of what belongs to no process."""
+        """Context of callbacks that belong to no process."""
         self.attempt_numbers = itertools.count(1)
         self._ports = itertools.count(FIRST_PORT)
         self._routers: dict[tuple[str, int], SimulatedRouter] = {}
@@ -483,20 +489,20 @@ class SimulatedNetwork:
     # -- faults ------------------------------------------------------------------------------------------------------
 
     def cut_connections(self, a: str, b: str = ANY_NAME, seconds: float = 0.0) -> None:
-        """Connections are lost, and both ends notice."""
+        """Cut the connections between `a` and `b`; both ends notice."""
         self._add_fault("cut", a, b, seconds)
         for connection in self._connections_between(a, b):
             connection.drop_connection()
 
     def stall_connections(self, a: str, b: str = ANY_NAME, seconds: float = 0.0) -> None:
-        """Nothing arrives for so long; then everything does."""
+        """Delay everything between `a` and `b` for `seconds`; then everything arrives."""
         self._add_fault("stall", a, b, seconds)
         for connection in self._connections_between(a, b):
             connection.to_router.delay_until(self.now + seconds)
             connection.to_dealer.delay_until(self.now + seconds)
 
     def half_open_connections(self, source: str, target: str = ANY_NAME, seconds: float = 0.0) -> None:
-        """Nothing that is under way from `source` to `target`, or is sent over a connection of now, arrives; nobody notices."""
+        """Lose, unnoticed, what is in transit from `source` to `target`, and what is sent over current connections."""
         self._add_fault("half-open", source, target, seconds)
         for connection in self._connections_between(source, target):
             for way in (connection.to_router, connection.to_dealer):
@@ -507,12 +513,13 @@ class SimulatedNetwork:
             connection.drop_after_keepalive()
 
     def silence_connections(self, name: str) -> None:
-        """A process, or all of a host, loses its power: connections stand, in silence. End the processes then."""
+        """Silence the connections of a process or host that loses power: they stay open, but carry nothing. The caller
+        must then end the processes."""
         for connection in self._connections_between(name, ANY_NAME):
             connection.silence_both_ends()
 
     def active_faults(self, x: SimulatedSocket, y: SimulatedSocket) -> list[NetworkFault]:
-        """Those that last between the two."""
+        """Return the current faults between two sockets."""
         if self._faults:
             self._faults = [fault for fault in self._faults if fault.until > self.now]
         return [fault for fault in self._faults if fault.affects_pair(x, y)]
@@ -530,11 +537,11 @@ class SimulatedNetwork:
     def call_in_process(
         self, socket: SimulatedSocket, callback: Callable[..., object], *args: Any, delay: float = 0.0
     ) -> VirtualTimer:
-        """Call it in the process of `socket`."""
+        """Call `callback` in the process of `socket` after `delay` seconds."""
         return self.loop.call_later(delay, callback, *args, context=socket.process.context)
 
     def register_router(self, router: SimulatedRouter, address: str) -> None:
-        """Raises `OSError`."""
+        """Bind a router to an address. Raises `OSError` if the address is invalid, of another host, or in use."""
         name, port = parse_endpoint(address)
         if name not in (*LOOPBACK_NAMES, *WILDCARD_NAMES, router.host):
             raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
@@ -549,7 +556,7 @@ class SimulatedNetwork:
         self._routers.pop((router.host, router.port), None)
 
     def find_router(self, host: str, name: str, port: int) -> SimulatedRouter | None:
-        """Whom somebody on `host` reaches there."""
+        """Return the router that a process on `host` reaches under this name and port; None if there is none."""
         if name in (*LOOPBACK_NAMES, *WILDCARD_NAMES, host):
             return self._routers.get((host, port))
         router = self._routers.get((name, port))
@@ -557,7 +564,7 @@ class SimulatedNetwork:
 
 
 class SimulatedSockets:
-    """See `world.Sockets`. They end with their process."""
+    """An implementation of `world.Sockets` for one process. The sockets are closed when it ends."""
 
     def __init__(self, network: SimulatedNetwork, host: str, process: VirtualProcess):
         self._network, self._host, self._process = network, host, process
@@ -595,21 +602,29 @@ class SimulatedSockets:
 
 
 SecondsRange = tuple[float, float]
-"""Least and most seconds."""
+"""Minimum and maximum seconds."""
 
 
 def draw_seconds(between: SecondsRange, rng: Random) -> float:
-    """Mostly near the least: half of all draws in the lowest eighth, one in eleven in the upper quarter."""
+    """Draw a duration, mostly near the minimum: half of all draws are in the lowest eighth of the range, one in eleven
+    in the upper quarter."""
     least, most = between
     share = rng.random()
-    return least + (most - least) * (share * share * share)  # without libm, whose last digit differs between machines
+    return least + (most - least) * (share * share * share)  # not with libm, whose last digit differs between machines
 
 
 @dataclass(frozen=True)
 class Delays:
-    """How long things take, in seconds. `call`: one way. `start`: until a process has imported what it needs. `restart`: from a
-    process's end until the next one is begun. `notice`: until a caller notices that no answer will come. `thread`: until a
-    function that is handed to a thread runs. `message`: on its way over the network."""
+    """Ranges of delays, in seconds.
+
+    Attributes:
+        call: Transit of a call, or of its answer.
+        start: Time until a process has imported what it needs.
+        restart: Time from the end of a process until the next one is begun.
+        notice: Time until a caller notices that no answer will come.
+        thread: Time until a function that is passed to a thread runs.
+        message: Transit of a message over the network.
+    """
 
     call: SecondsRange = (0.0002, 0.01)
     start: SecondsRange = (0.5, 5.0)
@@ -619,7 +634,7 @@ class Delays:
     message: SecondsRange = (0.0002, 0.01)
 
     def scale_by(self, factor: float) -> Delays:
-        """Everything takes so many times as long."""
+        """Return the delays multiplied by `factor`."""
         stretched = {
             each.name: tuple(seconds * factor for seconds in getattr(self, each.name)) for each in fields(self)
         }

@@ -1,6 +1,8 @@
-"""A simulation in which everything that an invariant needs is seen at the seam: calls between actors and what they answer,
-frames on the wire, operations on files, and what the learner's thread is given to train. Nothing in the production code knows
-of it."""
+"""A simulation that observes everything that an invariant needs at the interface of the `World`.
+
+It observes calls between actors and their answers, frames on the wire, operations on files, and what the learner's
+thread is given to train. The production code is not aware of it.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,8 @@ R = TypeVar("R")
 
 
 class Watched(Simulation):
-    """Judges what it sees: at the first event that must not be, `violation` is set and the loop stops."""
+    """A simulation that judges the events it observes. At the first event that violates an invariant, it sets
+    `violation` and stops the loop."""
 
     def __init__(
         self,
@@ -103,22 +106,22 @@ class Watched(Simulation):
         self.history: list[Event] = []
         self.violation: Violated | None = None
         self.listeners: list[Callable[[Event], object]] = []
-        """Called with each event, after it was judged."""
+        """Callbacks for each event, after it was judged."""
         self.delay_training: Callable[[HostProcess], float] = lambda process: 0.0
-        """How long a step takes."""
+        """Function that returns how many seconds a training step takes."""
         first = next(iter(self.hosts.values()))
         self._memory_speed = memory_bytes_per_second
         self.memory = {name: self._new_memory(name) for name in self.hosts}
-        """By host: its file system in memory, where weights are; the learner's host is fast."""
+        """The in-memory file system of each host, which contains weights. That of the learner's host is fast."""
         self._sessions: dict[bytes, str] = {}
-        """Of senders, by their names, as the learner was told."""
+        """Current session of each sender, by identity, as reported to the learner."""
         self._avoided: dict[bytes, tuple[str, ...]] = {}
-        """By who asked the learner for a place in a tree of hosts: the addresses that failed it."""
-        for host in self.hosts.values():  # a run's directory is the same on all of them
+        """Addresses that failed a host, by the identity with which it asked for a place in the relay tree."""
+        for host in self.hosts.values():  # a run's directory is shared by all hosts
             host.disk = first.disk
 
     def see(self, kind: type[Event], *args: Any) -> None:
-        """Something happened now."""
+        """Record and judge an event that happened now. `args` are its fields after the time."""
         if self.violation is not None:
             return
         event = kind(round(self.loop.now, 6), *args)
@@ -140,7 +143,8 @@ class Watched(Simulation):
         return process
 
     def place_actor(self, actor: SimulatedActor) -> SimulatedHost | None:
-        """Generators on the hosts behind the first, in turn; all else on the first, which their configuration names."""
+        """Place generators on the hosts after the first, in turn, and all other actors on the first host, which the
+        configuration names. Returns None if the host is lost."""
         hosts = list(self.hosts.values())
         name, _, number = actor.name.partition("-")
         if name == "generator" and len(hosts) > 1:
@@ -153,7 +157,7 @@ class Watched(Simulation):
         super().end_process(process, reason)
 
     def lose_host(self, host: SimulatedHost) -> None:
-        """The first host has the disk: without it nobody goes on."""
+        """Lose a host. The first host has the disk, so losing it stops all hosts."""
         hosts = list(self.hosts.values())
         if host is not hosts[0]:
             self._stop_host(host)
@@ -186,7 +190,7 @@ class Watched(Simulation):
             return
         try:
             message = decode_control(frames[0])
-        except WireError:  # not of senders
+        except WireError:  # not a message of senders
             self._see_relayed(event, route, frames[0])
             return
         if event == "sent":
@@ -195,11 +199,11 @@ class Watched(Simulation):
             self._see_arrived(route, message)
 
     def _see_relayed(self, event: str, route: Any, head: bytes) -> None:
-        """What the learner and hosts say of weights."""
+        """Record a message between the learner and hosts about weights."""
         try:
             message = relay.decode_relay_message(head)
         except MalformedError:
-            return  # not of theirs, or damaged
+            return  # not one of these messages, or damaged
         if isinstance(message, relay.Join) and event == "arrived":
             self._avoided[route.identity] = message.avoid
         elif isinstance(message, relay.Join):
@@ -208,7 +212,7 @@ class Watched(Simulation):
             self.see(Placed, route.target, message.parent, self._avoided.get(route.identity, ()))
 
     def _see_arrived(self, route: Any, message: ControlMessage) -> None:
-        """What senders say to the learner."""
+        """Record a message of a sender that arrived at the learner."""
         if isinstance(message, Hello):
             self._sessions[route.identity] = message.session
         elif isinstance(message, Deliver):
@@ -216,7 +220,7 @@ class Watched(Simulation):
             self.see(Delivered, route.source, tuple(item.trajectory_id for item in message.items), current)
 
     def _see_control(self, route: Any, message: ControlMessage, frames: Sequence[Any]) -> None:
-        """What is sent, between senders and the learner."""
+        """Record a message that was sent between a sender and the learner."""
         try:
             if isinstance(message, Ack):
                 self.see(Acknowledged, route.target, tuple(message.ids))
@@ -228,7 +232,7 @@ class Watched(Simulation):
                 for item, pieces in zip(message.items, message.split_by_item(frames[1:]), strict=True):
                     self._see_sent(route.source, join_item_frames(item, pieces))
         except WireError:
-            return  # not of ours; the receiver says so
+            return  # malformed; the receiver reports it
 
     def _see_sent(self, generator: str, frames: Sequence[Any]) -> None:
         trajectory = decode_trajectory(frames)
@@ -238,7 +242,7 @@ class Watched(Simulation):
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def see_trained(self, lineage: int, step: int, version: int, done: StepOutcome) -> None:
-        """What the learner's thread has trained."""
+        """Record what the learner's thread has trained."""
         keys = self.checker.known.published
         groups = tuple(tuple(facts_of(t, keys, self.routing) for t in group) for group in done.groups)
         updates = int(done.metrics.get("optimizer/updates", 0))
@@ -246,7 +250,7 @@ class Watched(Simulation):
 
 
 class WatchedWorld(SimulatedWorld):
-    """Of one process."""
+    """The world of one process, with observed threads, actors and files."""
 
     def __init__(self, process: HostProcess):
         super().__init__(process)
@@ -269,7 +273,7 @@ def _watched(process: HostProcess) -> Watched:
 
 
 class WatchedThreads(SimulatedThreads):
-    """A step takes its time. The tokenizer is read once, for all simulations of this process."""
+    """Threads in which a training step takes its time. The tokenizer is read once for all simulations."""
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         if function == ChatRenderer.from_model:
@@ -291,7 +295,7 @@ def _renderer(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class WatchedWorkerThread:
-    """See `world.WorkerThread`."""
+    """An implementation of `world.WorkerThread` that observes training steps."""
 
     def __init__(self, lane: WorkerThread, process: HostProcess):
         self._lane, self._process = lane, process
@@ -315,7 +319,7 @@ class WatchedWorkerThread:
 
 
 class WatchedActors(SimulatedActors):
-    """What is spawned tells what it answers."""
+    """Actors whose calls and answers are observed: their classes are replaced by observing subclasses."""
 
     def spawn_actor(
         self, actor_class: type, *args: Any, name: str, actor_options: ActorOptions = DEFAULT_OPTIONS
@@ -327,7 +331,7 @@ class WatchedActors(SimulatedActors):
 
 
 def _began(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Of a conductor's arguments: lineage and checkpoint of this start."""
+    """Return the fields of `Began` from a conductor's arguments: lineage and checkpoint of this start."""
     lineage = next(arg for arg in args if isinstance(arg, Lineage))
     state = next((arg for arg in args if isinstance(arg, RunState)), None)
     if state is None:
@@ -378,14 +382,14 @@ def _learner(kind: type) -> type:
             return answer
 
         async def _train_groups(self, indices: list[int], *args: Any) -> Any:
-            # Here they are taken. The step begins when they are prepared: an older group may be complete by then.
+            # The groups are taken here. The step begins when they are prepared: an older group may be complete by then.
             counts = self.model.counts
             _watched(self.world.process).see(
                 Taken, self.lineage.number, counts.steps + 1, counts.version, tuple(indices)
             )
             return await super()._train_groups(indices, *args)
 
-        async def write_version(self, *args: Any) -> Any:  # `publish` ends in it, too
+        async def write_version(self, *args: Any) -> Any:  # `publish` calls it, too
             published = await super().write_version(*args)
             manifest = published.publication.manifest
             weights = manifest.tensors[DIGEST_TENSOR].checksum
@@ -447,19 +451,19 @@ _TELLING: dict[type, Callable[[type], type]] = {
 }
 
 
-# The files of a simulated run, watched: what is stored, deleted and fetched, which checkpoint is safe, what was evaluated.
+# Observation of files: what is stored, deleted and fetched, which checkpoint is safe, and what was evaluated.
 
 
 MEMORY = Path("/memory")
-"""A file system in memory, of each host."""
+"""Directory of each host's in-memory file system."""
 _SPOOL = re.compile(r"(\d{9})-\d+\.spool")
 _STEP = re.compile(r"step-(\d{8,})")
 _FETCHED = re.compile(r"version-(\d+)-[0-9a-f]{8,}\.safetensors")
-"""Where hosts fetch versions to; the learner's own files are named otherwise."""
+"""Pattern of the files to which hosts fetch versions; the learner's own files have other names."""
 
 
 def weights_in(path: Path, files: Files) -> int:
-    """What tells the weights in a file from others; 0 if it has none."""
+    """Return the key that identifies the weights in a file; 0 if it contains none."""
     try:
         return read_weights_key(path, files)
     except WeightError:
@@ -467,8 +471,8 @@ def weights_in(path: Path, files: Files) -> int:
 
 
 class WatchedFiles:
-    """See `world.Files`: two file systems of a process, a disk and one in memory. Tells of the spool, of checkpoints that are
-    safe, and of weights that were fetched."""
+    """An implementation of `world.Files` over two file systems of a process: a disk and one in memory. It records
+    changes of the spool, safe checkpoints, evaluations, and fetched weights."""
 
     def __init__(self, files: Files, memory: Files, process: HostProcess, simulation: Watched):
         self._disk, self._memory, self._process, self._simulation = files, memory, process, simulation
@@ -477,7 +481,7 @@ class WatchedFiles:
         return self._memory if path.is_relative_to(MEMORY) else self._disk
 
     def shared_name(self, path: Path) -> str:
-        """Of a version that was fetched, among all hosts; empty for any other file."""
+        """Return the name of a fetched version's file, unique among all hosts; empty for any other file."""
         return f"{self._process.host.name}: {path.name}" if _FETCHED.fullmatch(path.name) else ""
 
     def open(self, path: Path, *, create: bool = False, exclusive: bool = False, mode: int = 0o644) -> File:
@@ -546,7 +550,7 @@ def _spooled(path: Path) -> re.Match[str] | None:
 
 
 class WatchedFile:
-    """A file of the spool."""
+    """A file of the spool whose appends are recorded."""
 
     def __init__(self, file: File, simulation: Watched, group: int, name: str):
         self._file, self._simulation, self._group, self._name = file, simulation, group, name

@@ -1,4 +1,4 @@
-"""Simulated processes: where they run, what they are called, and what they may do to each other."""
+"""Simulated processes on hosts, their operations on each other, and their threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from dev.simulation.network import draw_seconds
 
 
 class HostProcess(VirtualProcess):
-    """A process on a host. `rng_label` is its own; `name` is that of the actor, and of the process that takes its place."""
+    """A process on a host. `rng_label` is unique; `name` is that of the actor, and so is shared with the process that
+    replaces it."""
 
     def __init__(
         self,
@@ -39,17 +40,17 @@ class HostProcess(VirtualProcess):
         self.simulation, self.host, self.rng_label, self.pid, self.actor = simulation, host, rng_label, pid, actor
         self._rngs: dict[str, Random] = {}
         self.spawned_actors: list[SimulatedActor] = []
-        """They end when it does."""
+        """Actors that end with this process."""
         self.reservations: list[SimulatedReservation] = []
-        """Of hosts, until it ends."""
+        """Reservations that are released when this process ends."""
         self.last_arrivals: dict[SimulatedActor, float] = {}
-        """When the last call to an actor arrives: calls do not overtake each other."""
+        """Arrival time of the last call to each actor: calls do not overtake each other."""
         self.disk_seconds = 0.0
-        """How long its work on files since the last look takes."""
+        """Seconds that its work on files since the last reset takes."""
         self.world = make_world(self)
 
     def rng_for(self, use: str) -> Random:
-        """A stream of its own for each process and use."""
+        """Return a separate random stream for each process and use."""
         found = self._rngs.get(use)
         if found is None:
             found = self._rngs[use] = self.simulation.rng_for(f"{use}/{self.rng_label}")
@@ -57,7 +58,7 @@ class HostProcess(VirtualProcess):
 
 
 class SimulatedProcesses:
-    """See `world.Processes`. It prints nothing, and serves no figures."""
+    """An implementation of `world.Processes`. It prints nothing and serves no metrics."""
 
     def __init__(self, process: HostProcess):
         self._process = process
@@ -92,7 +93,7 @@ class SimulatedProcesses:
         return 0.0
 
     def dump_stacks(self, path: Path, reason: str) -> Path:
-        """Records that they were asked for."""
+        """Record in the log that a dump was requested. Writes no file."""
         self._process.raise_if_ended()
         self._process.simulation.log.log_event(self._process.name, "stacks_dumped", reason=reason)
         return path
@@ -126,7 +127,7 @@ R = TypeVar("R")
 
 
 class SimulatedThreads:
-    """See `world.Threads`."""
+    """An implementation of `world.Threads`. Functions run on the loop, and take virtual time."""
 
     def __init__(self, process: HostProcess):
         self._process = process
@@ -142,10 +143,10 @@ class SimulatedThreads:
         return draw_seconds(self._process.simulation.delays.thread, self._rng)
 
     def _run_call(self, answer: VirtualFuture, call: Callable[[], Any]) -> float:
-        """Returns how long the call takes."""
+        """Run the call, settle `answer`, and return the virtual seconds that the call takes."""
         if answer.cancelled():
             return 0.0
-        self._process.disk_seconds = 0.0  # what the event loop did itself
+        self._process.disk_seconds = 0.0  # discard the work of the event loop
         failed, result = False, None
         try:
             result = call()
@@ -173,12 +174,12 @@ class SimulatedThreads:
         self._loop.call_later(seconds, work, context=self._process.context.copy())
 
     def new_lock(self) -> AbstractContextManager[Any]:
-        """Nobody else runs meanwhile."""
+        """Return a context that does nothing: nothing else runs meanwhile."""
         return nullcontext()
 
 
 class SimulatedWorkerThread:
-    """See `world.WorkerThread`."""
+    """An implementation of `world.WorkerThread`."""
 
     def __init__(self, threads: SimulatedThreads):
         self._threads = threads

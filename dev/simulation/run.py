@@ -42,19 +42,28 @@ from r3async.world import Files
 from r3async.world.appending import EventReporter
 
 MODEL = Path("model")
-"""Relative: what a run writes is the same wherever it is simulated."""
+"""Path of the model. It is relative, so that a run writes the same wherever it is simulated."""
 CALLBACKS = 3_000_000
 MOST_SECONDS = 36_000.0
 LOOK_SECONDS = 5.0
 DISK_SECONDS = 120.0
-"""After the last fault, until nothing can fail for a disk any more."""
+"""Seconds after the last fault during which the run may still fail because of a disk."""
 AGAIN_SECONDS = 5.0
-"""Until the person gives the command again, after the driver ended or failed."""
+"""Seconds until the user repeats the command, after the driver ended or failed."""
 
 
 class Result(msgspec.Struct, frozen=True):
-    """`digest`: of everything that happened. `faults`: by kind, those that were injected. `gave_up`: reasons with which the run
-    ended before the last fault was over, and was begun again. `seconds`: real ones, which are not the same every time."""
+    """The result of one simulated run.
+
+    Attributes:
+        digest: Digest of everything that happened.
+        violated: Name of the invariant that was violated; "" for none.
+        reason: Description of the violation.
+        faults: Number of injected faults by kind.
+        gave_up: Errors with which the run ended before the last fault was over, and was started again.
+        unhandled: Errors that no task handled.
+        seconds: Real seconds, which differ from time to time.
+    """
 
     seed: int
     steps: int
@@ -72,7 +81,8 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class Person:
-    """See `r3async.actors.driver.DriverUI`: says nothing, and stops the run when a fault has it do so."""
+    """The simulated user, an implementation of `r3async.actors.driver.DriverUI`. It shows nothing, and stops the run
+    when a fault requires it."""
 
     def __init__(self) -> None:
         self.stop_requested = False
@@ -102,7 +112,8 @@ class Person:
 
 @contextlib.contextmanager
 def model_here() -> Iterator[Path]:
-    """A directory with a tiny model's `config.json` and tokenizer, which is the working directory meanwhile."""
+    """Create a directory with the `config.json` and tokenizer of a tiny model, and make it the working directory until
+    the end."""
     from r3async.tools.init_model import build_byte_tokenizer
 
     before, directory = Path.cwd(), Path(tempfile.mkdtemp(prefix="r3async-simulate-"))
@@ -138,13 +149,15 @@ def model_here() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def small_streams(fanout: int) -> Iterator[None]:
-    """Of the scripted learner's few bytes several chunks are made, and few hosts are a tree."""
+    """Use small chunks and a small fan-out, so that the few bytes of the scripted learner are several chunks, and a few
+    hosts form a tree."""
     with replaced(relay, "CHUNK_BYTES", lambda _: CHUNK_BYTES), replaced(relay, "FANOUT", lambda _: fanout):
         yield
 
 
 class Simulated:
-    """One run. `run` returns what became of it; `history` and `spans` are there then. What no task handles fails it, too."""
+    """One simulated run. `run` returns its result, after which `history` and `spans` are available. An error that no
+    task handles fails the run, too."""
 
     def __init__(self, case: Case, pipeline: type[RunLauncher] = RunLauncher, details: bool = False):
         self.case, self._pipeline = case, pipeline
@@ -172,7 +185,7 @@ class Simulated:
         self._copy_model()
 
     def _copy_model(self) -> None:
-        """To the simulated disk, under the name that it has here."""
+        """Copy the model's configuration to the simulated disk, under the same path."""
         host = next(iter(self.simulation.hosts.values()))
         process = self.simulation.begin_process("setup", host)
         files = host.disk.files_for(process)
@@ -193,7 +206,7 @@ class Simulated:
         return self.simulation.history
 
     def run(self) -> Result:
-        """To its end, or to the first event that violates an invariant."""
+        """Run to the end, or to the first event that violates an invariant."""
         began, loop = time.perf_counter(), self.simulation.loop
         violation: Violated | None = None
         try:
@@ -228,20 +241,20 @@ class Simulated:
         )
 
     def digest(self) -> str:
-        """Of every call, message and event."""
+        """Return the digest of every call, message and event."""
         told = hashlib.blake2b(self.simulation.log.digest().encode(), digest_size=16)
         for event in self.history:
             told.update(msgspec.json.encode(event))
         return told.hexdigest()
 
     def _spans(self) -> list[Span]:
-        """What the run's processes wrote of their time."""
+        """Return the spans that the run's processes wrote to their timelines."""
         with self._reading() as files:
             return read_timeline(RUNS / "run", files=files)
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[Files]:
-        """The disk, for somebody who reads what the run wrote."""
+        """Provide the disk for reading what the run wrote."""
         host = next(iter(self.simulation.hosts.values()))
         process = self.simulation.begin_process("reader", host)
         try:
@@ -249,13 +262,13 @@ class Simulated:
         finally:
             self.simulation.end_process(process, "it has read")
 
-    # -- the person, and the driver ------------------------------------------------------------------------------------
+    # -- the user and the driver ---------------------------------------------------------------------------------------
 
     def _stop(self) -> None:
         self._person.stop_requested = True
 
     async def _root(self) -> None:
-        """The person gives the command, and again whenever it ended before the run did. In no process."""
+        """Act as the user, in no process: start the command, and repeat it whenever it ended before the run did."""
         loop, host = self.simulation.loop, next(iter(self.simulation.hosts.values()))
         watching = loop.create_task(self._pass_time())
         while True:
@@ -276,7 +289,7 @@ class Simulated:
             self.simulation.see(Passed, tuple(p.name for p in self.simulation.processes if not p.running))
 
     async def _drive(self, process: HostProcess) -> Exception | str | None:
-        """What the driver raised, or why it ended; None if it returned."""
+        """Run the driver in a process. Returns what it raised, or why its process ended; None if it returned."""
         self._person = Person()
         ended = self.simulation.loop.create_future()
 
@@ -301,7 +314,7 @@ class Simulated:
             run.lock.close()
 
     def _is_over(self, outcome: Exception | str | None) -> bool:
-        """Whether the person is content, or the run has failed for good."""
+        """Return whether the run is complete or has failed for good, so that the command is not repeated."""
         known = self.checker.known
         made = len(known.branch.steps) if known.branches else 0
         unfinished = self._person.told_to_resume and outcome is None  # its last evaluation is missing
@@ -338,13 +351,13 @@ class Simulated:
 
 
 def _was_stopped(outcome: Exception | str | None) -> bool:
-    """How a run ends that a person has stopped: in order, or because an actor was lost, or did not end."""
+    """Return whether the outcome fits a stop by the user: in order, or because an actor was lost or did not end."""
     ended = outcome is None or isinstance(outcome, ProcessLost | StoppedBeforeStep)
     return ended or "stop_grace_seconds" in str(outcome)
 
 
 def _may_fail(outcome: Exception | None, last: float, now: float) -> bool:
-    """Whether a person would give the command again: a disk did not do what it must, or processes of the run still write. Both
+    """Return whether the user would repeat the command: a disk failed, or processes of the run are still writing. Both
     are over some time after the `last` fault."""
     said = str(outcome)
     disk = isinstance(outcome, OSError) or "[Errno 5]" in said or "[Errno 28]" in said
@@ -353,6 +366,6 @@ def _may_fail(outcome: Exception | None, last: float, now: float) -> bool:
 
 
 def draw_case(seed: int, mutant: str = "") -> Case:
-    """What is simulated for a seed."""
+    """Return the case that is simulated for a seed."""
     workload = draw_workload(seed)
     return Case(workload, tuple(draw_faults(workload)), mutant)

@@ -1,4 +1,4 @@
-"""Many seeds, beside each other: what became of each, in the order of the seeds."""
+"""Search over many seeds in parallel. Results come in the order of the seeds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dev.simulation.shrink import Case, shrink
 
 
 def run_case(case: Case, *, details: bool = False) -> tuple[Result, Simulated]:
-    """One run; in a directory that has the model (`model_here`)."""
+    """Simulate one case. The working directory must contain the model (`model_here`)."""
     planted = MUTANTS[case.mutant].plant() if case.mutant else contextlib.nullcontext()
     with planted:
         simulated = Simulated(case, details=details)
@@ -31,7 +31,7 @@ def _run_seed(seed: int, mutant: str) -> Result:
 
 @contextlib.contextmanager
 def quiet_logs() -> Iterator[None]:
-    """What the simulated processes would log, print and warn of is not for this one's person."""
+    """Suppress what the simulated processes log, warn of and print to standard error."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -44,8 +44,8 @@ def quiet_logs() -> Iterator[None]:
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Modules and the tokenizer are not looked through for garbage, nor what a run has made a thousand times: a tenth of the
-    time. Processes that are forked meanwhile do so, too."""
+    """Exclude modules and the tokenizer from garbage collection, and collect a run's objects less often. This saves a
+    tenth of the time. Processes that are forked inside inherit it."""
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(20_000, 50, 100)
@@ -57,18 +57,19 @@ def rare_collections() -> Iterator[None]:
 
 
 def search(seeds: Sequence[int], *, jobs: int = 0, mutant: str = "") -> Iterator[Result]:
-    """Runs them in `jobs` processes (0: one a core). Whoever stops listening ends the search."""
+    """Simulate seeds in `jobs` processes (0 for one per core), and yield the results. The search ends when its consumer
+    stops iterating."""
     with quiet_logs(), model_here(), rare_collections():
         jobs = min(jobs or os.cpu_count() or 1, len(seeds))
         if jobs == 1:
             yield from (_run_seed(seed, mutant) for seed in seeds)
             return
-        # What is imported here is not imported again in each of them.
+        # Forked processes need not import again what is imported here.
         with multiprocessing.get_context("fork").Pool(jobs) as pool:
             yield from pool.imap(partial(_run_seed, mutant=mutant), seeds)
 
 
 def shrunk(case: Case, violated: str, tries: int = 300) -> Case:
-    """The smallest case that is found which violates the same invariant."""
+    """Return the smallest case found, in at most `tries` runs, that violates the same invariant."""
     with quiet_logs(), model_here():
         return shrink(case, lambda smaller: run_case(smaller)[0].violated == violated, tries)

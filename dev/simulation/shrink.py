@@ -1,6 +1,6 @@
-"""From a failing run to a small one that fails in the same way: fewer faults, fewer generators, fewer steps, plainer settings.
+"""Shrinking of a failing run to a small one that fails alike: fewer faults, generators and steps, simpler settings.
 
-Deterministic: what is tried next depends on what failed before, and on nothing else.
+Shrinking is deterministic: what is tried next depends only on what failed before.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from dev.simulation.workload import Workload
 
 
 class Case(msgspec.Struct, frozen=True):
-    """A run that can be made again: what is simulated, from which seed, and what is done to it. `mutant`: with which defect; ""
-    for none."""
+    """A reproducible run: its workload and seed, its faults, and the planted defect `mutant`, "" for none."""
 
     workload: Workload
     faults: tuple[Fault, ...] = ()
@@ -57,12 +56,15 @@ PLAIN: dict[str, tuple[object, ...]] = {
     "install_seconds": (0.0,),
     "fanout": (2, 1),
 }
-"""By setting: values that make a run easier to read, the plainest first."""
+"""Values of each setting that make a run easier to understand, the simplest first."""
 
 
 def shrink(case: Case, fails: Callable[[Case], bool], tries: int = 300) -> Case:
-    """A smaller case for which `fails` is true, as it is for `case`; after `tries` runs the best so far. No single step that is
-    tried here makes it smaller, if it ends before that."""
+    """Return a smaller case for which `fails` is true, as it is for `case`.
+
+    If the search ends before `tries` runs, no single change that is tried here makes the result smaller. After `tries`
+    runs, the best case so far is returned.
+    """
     left = [tries]
 
     def holds(smaller: Case) -> bool:
@@ -82,7 +84,7 @@ def shrink(case: Case, fails: Callable[[Case], bool], tries: int = 300) -> Case:
 
 
 def _fewer_faults(case: Case, holds: Callable[[Case], bool]) -> Case:
-    """Delta debugging: without halves of the faults, then without smaller parts."""
+    """Remove faults by delta debugging: first large parts of them, then smaller ones."""
     size = len(case.faults)
     while size:
         at = 0
@@ -97,7 +99,7 @@ def _fewer_faults(case: Case, holds: Callable[[Case], bool]) -> Case:
 
 
 def _first_that_holds(case: Case, candidates: Callable[[Case], Iterator[Case]], holds: Callable[[Case], bool]) -> Case:
-    """Take each candidate that holds, and go on from it."""
+    """Take the first candidate that holds, and continue from it, until no candidate holds."""
     found = True
     while found:
         found = False
@@ -120,13 +122,13 @@ def _plainer(case: Case) -> Iterator[Case]:
 
 
 def _fits(workload: Workload, faults: Sequence[Fault]) -> bool:
-    """Whoever a fault hits is still there."""
+    """Return whether the target of every fault still exists."""
     there = ["", *workload.roles, *workload.host_names]
     return all(fault.target in there for fault in faults)
 
 
 def _shorter(case: Case) -> Iterator[Case]:
-    """Faults that last half as long, or are smaller."""
+    """Yield cases in which one fault lasts half as long, or has a smaller amount."""
     for at, fault in enumerate(case.faults):
         smaller = []
         if fault.seconds > 1:

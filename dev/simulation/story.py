@@ -1,4 +1,4 @@
-"""A simulated run as a person reads it: who did what when, in virtual time; and as spans for a timeline viewer."""
+"""The story of a simulated run, who did what and when in virtual time, and its trace for a timeline viewer."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from r3async.record.timeline import Span
 
 E = TypeVar("E", bound=Event)
 Words = tuple[str, str]
-"""Who, and what."""
+"""A description of an event: who, and what."""
 
 _TELL: dict[type[Event], Callable[[Any], Words]] = {}
 
@@ -69,7 +69,7 @@ def _groups(groups: Sequence[int]) -> str:
 
 
 def _versions(f: Facts) -> str:
-    """Of what it was sampled by."""
+    """Return the range of versions that sampled the rollout, in words."""
     return f"version {'-'.join(map(str, dict.fromkeys((f.versions[0], f.versions[-1]))))}" if f.versions else "nobody"
 
 
@@ -240,13 +240,13 @@ def _finished(e: Finished) -> Words:
 
 
 def _told(event: Event) -> bool:
-    """A person wants to read it."""
+    """Return whether an event is interesting to read."""
     quiet = isinstance(event, Passed | Slots) or (isinstance(event, Delivered) and event.current)
     return not quiet and not (isinstance(event, Leased) and not event.leases)
 
 
 def tell(events: Sequence[Event]) -> Iterator[str]:
-    """A line an event."""
+    """Yield a line for each interesting event."""
     for event in events:
         if _told(event):
             who, what = _TELL[type(event)](event)
@@ -254,7 +254,8 @@ def tell(events: Sequence[Event]) -> Iterator[str]:
 
 
 def write_story(case: Case, events: Sequence[Event], verdict: str, last: int = 0) -> str:
-    """All of it, or the `last` lines: settings that are not usual, faults, events, and what was wrong."""
+    """Return the story of a run: settings other than the defaults, faults, all or the `last` events, and the
+    verdict."""
     usual = type(case.workload)(seed=case.workload.seed)
     settings = {
         name: value for name, value in msgspec.structs.asdict(case.workload).items() if value != getattr(usual, name)
@@ -270,8 +271,11 @@ def write_story(case: Case, events: Sequence[Event], verdict: str, last: int = 0
 
 
 def write_trace(path: Path, spans: Sequence[Span], events: Sequence[Event], epoch: float) -> None:
-    """`FILE.jsonl`: the spans, as `timeline.jsonl` has them. Any other name: the Trace Event Format of Chrome, with a row for
-    each that does something and a mark for each event. `epoch`: unix seconds at virtual second 0."""
+    """Write a trace.
+
+    A path `*.jsonl` gets the spans, in the format of `timeline.jsonl`. Any other path gets Chrome's Trace Event Format,
+    with a row for each actor and a mark for each event. `epoch` is the Unix time at virtual second 0.
+    """
     if path.suffix == ".jsonl":
         path.write_bytes(b"".join(msgspec.json.encode(span) + b"\n" for span in spans))
         return

@@ -1,5 +1,5 @@
-"""What a trajectory says of itself, and whether it can be true: by the scripted engine, every log-prob and route follows from the
-weights that sampled it."""
+"""Facts that a trajectory states about itself, and the check that they can be true. With the scripted engine, every
+log-prob and route follows from the weights that sampled the token."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from r3async.data.tokens import Sample, Trajectory
 from r3async.rollout.scripted import scripted_logprobs, scripted_route_rows
 
 Keys = Mapping[tuple[int, int], int]
-"""By lineage and version: what stands for those weights (the checksum of their digest)."""
+"""Keys that identify weights (the checksum of their digest), by lineage and version."""
 
 
 def facts_of(trajectory: Trajectory, keys: Keys, routing: RoutingShape | None, nbytes: int = 0) -> Facts:
-    """`keys`: of all weights that were published."""
+    """Return the facts about a trajectory. `keys` are those of all published weights."""
     t = trajectory
     found: set[int] = set()
     wrong, content = "", 0
@@ -46,7 +46,7 @@ def facts_of(trajectory: Trajectory, keys: Keys, routing: RoutingShape | None, n
 
 
 def _wrong(sample: Sample, mask: np.ndarray, lineage: int, keys: Keys, routing: RoutingShape | None) -> str:
-    """Why the tokens are not of the weights that they name; "" if they can be."""
+    """Return why the tokens cannot come from the weights that they name; "" if they can."""
     table = sample.table
     at = np.flatnonzero(mask)
     if not len(at):
@@ -64,7 +64,8 @@ def _wrong(sample: Sample, mask: np.ndarray, lineage: int, keys: Keys, routing: 
 
 
 def _wrong_routes(sample: Sample, at: np.ndarray, versions: np.ndarray, routing: RoutingShape) -> str:
-    """The token before a sampled one was fed by the weights that sampled it."""
+    """Return why the routes are wrong; "" if they are right. The weights that sampled a token also processed, and
+    routed, the token before it."""
     table: Any = sample.table
     fed = at - 1
     recorded = table["routing_recorded"][fed]

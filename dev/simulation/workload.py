@@ -1,4 +1,4 @@
-"""A small random run: what is trained, by whom, and how. Plain data, drawn from a seed."""
+"""The workload of a small random run: what is trained, on which processes, and how. Plain data, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -14,35 +14,49 @@ from r3async.config import Config, config_from_dict
 from r3async.schedule.admission import compute_staleness_bound, count_slots
 
 RESTARTS = 200
-"""Of a generator, or the run: more than faults can cause. That a run gives up when they are used up is tested elsewhere."""
+"""Maximum restarts of a generator, or of the run: more than faults can cause. That a run gives up after its last
+restart is tested elsewhere."""
 LEAST_SECONDS = 600.0
-"""Of virtual time, that a run which is drawn takes at least: it trains that long."""
+"""Minimum virtual seconds that a drawn run takes: it trains for this long."""
 FIRST = 15.0
-"""In `stall_seconds`: after the last fault, until the next step at most. A stall is found, what stalled is ended, the run
-restarts, a start fails and is made again, and the longest episodes are played."""
+"""Maximum time from the last fault until the next step, in `stall_seconds`. It must suffice to detect a stall, end what
+stalled, restart the run, repeat a start that fails, and play the longest episodes."""
 NEXT = 7.5
-"""And between two steps after that."""
+"""Maximum time between two steps after that, in `stall_seconds`."""
 CALL = 0.9
-"""Of the environment, at most: its process is then ended. In `stall_seconds`, too."""
+"""Maximum time of a call of the environment, after which its process is ended, in `stall_seconds`."""
 LARGEST = 64 * 1024
-"""Bytes of one trajectory, at most."""
+"""Maximum size of one trajectory in bytes."""
 VERSION_BYTES = 400
-"""Read and written for a version of the weights on a host that fetches it, roughly."""
+"""Approximate bytes read and written on a host that fetches a version of the weights."""
 CHUNK_BYTES = 48
-"""Of weights, in one message: a version has several."""
+"""Bytes of weights in one message: a version has several such chunks."""
 SLACK_SECONDS = 30.0
-"""Of an installation, for messages, threads, and connections that have to stand up first."""
+"""Seconds added to the limit of an installation, for messages, threads, and new connections."""
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """Driver, learner and conductor are on the first host, generators on the others if there are any. `seconds`, of a call of the
-    environment at most; `token_seconds`, of an engine; a step takes `least_train_seconds` to `train_seconds`. `slowness`: how
-    many times longer than with a small model processes take to start, and threads and messages take. Limits of the
-    configuration follow from `stall_seconds` and `silence_seconds`. `flat`, `tasks`: of the environment (`Errand`); where tasks
-    come again, past rewards say which are posed. `fetch_seconds`: that a version's file takes to be written on a host;
-    `install_seconds`: that an engine takes to install it, at most. A host sends weights to `fanout` others at once.
-    `evaluate_every`, `evaluate_first`, `evaluated_tasks`: of `[evaluation]`, whose episodes take `evaluation_seconds` each, at
-    most."""
+    """The workload of a simulated run.
+
+    Driver, learner and conductor are on the first host; generators are on the other hosts, if there are any. Limits of
+    the configuration follow from `stall_seconds` and `silence_seconds`.
+
+    Attributes:
+        flat: Argument of the environment (`Errand`).
+        tasks: Argument of the environment (`Errand`). With a limited number, past rewards decide which are posed.
+        token_seconds: Seconds per token of an engine.
+        seconds: Maximum seconds of a usual call of the environment.
+        least_train_seconds: Minimum seconds of a training step.
+        train_seconds: Maximum seconds of a training step.
+        slowness: Factor by which process starts, threads and messages are slower than with a small model.
+        fetch_seconds: Seconds to write the file of a version on a host.
+        install_seconds: Maximum seconds in which an engine installs a version.
+        fanout: Number of hosts to which a host sends weights at once.
+        evaluate_every: Setting of `[evaluation]`.
+        evaluate_first: Setting of `[evaluation]`.
+        evaluated_tasks: Setting of `[evaluation]`.
+        evaluation_seconds: Maximum seconds of an episode of an evaluation.
+    """
 
     seed: int
     steps: int = 8
@@ -91,7 +105,7 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def roles(self) -> list[str]:
-        """Names of the processes that faults may hit."""
+        """The names of the processes that faults may hit."""
         return ["learner", "conductor", "driver", *(f"generator-{i}" for i in range(self.generators))]
 
     @property
@@ -100,19 +114,19 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def replaces(self) -> int:
-        """`schedule.replaced_groups`, where that can be."""
+        """The setting `schedule.replaced_groups`: 0 if the other settings do not allow it."""
         return self.replaced_groups if self.max_staleness and not self.tokens_per_step else 0
 
     @property
     def expected_seconds(self) -> float:
-        """Roughly, of a run without faults, loading not counted."""
+        """The approximate duration in seconds of a run without faults, excluding loading."""
         waves = -(-self.groups_per_step * self.samples_per_group // (self.generators * self.concurrency))
         episode = self.turns * (self.new_tokens / 2 * self.token_seconds + self.seconds / 2 * (1 + 10 / self.tail))
         train = (self.least_train_seconds + self.train_seconds) / 2
         return self.steps * max(waves * episode / (1 + self.max_staleness), train)
 
     def config(self, model: Path) -> Config:
-        """The run's configuration. `model`: directory of a model that the scripted engine and learner read."""
+        """Return the run's configuration. `model` is the directory of the model for scripted engine and learner."""
         return config_from_dict(self._settings(str(model)))
 
     def _settings(self, model: str) -> dict[str, Any]:
@@ -205,7 +219,7 @@ class Workload(msgspec.Struct, frozen=True):
         }
 
     def _evaluation(self) -> dict[str, Any]:
-        """Of other tasks than are trained. None of them raises."""
+        """Return the settings of the evaluation. Its tasks are other ones than those of training, and none raises."""
         return {
             "every": self.evaluate_every,
             "at_start": self.evaluate_first,
@@ -223,7 +237,7 @@ class Workload(msgspec.Struct, frozen=True):
         }
 
     def rules(self) -> Rules:
-        """What this run promises, for the checker."""
+        """Return the guarantees of this run, for the checker."""
         schedule = self.config(Path("model")).schedule
         slots = count_slots(schedule)
         kept: Literal["process", "power"] = "power" if self.fsync else "process"
@@ -253,17 +267,17 @@ class Workload(msgspec.Struct, frozen=True):
 
     @property
     def memory_bytes_per_second(self) -> float:
-        """Of the memory of the hosts that fetch weights."""
+        """The speed of the in-memory file systems of hosts that fetch weights, in bytes per second."""
         return VERSION_BYTES / self.fetch_seconds if self.fetch_seconds else math.inf
 
 
 def draw_workload(seed: int) -> Workload:
-    """The same for the same seed, on every machine. It takes `LEAST_SECONDS` at least."""
+    """Draw the workload of a seed, which is the same on every machine. The run takes at least `LEAST_SECONDS`."""
     rng = random.Random(f"workload/{seed}")
     slow = rng.choice(["learner", "learner", "generators", "generators", "either", "either", "either"])
     ahead, behind = slow == "learner", slow == "generators"
-    """The learner is what is slow: as much as may be is in flight. Or generators are: a group is played with newer weights than
-    there were when it got its slot."""
+    """Flags of which side is slow. If `ahead`, the learner is, so that as many groups as allowed are in flight. If
+    `behind`, the generators are, so that a group is played with newer weights than existed when it got its slot."""
     steps = rng.randint(4, 9)
     train = LEAST_SECONDS / steps
     drawn = Workload(
@@ -299,7 +313,7 @@ def draw_workload(seed: int) -> Workload:
         stall_seconds=rng.choice([120.0, 180.0]),
         silence_seconds=rng.choice([20.0, 40.0, 60.0]),
         probe=rng.random() < 0.3,
-        # Behind what was drawn before there were these, so that a seed still draws what it drew.
+        # These settings were added later. They are drawn last, so that the others of a seed stay the same.
         replaced_groups=rng.choice([0, 0, 1, 2, 3]),
         epochs_per_step=rng.choice([1, 1, 2]),
         flat=rng.choice([0, 2, 3]),
@@ -312,12 +326,15 @@ def draw_workload(seed: int) -> Workload:
 
 
 BRISK = 0.15
-"""Share of the runs."""
+"""Share of the runs in which several versions are published while one is installed."""
 
 
 def _draw_weights(drawn: Workload) -> Workload:
-    """How weights get to the engines, by numbers of its own. With several generators, mostly each on a host of its own. Some runs
-    are brisk: several versions are published while one is installed."""
+    """Draw how weights get to the engines, from a separate random stream.
+
+    With more than two generators, each is mostly on its own host. In some runs (`BRISK`), several versions are
+    published while one is installed.
+    """
     rng = random.Random(f"weights/{drawn.seed}")
     if rng.random() < BRISK:
         drawn = msgspec.structs.replace(
@@ -342,11 +359,11 @@ def _draw_weights(drawn: Workload) -> Workload:
 
 
 EVALUATED = 0.4
-"""Share of the runs."""
+"""Share of the runs with evaluations."""
 
 
 def _draw_evaluations(drawn: Workload) -> Workload:
-    """By numbers of its own. One takes up to two steps, so that much of what happens to the run happens to it."""
+    """Draw the evaluations, from a separate random stream. One takes up to two steps, so that many faults hit it."""
     rng = random.Random(f"evaluations/{drawn.seed}")
     if rng.random() >= EVALUATED:
         return drawn
@@ -360,8 +377,8 @@ def _draw_evaluations(drawn: Workload) -> Workload:
 
 
 def _call_seconds(drawn: Workload, playing: float) -> float:
-    """Of the environment, at most, so that a step's groups take about `playing` seconds; but no call takes so long that it looks
-    as if the run stood still."""
+    """Return the maximum seconds of a call of the environment, so that a step's groups take about `playing` seconds. No
+    call takes so long that the run seems to stall."""
     waves = drawn.groups_per_step * drawn.samples_per_group / (drawn.generators * drawn.concurrency)
     episode = playing / max(1.0, waves) - drawn.turns * drawn.new_tokens / 2 * drawn.token_seconds
     calls = (drawn.turns + 1) * (1 + 9 / drawn.tail) / 2

@@ -1,4 +1,4 @@
-"""A simulation: hosts and their processes, one loop, one seed, one log. And the world as each process sees it."""
+"""A simulation: hosts and processes with one loop, one seed and one log, and the world as each process sees it."""
 
 from __future__ import annotations
 
@@ -25,23 +25,27 @@ from r3async.world import Buffer, Files, Sockets
 from r3async.world.appending import RecordFlusher
 
 START_TIME = 1_700_000_000.0
-"""Seconds since 1970 when a simulation begins."""
+"""Unix time in seconds at which a simulation begins."""
 
 
 class SimulatedHost:
-    """A machine. `clock_offset` is by how much its wall clock is ahead; `boot_seconds`, what its monotonic clock showed at
-    the beginning."""
+    """A simulated machine.
+
+    Attributes:
+        boot_seconds: Time of its monotonic clock when the simulation began.
+        clock_offset: Seconds by which its wall clock is ahead.
+    """
 
     def __init__(self, name: str, disk: SimulatedDisk, boot_seconds: float):
         self.name, self.disk, self.boot_seconds = name, disk, boot_seconds
         self.clock_offset = 0.0
         self.is_lost = False
         self.processes: dict[int, HostProcess] = {}
-        """By process id; those that have not ended."""
+        """Processes that have not ended, by process id."""
 
 
 class SimulatedClock:
-    """See `world.Clock`."""
+    """An implementation of `world.Clock`."""
 
     def __init__(self, loop: VirtualLoop, host: SimulatedHost):
         self._loop, self._host = loop, host
@@ -54,7 +58,7 @@ class SimulatedClock:
 
 
 class SimulatedWorld:
-    """See `World`: that of one process."""
+    """An implementation of `World` for one process."""
 
     def __init__(self, process: HostProcess):
         self.process = process
@@ -84,11 +88,15 @@ class SimulatedWorld:
 
 
 class Simulation:
-    """Everything that is simulated together.
+    """A simulation: everything that is simulated together.
 
-    `hosts`: their names; actors are placed on them in turn, the first being for processes that are begun by `begin_process` and
-    what is placed `beside` them; `gpus` of each. `max_callbacks`, `max_seconds`: limits of the loop. `keep_details`: keep
-    every line of the log.
+    Args:
+        hosts: Names of the hosts. An actor is placed on the one with the fewest processes; the first one is for
+            processes that are begun by `begin_process`, and for what has to be on the same node.
+        max_callbacks: Maximum number of callbacks of the loop.
+        max_seconds: Maximum virtual seconds of the loop.
+        keep_details: Keep every line of the log.
+        gpus: Number of GPUs of each host.
     """
 
     loop_class: Callable[..., VirtualLoop] = VirtualLoop
@@ -118,24 +126,24 @@ class Simulation:
         self.shared_values: list[SharedValue] = []
         self.reservations: list[SimulatedReservation] = []
         self.processes: list[HostProcess] = []
-        """Those that have not ended, in the order of their beginning."""
+        """Processes that have not ended, in the order of their start."""
         self.cut_until: dict[tuple[str, str], float] = {}
-        """Until when calls between two hosts wait, by their names in order."""
+        """Time until which calls between two hosts wait, by their sorted names."""
         self.plan_start: Callable[[SimulatedActor], tuple[float, bool]] = self._draw_start
-        """How long a process of an actor takes to start, and whether it fails."""
+        """Function that returns how many seconds a process of an actor takes to start, and whether the start fails."""
         self._start_counts: dict[str, int] = {}
         self._last_pid = 1000
 
     # -- from the seed -----------------------------------------------------------------------------------------------
 
     def rng_for(self, use: str) -> Random:
-        """A new stream, which depends on the seed and its name alone."""
+        """Return a new random stream, which depends on the seed and `use` alone."""
         return Random(f"{self.seed}/{use}")
 
     # -- hosts and processes -----------------------------------------------------------------------------------------
 
     def begin_process(self, name: str, host: SimulatedHost, actor: SimulatedActor | None = None) -> HostProcess:
-        """A process with a world of its own. The driver is one without an actor."""
+        """Begin a process with its own world, and return it. The driver is a process without an actor."""
         self._last_pid += 1
         self._start_counts[name] = number = self._start_counts.get(name, 0) + 1
         process = HostProcess(self, host, name, f"{name}.{number}", self._last_pid, actor, SimulatedWorld)
@@ -145,8 +153,11 @@ class Simulation:
         return process
 
     def place_actor(self, actor: SimulatedActor) -> SimulatedHost | None:
-        """Where its bundle is, unless that moves from a host that is lost; on the spawner's host if it has to be beside it;
-        else on the host with the fewest processes. None if none is left."""
+        """Return the host for a process of an actor; None if there is none.
+
+        This is the host of the actor's bundle, unless that moves from a lost host; the spawner's host, if the actor
+        must be beside it; otherwise the host with the fewest processes.
+        """
         if (within := actor.placement.reserved_bundle) is not None:
             host, stays = find_bundle_host(self, within)
             if host is not None or stays:
@@ -161,7 +172,7 @@ class Simulation:
         return draw_seconds(self.delays.start, actor.process.rng_for("start")), False
 
     def call_delay(self, one: SimulatedHost, other: SimulatedHost, rng: Random) -> float:
-        """How long a call, or its answer, is on its way."""
+        """Return how many seconds a call, or its answer, takes between two hosts."""
         seconds = draw_seconds(self.delays.call, rng)
         if self.cut_until:
             names = min(one.name, other.name), max(one.name, other.name)
@@ -169,13 +180,13 @@ class Simulation:
         return seconds
 
     def find_process(self, name: str) -> HostProcess | None:
-        """The process of that name that has not ended."""
+        """Return the process of this name that has not ended; None if there is none."""
         return next((process for process in self.processes if process.name == name), None)
 
     # -- faults ------------------------------------------------------------------------------------------------------
 
     def end_process(self, process: HostProcess, reason: str) -> None:
-        """As `kill -9`; the actors that it spawned end too. Nothing happens if it has ended."""
+        """End a process, like `kill -9`. The actors that it spawned end, too. Does nothing if it has ended."""
         if process.ended:
             return
         self.log.log_event(process.name, "process_ended", pid=process.pid, reason=reason)
@@ -190,19 +201,19 @@ class Simulation:
             process.actor.on_process_end(reason)
 
     def freeze_process(self, process: HostProcess) -> None:
-        """As SIGSTOP."""
+        """Stop a process, like SIGSTOP."""
         if process.running:
             self.log.log_event(process.name, "frozen")
             process.freeze()
 
     def thaw_process(self, process: HostProcess) -> None:
-        """As SIGCONT."""
+        """Continue a process, like SIGCONT."""
         if not process.ended and not process.running:
             self.log.log_event(process.name, "thawed")
             process.thaw()
 
     def lose_host(self, host: SimulatedHost) -> None:
-        """The machine loses power: its processes end, and what its disk had not synced is lost."""
+        """Fail the power of a host: its processes end, and what its disk had not synced is lost."""
         if not host.is_lost:
             self.log.log_event(host.name, "host_lost")
             host.is_lost = True
@@ -212,18 +223,18 @@ class Simulation:
             host.disk.lose_power()
 
     def restore_host(self, host: SimulatedHost) -> None:
-        """The machine is there again."""
+        """Restore a lost host."""
         if host.is_lost:
             self.log.log_event(host.name, "host_restored")
             host.is_lost = False
 
     def step_clock(self, host: SimulatedHost, seconds: float) -> None:
-        """Its wall clock jumps."""
+        """Let the wall clock of a host jump by `seconds`."""
         self.log.log_event(host.name, "clock_stepped", seconds=seconds)
         host.clock_offset += seconds
 
     def cut_hosts(self, one: SimulatedHost, other: SimulatedHost, seconds: float) -> None:
-        """Connections between two hosts are lost, and none stands up for so long; calls, and their answers, wait."""
+        """Cut the connections between two hosts. For `seconds`, none is established; calls and their answers wait."""
         self.log.log_event(one.name, "cut_off", other=other.name, seconds=seconds)
         names, until = (min(one.name, other.name), max(one.name, other.name)), self.loop.now + seconds
         self.cut_until[names] = max(until, self.cut_until.get(names, 0.0))
@@ -249,11 +260,11 @@ __all__ = ["SimulatedHost", "SimulatedWorld", "Simulation"]
 
 
 HASH_BATCH_LINES = 4096
-"""Lines that are hashed at once."""
+"""Number of lines that are hashed at once."""
 
 
 def format_field(value: Any) -> str:
-    """A value as a line has it: without spaces, and without what differs from one Python process to the next."""
+    """Return a value in the format of a line: without spaces, and without what differs between Python processes."""
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, list | tuple):
@@ -263,20 +274,23 @@ def format_field(value: Any) -> str:
 
 
 class SimulationLog:
-    """`log_event` is for people: kept in `lines`, and for `listeners`. `log_detail` is what else may not differ between two
-    runs of a
-    seed: it goes into the hash, and into `lines` only if `keep_details` is set."""
+    """The log of a simulation, and its hash, which must not differ between two runs of a seed.
+
+    Events (`log_event`) are for people: they are kept in `lines` and passed to `listeners`. Details (`log_detail`) go
+    into the hash, and into `lines` only if `keep_details` is set.
+    """
 
     def __init__(self, time: Callable[[], float], *, keep_details: bool = False):
         self.lines: list[str] = []
         self.listeners: list[Callable[[float, str, str, dict[str, Any]], None]] = []
-        """Called with seconds, who, what and the fields."""
+        """Callbacks for each event, called with seconds, who, what and the fields."""
         self.keep_details = keep_details
         self._time, self._hash = time, hashlib.blake2b(digest_size=16)
         self._batch: list[str] = []
 
     def log_event(self, who: str, what: str, **fields: Any) -> None:
-        """`fields`: numbers, short texts, lists of them. Neither addresses of objects nor paths of this machine."""
+        """Log an event. `fields` are numbers, short strings, or lists of them; they must not contain addresses of
+        objects or paths of this machine."""
         now = self._time()
         line = " ".join([f"{now:.6f}", who, what, *(f"{name}={format_field(value)}" for name, value in fields.items())])
         self.lines.append(line)
@@ -300,7 +314,7 @@ class SimulationLog:
         self._batch.clear()
 
     def digest(self) -> str:
-        """Of all lines so far, in hexadecimal digits."""
+        """Return the digest of all lines so far, in hexadecimal digits."""
         self._hash_batch()
         return self._hash.hexdigest()
 

@@ -1,4 +1,4 @@
-"""Agents as a person would write them, each with a fault or a virtue of its own."""
+"""Agents as a user would write them, each with a particular fault or virtue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _ask(base_url, api_key, text="hi"):
 
 
 def counts(base_url, api_key, task_seed, worth=1.0):
-    """Rewarded by what it returns."""
+    """Ask once, and return the reward: `worth` times the length of the answer."""
     assert threading.current_thread() is not threading.main_thread()
     return worth * len(_ask(base_url, api_key, str(task_seed)).choices[0].message.content)
 
@@ -62,7 +62,7 @@ def leaves(base_url, api_key, task_seed):
 
 
 def never_ends(base_url, api_key, task_seed):
-    """Until it is refused, which it does not expect."""
+    """Ask until it is refused, which it does not expect."""
     with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         while True:
             answer = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
@@ -75,7 +75,7 @@ def sleeps(base_url, api_key, task_seed):
 
 
 def asks_too_much(base_url, api_key, task_seed, wrong):
-    """Has an argument that nobody gives."""
+    """Take an argument that no caller passes."""
 
 
 CLIENTS = {"chat": calculator_agent.play, "responses": calculator_responses.play, "messages": calculator_messages.play}
@@ -83,7 +83,8 @@ _turns = itertools.cycle(CLIENTS)
 
 
 def each_client(base_url, api_key, task_seed, log):
-    """The examples in turn, each with the official client of its protocol. `log`: a line for each episode that was played."""
+    """Play the examples in turn, each with the official client of its protocol. `log`: file that gets a line for each
+    episode."""
     name = next(_turns)
     reward = CLIENTS[name](base_url, api_key, task_seed)
     with Path(log).open("a") as file:
@@ -92,7 +93,7 @@ def each_client(base_url, api_key, task_seed, log):
 
 
 class CalculatorFormat:
-    """The game of docs/examples/calculator_agent.py as an environment with an oracle: to warm a new model up for it."""
+    """The game of docs/examples/calculator_agent.py as an environment with an oracle, to warm up a new model for it."""
 
     async def reset(self, task_seed):
         rng = random.Random(task_seed)

@@ -18,13 +18,13 @@ REDUCTIONS = get_args(get_type_hints(AlgorithmConfig)["reduction"])
 
 
 def algorithm(**settings) -> AlgorithmConfig:
-    """`algorithm.*` from plain data, checked as when it is read from a file."""
+    """Return `algorithm.*` from plain data, checked as if it were read from a file."""
     return config_from_dict({"algorithm": settings}).algorithm
 
 
 @dataclass
 class Tokens:
-    """Columns of one sample, float64 `[T]` unless said otherwise."""
+    """Columns of one sample, float64 `[T]` unless stated otherwise."""
 
     logprobs: np.ndarray
     rollout: np.ndarray
@@ -41,7 +41,7 @@ class Tokens:
 
 
 def make_samples(seed: int, lengths: Sequence[int], *, drift: float = 0.3, masked: float = 0.2) -> list[Tokens]:
-    """Samples whose advantages are constant on halves, and whose masked-out tokens hold NaN and infinities."""
+    """Return samples whose advantages are constant on halves, and whose masked-out tokens hold NaN and infinities."""
     rng = np.random.default_rng(seed)
     samples = []
     for n in lengths:
@@ -60,7 +60,7 @@ def make_samples(seed: int, lengths: Sequence[int], *, drift: float = 0.3, maske
             "advantages": np.repeat(rng.normal(size=2), [n - n // 2, n // 2]),
             "weights": rng.random(n) / 10,
         }
-        # The values that float32 can hold, so that a float64 reference sees the same inputs.
+        # Only values that float32 can hold, so that a float64 reference sees the same inputs.
         columns = {k: v.astype(np.float32).astype(np.float64) for k, v in columns.items()}
         for name in ("rollout", "old", "reference", "advantages", "weights"):
             columns[name][~mask] = rng.choice([np.nan, np.inf, -np.inf], np.count_nonzero(~mask))
@@ -71,7 +71,7 @@ def make_samples(seed: int, lengths: Sequence[int], *, drift: float = 0.3, maske
 def batch_of(
     samples: Sequence[Tokens], dtype: torch.dtype = torch.float32
 ) -> tuple[TokenBatch, torch.Tensor, torch.Tensor]:
-    """One micro-batch of the tokens in `mask`: `TokenBatch`, log-probs and entropies (both with gradient)."""
+    """Return one micro-batch of the tokens in `mask`: `TokenBatch`, log-probs and entropies (both with gradient)."""
 
     def column(name: str) -> torch.Tensor:
         return torch.from_numpy(np.concatenate([getattr(s, name)[s.mask] for s in samples] or [np.zeros(0)])).to(dtype)
@@ -93,7 +93,7 @@ def batch_of(
 
 @dataclass
 class Outcome:
-    """Of some micro-batches together: loss, sums, and each sample's gradients by log-probs and by entropies."""
+    """Results of some micro-batches together: loss, sums, and each sample's gradients by log-probs and by entropies."""
 
     loss: float
     sums: LossSums
@@ -108,7 +108,7 @@ def run(
     coef: float = 0.3,
     max_token_age: int | None = None,
 ) -> Outcome:
-    """`compute_loss` on each micro-batch; gradients in the order in which the samples come."""
+    """Run `compute_loss` on each micro-batch; gradients are in the order of the samples."""
     loss, sums = 0.0, LossSums.zeros()
     by_logprobs: list[np.ndarray] = []
     by_entropies: list[np.ndarray] = []
@@ -126,7 +126,7 @@ def run(
 
 
 def by_sample(samples: Sequence[Tokens], values: torch.Tensor) -> list[np.ndarray]:
-    """The gradient by `values`, of the tokens in `mask`, at each token of each sample; 0 elsewhere."""
+    """Return the gradient by `values` of the tokens in `mask`, at each token of each sample; 0 elsewhere."""
     assert values.grad is not None
     out, start = [], 0
     for sample in samples:
@@ -158,7 +158,7 @@ def k3(delta: float) -> float:
 
 
 def kept_tokens(sample: Tokens, config: AlgorithmConfig, max_token_age: int | None = None) -> list[bool]:
-    """Which tokens of a sample the corrections leave in the policy loss."""
+    """Return for each token of a sample True if the corrections leave it in the policy loss."""
     c = config.correction
     rows = [t for t in range(len(sample)) if sample.mask[t]]
     learner = sample.logprobs if c.anchor == "learner" else sample.old
@@ -185,7 +185,7 @@ def kept_tokens(sample: Tokens, config: AlgorithmConfig, max_token_age: int | No
 
 
 def policy_term(sample: Tokens, t: int, kept: list[bool], config: AlgorithmConfig) -> tuple[float, float]:
-    """A token's policy loss, and its derivative by the token's log-prob, worked out by hand."""
+    """Return a token's policy loss, and its derivative by the token's log-prob, worked out by hand."""
     lp, mu, old, a = (float(x[t]) for x in (sample.logprobs, sample.rollout, sample.old, sample.advantages))
     anchors = sample.rollout if config.anchor == "rollout" else sample.old
     anchor = float(anchors[t])
@@ -228,7 +228,7 @@ def policy_term(sample: Tokens, t: int, kept: list[bool], config: AlgorithmConfi
 
 
 def behaviour_weight(sample: Tokens, t: int, config: AlgorithmConfig) -> float:
-    """`algorithm.correction.weight` of a token."""
+    """Return the weight of a token by `algorithm.correction.weight`."""
     c = config.correction
     if c.weight == "none":
         return 1.0
@@ -239,7 +239,7 @@ def behaviour_weight(sample: Tokens, t: int, config: AlgorithmConfig) -> float:
 def by_hand(
     samples: Sequence[Tokens], config: AlgorithmConfig, coef: float = 0.3
 ) -> dict[str, float | list[np.ndarray]]:
-    """Terms of the loss (`loss/*`), and gradients by log-probs, token by token."""
+    """Return the terms of the loss (`loss/*`) and the gradients by log-probs, computed token by token."""
     terms = dict.fromkeys(("loss/policy", "loss/rollout_kl", "loss/reference_kl", "loss/entropy"), 0.0)
     gradients = []
     for sample in samples:
@@ -275,6 +275,6 @@ def by_hand(
 
 
 def distance(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:
-    """Norm of the difference, relative to the norm of `want`."""
+    """Return the norm of the difference, relative to the norm of `want`."""
     a, b = np.concatenate([*got, np.zeros(1)]), np.concatenate([*want, np.zeros(1)])
     return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30))

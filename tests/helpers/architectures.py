@@ -1,4 +1,4 @@
-"""Tiny random models of every architecture that is declared, and plain transformers with forced routes beside them."""
+"""Tiny random models of every declared architecture, and plain transformers with forced routes beside them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MIXTURE = {"moe_intermediate_size": 48, "num_experts": EXPERTS}
 ROUTED = {"moe_intermediate_size": 48, "n_routed_experts": EXPERTS, "routed_scaling_factor": 2.5}
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
 SAID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-"""What DeepSeek's own files say, vLLM reads, and transformers does not."""
+"""Settings of DeepSeek's own files that vLLM reads, and transformers does not."""
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
 
@@ -84,7 +84,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
     },
 }
-"""Settings of a `config.json`, by `model_type`, with what is special about some after a slash."""
+"""Settings of a `config.json`, by `model_type`; a slash introduces what is special about some."""
 TORCH_ONLY: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         "head_dim": 16,
@@ -97,7 +97,7 @@ ALL = VARIANTS | TORCH_ONLY
 
 
 def make_model(directory: Path, variant: str, **changes: Any) -> Path:
-    """Save a random float32 model, with random biases of its experts; returns `directory`."""
+    """Save a random float32 model with random expert biases, and return `directory`."""
     kind = variant.partition("/")[0]
     save_random(directory, AutoConfig.for_model(kind, **(SHARED | ALL[variant] | changes)))
     file = directory / "model.safetensors"
@@ -111,19 +111,19 @@ def make_model(directory: Path, variant: str, **changes: Any) -> Path:
 
 
 def mixtures(directory: Path) -> int:
-    """How many of its layers are mixtures of experts."""
+    """Return the number of the model's layers that are mixtures of experts."""
     return len(parse_model_shape(json.loads((directory / "config.json").read_text())).moe_layers)
 
 
 def load_plain(directory: Path) -> torch.nn.Module:
-    """float32, transformers' own attention and plain loop over experts."""
+    """Load a model in float32, with transformers' own attention and plain loop over experts."""
     return AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     ).eval()
 
 
 def gates_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Its routers, by layer; gpt-oss has another name for them."""
+    """Yield the model's routers, by layer; gpt-oss has another name for them."""
     for layer in model.model.layers:
         gate = getattr(layer.mlp, "gate", None) or getattr(layer.mlp, "router", None)
         if gate is not None:
@@ -132,7 +132,8 @@ def gates_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 @contextmanager
 def forced(model: torch.nn.Module, routes: np.ndarray) -> Iterator[None]:
-    """The routers choose `routes` int `[T, L, K]` (columns are MoE layers) in the next forward of one sequence."""
+    """Make the routers choose `routes`, int `[T, L, K]` (columns are MoE layers), in the next forward pass of one
+    sequence."""
     gates = list(gates_of(model))
     assert not gates or len(gates) == routes.shape[1]
     with ExitStack() as stack:
@@ -156,5 +157,5 @@ def _gated(config: Any, gate: torch.nn.Module, hidden: torch.Tensor, chosen: tor
 
 
 def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Under the names of the checkpoint."""
+    """Return the gradients under the names of the checkpoint."""
     return dict(revert_weight_conversion(model, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))

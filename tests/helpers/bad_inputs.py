@@ -1,4 +1,4 @@
-"""A folder with what people get wrong in it, and the judge of what a command says about it."""
+"""A folder with typical wrong inputs, and the judge of a command's answer to them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.helpers.cli import Said
 
 LINES = 3
-"""A message, and what a library or a progress bar has printed before it."""
+"""Maximum number of lines: a message, and what a library or a progress bar has printed before it."""
 
 ENVIRONMENTS = """
 from r3async.envs import Message, StepResult
@@ -60,7 +60,7 @@ def function(): ...
 
 
 def make_folder(folder: Path) -> None:
-    """Files and directories that no command can use, by name."""
+    """Make files and directories that no command can use, named after their fault."""
     folder.mkdir(exist_ok=True)
     (folder / "file").write_text("x")
     (folder / "empty").mkdir()
@@ -82,7 +82,7 @@ def make_folder(folder: Path) -> None:
 
 
 def make_models(folder: Path) -> None:
-    """Model directories of which each lacks one thing."""
+    """Make model directories that each lack one thing."""
     parts = {
         "config.json": json.dumps({"model_type": "qwen3_moe"}),
         "model.safetensors": "x",
@@ -106,7 +106,7 @@ def make_models(folder: Path) -> None:
 
 
 def judge(said: Said, parts: tuple[str, ...], code: int = 2) -> None:
-    """One clear line on stderr with each of `parts`, nothing on stdout, and that exit code."""
+    """Assert one clear line on stderr with each of `parts`, nothing on stdout, and that exit code."""
     shown = f"\nexit code {said.returncode}\nstdout: {said.stdout}\nstderr: {said.stderr}"
     assert said.returncode == code, shown
     assert "Traceback" not in said.stderr + said.stdout, shown

@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to over its DevTools protocol: what a page asked for, complained of, and drew."""
+"""A headless Chromium, driven over its DevTools protocol: what a page requested, complained of, and drew."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def find_chromium() -> str | None:
 
 
 class Page:
-    """One tab. `requests`: addresses asked for, without the page's own and inline data; `problems`: console and script errors."""
+    """One tab. `requests`: requested addresses, without the page's own and inline data; `problems`: console and script
+    errors."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse):
         self._socket, self._number = socket, 0
@@ -68,7 +69,7 @@ class Page:
 
 @contextlib.asynccontextmanager
 async def browse(chromium: str, address: str) -> AsyncIterator[Page]:
-    """The page in a browser that is gone afterwards."""
+    """Open the page in a browser that ends with the block."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         browser = await asyncio.create_subprocess_exec(
             *(chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"),
@@ -96,7 +97,7 @@ async def browse(chromium: str, address: str) -> AsyncIterator[Page]:
 
 
 def _port(file: Path) -> int:
-    """The first line of what the browser writes when it is ready."""
+    """Return the port from the first line of the file that the browser writes when it is ready."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if file.is_file() and (text := file.read_text()).strip():

@@ -29,7 +29,8 @@ from r3async.learner.trainer import train_minibatch
 
 
 def settings(backend: str = "megatron", *, dtype: str = "float32", **parallel: int) -> Config:
-    """With everything that has a memory: warm-up, weight decay, and a trust region that adapts."""
+    """Return a configuration with everything that has a memory: warm-up, weight decay, and a trust region that
+    adapts."""
     learner = {"backend": backend, "dtype": dtype, "lr": 1e-2, "warmup_steps": 8, "weight_decay": 0.1}
     return config_from_dict(
         {
@@ -42,8 +43,8 @@ def settings(backend: str = "megatron", *, dtype: str = "float32", **parallel: i
 
 
 def batches(count: int, *, first: int = 0) -> list[list[MicroBatch]]:
-    """Those of steps `first ..`, each another."""
-    # Not above: `checkpoint_driver` trains nothing, and forks a hundred times.
+    """Return the batches of the `count` steps from `first` on, all different."""
+    # Imported here and not above, because `checkpoint_driver` trains nothing, and forks a hundred times.
     from tests.helpers import models as hm
     from tests.helpers.parity import BUDGET, LENGTHS
 
@@ -59,7 +60,7 @@ def train(learner: LearnerBackend, config: Config, steps: Sequence[list[MicroBat
 
 
 def begun(path: Path, config: Config, count: int, out: Path) -> tuple[list[dict[str, float]], FileEntry]:
-    """On every rank: `count` steps of a new learner, then its state in `out`."""
+    """Run on every rank: make `count` steps with a new learner, then write its state to `out`."""
     learner = build_learner(config, path)
     try:
         return train(learner, config, batches(count)), write_rank_file(out, learner.capture_state())
@@ -68,7 +69,8 @@ def begun(path: Path, config: Config, count: int, out: Path) -> tuple[list[dict[
 
 
 def continued(path: Path, config: Config, saved: Sequence[Path], first: int, count: int, out: Path) -> Any:
-    """On every rank: a new learner goes on from `saved` for `count` steps (if any), then its state in `out`."""
+    """Run on every rank: continue from `saved` with a new learner for `count` steps (if any), then write its state to
+    `out`."""
     learner = build_learner(config, path)
     try:
         learner.restore_state(LearnerStateReader(saved))
@@ -79,7 +81,7 @@ def continued(path: Path, config: Config, saved: Sequence[Path], first: int, cou
 
 
 def on_ranks(ranks: Any, function: Any, *args: Any) -> list[Any]:
-    """What `function` returns on each rank; here, without `ranks`."""
+    """Return what `function` returns on each rank, or in this process if `ranks` is None."""
     return [function(*args)] if ranks is None else ranks.call(function, *args)
 
 
@@ -88,14 +90,14 @@ def paths(out: Path) -> list[Path]:
 
 
 def contents(saved: Sequence[Path]) -> dict[str, torch.Tensor]:
-    """Every whole tensor but the ranks' random number generators."""
+    """Return every whole tensor except the ranks' random number generators."""
     parts = LearnerStateReader(saved)
     names = [n for n in parts.tensor_names() if not n.startswith("rng/")]
     return {n: parts.read_slice(TensorSlice.full_tensor(n, parts.tensor_shape(n))) for n in names}
 
 
 def assert_same(a: Sequence[Path], b: Sequence[Path]) -> None:
-    """Same tensors bit by bit, and same facts but for the number of ranks."""
+    """Assert that the tensors are the same bit by bit, and the facts the same except for the number of ranks."""
     ours, theirs = contents(a), contents(b)
     assert set(ours) == set(theirs)
     for name, tensor in ours.items():
@@ -121,11 +123,11 @@ def training_state(steps: int, **changes: Any) -> TrainingState:
 
 
 async def hold_nothing() -> None:
-    """For `CheckpointWriter.save_checkpoint`, where what is written does not change."""
+    """Return at once; for `CheckpointWriter.save_checkpoint` if the state to write does not change."""
 
 
 def tiny_state(value: float = 1.0, *, rank: int = 0, world: int = 1, elements: int = 8) -> RankState:
-    """A learner's state of one vector, the ranks' parts of it end to end."""
+    """Return a learner's state of one vector, of which each rank has a part, laid end to end."""
     place = TensorSlice("master/w", (elements * world,), (elements * rank,), (elements,))
     facts = LearnerMetadata("torch", "m", int(value), world, {"coef": 0.5, "error": None})
     return RankState(rank, facts, [SliceValues(place, torch.full((elements,), float(value)))])
@@ -144,7 +146,8 @@ def fresh(directory: Path) -> Path:
 
 
 def in_two_parts(ranks: Any, model_path: Path, tmp_path: Path, config: Config) -> None:
-    """Ten steps are, bit by bit, five and five after a restart; on `ranks`, or without any in this process."""
+    """Assert that ten steps equal, bit by bit, five and five after a restart; on `ranks`, or in this process if
+    None."""
     straight, half, whole = (fresh(tmp_path / name) for name in ("straight", "half", "whole"))
     ten = on_ranks(ranks, begun, model_path, config, 10, straight)
     five = on_ranks(ranks, begun, model_path, config, 5, half)

@@ -1,8 +1,8 @@
-"""Kills without number, in a process that has nothing else to do.
+"""A driver that kills checkpoint writers many times, in a process that has nothing else to do.
 
     python -m tests.helpers.checkpoint_driver DIRECTORY
 
-Prints one JSON object. DIRECTORY should be in memory (`/dev/shm`): every case writes files to the disk.
+It prints one JSON object. DIRECTORY should be in memory (`/dev/shm`), because every case writes files to the disk.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtr
 
 
 def _kill_at(count: int) -> None:
-    """From now on this process ends itself at the `count`-th thing that it does to the disk: before or just after it."""
+    """Make this process kill itself at its `count`-th disk operation from now on, before or just after it."""
     left = [count]
 
     def tick() -> None:
@@ -58,9 +58,9 @@ def _child(
 
 
 def kill(directory: Path) -> dict[str, Any]:
-    """Kills writers at every thing that they do to the disk, and at moments of chance; then starts the next one.
+    """Kill writers at each of their disk operations, and at random moments; then start the next one.
 
-    After each, all checkpoints must be intact, and the newest not older than the last one that `commit` returned from.
+    After each, all checkpoints must be intact, and the newest not older than the last one that `commit_checkpoint` returned from.
     """
     reported: list[str] = []
     checkpoints = CheckpointDirectory(

@@ -1,4 +1,4 @@
-"""Commands as a person types them, in this process: to start another for each takes half a second and more."""
+"""Commands as a user types them, run in this process: starting another for each takes half a second and more."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ class Said(NamedTuple):
 
 
 def typed(*words: str, cwd: Path, main: Callable[[], None] = main) -> Said:
-    """What `r3async WORDS` says in that folder, or the program of which `main` is the entry. It leaves the import path, the
-    environment and the folder of this process."""
+    """Return the output of `r3async WORDS` in that folder, or of the program of which `main` is the entry.
+
+    Import path, environment and folder of this process stay as they are.
+    """
     out, err, code = io.StringIO(), io.StringIO(), 0
     with (
         contextlib.chdir(cwd),

@@ -1,4 +1,4 @@
-"""A Ray head of our own, started as a person starts it: from a shell that knows nothing of the virtual environment."""
+"""A separate Ray head, started as a user starts it: from a shell that knows nothing of the virtual environment."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from pathlib import Path
 from r3async.envs.pool_worker import PR_SET_PDEATHSIG
 
 BARE = "/usr/bin:/bin"
-"""A PATH on which neither r3async nor its Python is."""
+"""A PATH that has neither r3async nor its Python."""
 START_SECONDS, START_ATTEMPTS = 120, 3
 LIBC = ctypes.CDLL(None)
 
 
 def bare_environment(**more: str) -> dict[str, str]:
-    """This process's environment as a shell has it in which no virtual environment was activated."""
+    """Return this process's environment as it is in a shell without an activated virtual environment."""
     return {k: v for k, v in os.environ.items() if k != "VIRTUAL_ENV"} | {"PATH": BARE} | more
 
 
 def beside_python(script: str) -> str:
-    """`.venv/bin/SCRIPT`."""
+    """Return the path of a script beside Python, `.venv/bin/SCRIPT`."""
     return str(Path(sys.executable).with_name(script))
 
 
@@ -44,7 +44,8 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def own_cluster() -> Iterator[dict[str, str]]:
-    """A Ray head with token authentication, in a process group of its own. Yields what its clients' environment adds."""
+    """Start a Ray head with token authentication in a separate process group. Yields the variables that its clients'
+    environment needs."""
     secret = secrets.token_hex(32)
     with _home() as home:
         (home / "token").write_text(secret)
@@ -60,7 +61,7 @@ def own_cluster() -> Iterator[dict[str, str]]:
 
 @contextmanager
 def clean_home() -> Iterator[dict[str, str]]:
-    """The environment of a person who has set nothing, with a home of their own."""
+    """Yield the environment of a user who has set nothing, with a separate home."""
     with _home() as home:
         kept = {key: value for key, value in bare_environment().items() if not key.startswith(("RAY_", "R3ASYNC_"))}
         yield kept | {"HOME": str(home)}
@@ -68,7 +69,7 @@ def clean_home() -> Iterator[dict[str, str]]:
 
 @contextmanager
 def head_of(environment: dict[str, str]) -> Iterator[str]:
-    """A Ray head that a person starts with that environment. Yields the address of its dashboard."""
+    """Start a Ray head as a user with that environment would. Yields the address of its dashboard."""
     words = ["--num-cpus=2", "--object-store-memory=100000000"]
     with _head(Path(environment["HOME"]), environment, words) as ports:
         yield f"http://127.0.0.1:{ports['dashboard-port']}"
@@ -76,7 +77,7 @@ def head_of(environment: dict[str, str]) -> Iterator[str]:
 
 @contextmanager
 def plain_head() -> Iterator[str]:
-    """A Ray head whose actors find what this process finds. Yields its address."""
+    """Start a Ray head whose actors find what this process finds. Yields its address."""
     words = ["--num-cpus=32", "--include-dashboard=false"]
     with _home() as home, _head(home, dict(os.environ), words) as ports:
         yield f"127.0.0.1:{ports['port']}"
@@ -84,7 +85,7 @@ def plain_head() -> Iterator[str]:
 
 @contextmanager
 def _home() -> Iterator[Path]:
-    """Not pytest's own folder: a path of a Unix socket has 107 bytes at most."""
+    """Yield a temporary folder outside pytest's own, because a path of a Unix socket has at most 107 bytes."""
     home = Path(tempfile.mkdtemp(prefix="r3"))
     try:
         yield home
@@ -94,7 +95,8 @@ def _home() -> Iterator[Path]:
 
 @contextmanager
 def _head(home: Path, environment: dict[str, str], words: list[str]) -> Iterator[dict[str, int]]:
-    """Yields its ports. Ray gives a new node 30 s to report itself, however busy the machine is, and then ends: once more."""
+    """Start a Ray head, and yield its ports. Ray gives a new node 30 s to report itself, however busy the machine is,
+    and then ends; it is then started again."""
     for attempt in range(1, START_ATTEMPTS + 1):
         head, ports = _spawn(home / str(attempt), environment, words)
         try:
@@ -134,12 +136,13 @@ def _end(head: subprocess.Popen[bytes]) -> None:
 
 
 def _end_with_parent() -> None:
-    """In the child: it is killed when this process ends, also by SIGKILL; `ray start --block` does so with its own."""
+    """Run in the child: have it killed when this process ends, also by SIGKILL; `ray start --block` does so with its
+    own children."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _wait(port: int, log: Path, head: subprocess.Popen[bytes]) -> None:
-    """Until something listens on `port`, and Ray says that it runs."""
+    """Wait until something listens on `port`, and Ray reports that it runs."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and head.poll() is None:
         try:

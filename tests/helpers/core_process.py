@@ -22,7 +22,7 @@ NAME = b"\0\0"
 
 
 def play(args, address, owner, kv_cache_bytes, says):
-    """`args["do"]`: `serve`; `fail`, before it has started; `hang`, likewise."""
+    """Run the process. `args["do"]`: `serve`; `fail`, before it has started; `hang`, likewise."""
     if args["do"] == "fail":
         says.send("there is no such model")
         raise SystemExit(3)

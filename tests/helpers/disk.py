@@ -15,7 +15,7 @@ class Ended(BaseException):
 
 
 class Process:
-    """As the simulated disk sees one."""
+    """A process as the simulated disk sees one."""
 
     name = "learner"
     out_of_descriptors = False

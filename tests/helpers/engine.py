@@ -1,4 +1,4 @@
-"""A tiny Qwen3-MoE on disk, and what transformers says about it."""
+"""A tiny Qwen3-MoE on disk, and the reference values that transformers computes for it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def make_model(
 
 
 def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Random weights that give distinct log-probs and a decided router."""
+    """Set random weights that give distinct log-probs and a decided router."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
@@ -93,7 +93,7 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
 
 
 class Reference:
-    """The same model in transformers, fp32: what the engine's numbers are compared with."""
+    """The engine's model in transformers, fp32, as the reference for its numbers."""
 
     def __init__(self, path: Path):
         from transformers import AutoModelForCausalLM
@@ -104,28 +104,29 @@ class Reference:
             gate.register_forward_hook(lambda module, args, output: self._chosen.append(output[-1]))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Weights under the names that a checkpoint has (one tensor an expert)."""
+        """Return the weights under the names of a checkpoint (one tensor per expert)."""
         from safetensors.torch import load_file
 
         return load_file(Path(self.model.config._name_or_path) / "model.safetensors")
 
     @torch.no_grad()
     def score(self, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-        """float32 `[T - 1]`: log-prob of each token after the first."""
+        """Return the log-prob of each token after the first, float32 `[T - 1]`."""
         logits = self.model(torch.as_tensor(ids, dtype=torch.long)[None]).logits[0, :-1].float() / temperature
         labels = torch.as_tensor(ids[1:], dtype=torch.long)[:, None]
         return torch.log_softmax(logits, -1).gather(-1, labels)[:, 0].numpy()
 
     @torch.no_grad()
     def routes(self, ids: np.ndarray) -> np.ndarray:
-        """`[T, MoE layers, top_k]`, ids of each row sorted."""
+        """Return the routes, `[T, MoE layers, top_k]`, with the ids of each row sorted."""
         self._chosen.clear()
         self.model(torch.as_tensor(ids, dtype=torch.long)[None])
         return np.sort(torch.stack([c.reshape(len(ids), -1) for c in self._chosen], 1).numpy(), -1)
 
 
 class Weights:
-    """Odd versions are the model on disk (-1 is what is loaded at the start), even ones another random model."""
+    """The weights by version: odd versions are the model on disk (-1 is loaded at the start), even ones another random
+    model."""
 
     def __init__(self, path: Path, other: Path, publisher: VersionStore, version: int = -1):
         self.on_disk, self.other, self.publisher, self.version = Reference(path), Reference(other), publisher, version
@@ -143,11 +144,11 @@ class Weights:
 
 
 def replay(models: dict[int, Reference], prompt: np.ndarray, tokens: np.ndarray, versions: np.ndarray):
-    """What transformers gives if the weights change between tokens and earlier keys and values are kept.
+    """Compute with transformers an answer during which the weights change while earlier keys and values are kept.
 
-    Token i of the answer is sampled by `models[versions[i]]`, which feeds the token before it (for the first token:
-    the whole prompt) onto the cache that the earlier versions left. Returns its log-probs, float32 `[n]`, and the
-    sorted routes of all positions but the last, `[P + n - 1, MoE layers, top_k]`.
+    Token i of the answer is sampled by `models[versions[i]]`, which feeds the token before it (for the first token: the
+    whole prompt) onto the cache that the earlier versions left. Returns its log-probs, float32 `[n]`, and the sorted
+    routes of all positions but the last, `[P + n - 1, MoE layers, top_k]`.
     """
     feeds, start = [], 0
     for bound in [i for i in range(1, len(tokens)) if versions[i] != versions[i - 1]] + [len(tokens)]:
@@ -160,12 +161,12 @@ def replay(models: dict[int, Reference], prompt: np.ndarray, tokens: np.ndarray,
 
 @torch.no_grad()
 def replay_feeds(models: dict[int, Reference], ids: np.ndarray, feeds: Iterable[tuple[int, int, int]]):
-    """What transformers gives for positions that are fed as `feeds` (version, start, stop) say, one after the other.
+    """Compute with transformers the positions that `feeds` (version, start, stop) feed, one after the other.
 
     A feed that begins before the end of the one before it is a re-prefill: it replaces keys and values from there on,
-    but a position's log-prob and routes stay those of the feed that came first. All feeds together cover `ids` but for
-    the last. Returns float32 `[T - 1]`, log-prob of each token after the first, and the sorted routes `[T - 1, MoE layers,
-    top_k]`.
+    but a position's log-prob and routes stay those of the feed that came first. All feeds together cover `ids` except
+    for the last. Returns the log-prob of each token after the first, float32 `[T - 1]`, and the sorted routes `[T - 1,
+    MoE layers, top_k]`.
     """
     from transformers import DynamicCache
 
@@ -189,14 +190,15 @@ def replay_feeds(models: dict[int, Reference], ids: np.ndarray, feeds: Iterable[
 
 
 async def sampled(engine: VllmEngine, name: str, tokens: int) -> None:
-    """Wait until the running request of that name has sampled so many. The engine has an `ObservedScheduler`."""
+    """Wait until the running request of that name has sampled `tokens` tokens. The engine needs an
+    `ObservedScheduler`."""
     async with asyncio.timeout(30):
         while (await engine._core.collective_rpc("r3_sampled", args=(name,)))[0] < tokens:
             pass
 
 
 class FlippingExtension(WorkerExtension):
-    """One bit of three tensors is another than what was checked."""
+    """A worker in which one bit of three tensors differs from what was checked."""
 
     FLIPPED = (
         "model.layers.0.mlp.experts.3.up_proj.weight",
@@ -213,7 +215,8 @@ class FlippingExtension(WorkerExtension):
 
 
 class BrokenExtension(WorkerExtension):
-    """vLLM as it is: experts stay in checkpoint layout after a reload. The reload of version 1 dies half-way."""
+    """A worker that reloads as plain vLLM does: experts stay in checkpoint layout after a reload. The reload of version
+    1 dies half-way."""
 
     r3_version = -1
 
@@ -227,7 +230,7 @@ class BrokenExtension(WorkerExtension):
 
 
 class ComparedExtension(WorkerExtension):
-    """Says how it loads, and what it holds."""
+    """A worker that reports how it loads, and what it holds."""
 
     r3_reloads = 0
 
@@ -236,14 +239,15 @@ class ComparedExtension(WorkerExtension):
         super().r3_reload_tensors(published, tensors)
 
     def r3_loads(self) -> int:
-        """How often vLLM's loader loaded."""
+        """Return how often vLLM's loader loaded."""
         return self.r3_reloads
 
     def r3_copies(self) -> int:
         return self.r3_load_plan.copy_count if self.r3_load_plan is not None else -1
 
     def r3_worked(self) -> list[str]:
-        """Names of the modules that vLLM does something with after it has loaded them, experts that are only packed apart."""
+        """Return the names of the modules that vLLM processes after it has loaded them, except experts that are only
+        packed."""
         names = {module: name for name, module in self.model_runner.model.named_modules()}
         return [names[module] for module, _ in self.r3_load_plan._processed_loads]
 

@@ -1,4 +1,4 @@
-"""Environments that a person might bring, for tests: well and badly behaved ones. Loaded by `module:Class`."""
+"""Environments that a user might bring, well and badly behaved, for tests. They are loaded by `module:Class`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from r3async.envs import Action, Message, StepResult
 
 
 class Echo:
-    """Blocking; the answer says what its process does next. Rewards an answer that repeats the task's number."""
+    """A blocking environment, in which the answer says what its process does next. It rewards an answer that repeats
+    the task's number."""
 
     def __init__(self, mark: str = ""):
         self.mark = mark
@@ -65,13 +66,13 @@ def _own_channel() -> socket.socket:
 
 
 def _stop_within_a_reply() -> None:
-    """Have this process of a pool write the length of a reply and half of the reply, and then be stopped."""
+    """Make this process of a pool write the length of a reply and half of the reply, and then be stopped."""
     _own_channel().sendall(struct.pack("!Q", 100) + b"x" * 50)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class Stubborn:
-    """Blocking; constructed where the run is set up, but not in a process of the pool."""
+    """A blocking environment that can be constructed where the run is set up, but not in a process of the pool."""
 
     def __init__(self) -> None:
         if "pytest" not in sys.modules:
@@ -93,7 +94,7 @@ class Mixed:
 
 
 class Awaiting:
-    """`async def`: played in the process that asks."""
+    """An environment of `async def` methods, which is played in the process that calls it."""
 
     async def reset(self, task_seed: int) -> list[Message]:
         return [Message("user", str(os.getpid()))]
@@ -103,7 +104,7 @@ class Awaiting:
 
 
 def half_for_trying(answer: str, row: dict[str, Any]) -> float:
-    """A reward function for `dataset:PATH`."""
+    """Score an answer; a reward function for `dataset:PATH`."""
     if answer == "hang":
         time.sleep(600)
     return 1.0 if answer == row["solution"] else 0.5
@@ -122,7 +123,7 @@ def three_arguments(completion: str, answer: str, difficulty: int) -> float:
 
 
 def first_free(observation: str, rng: Any) -> str:
-    """A textarena opponent: the first move on offer."""
+    """Play the first move on offer, as a textarena opponent."""
     return "[" + observation.rpartition("Available Moves: '[")[2][0] + "]"
 
 
@@ -130,7 +131,7 @@ def register_gymnasium_games() -> None:
     import gymnasium
 
     class Parrot(gymnasium.Env):  # type: ignore[type-arg]
-        """Text in, text out: repeat the word."""
+        """A game with text in and text out: repeat the word."""
 
         observation_space = gymnasium.spaces.Text(8)
         action_space = gymnasium.spaces.Text(4, charset="abcd")

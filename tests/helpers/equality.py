@@ -15,7 +15,7 @@ from tests.helpers import architectures as ha
 from tests.helpers import models as hm
 
 TOLERANCE = 1e-5
-"""Relative, in float32."""
+"""Relative tolerance, in float32."""
 
 
 def assert_equal_transformers(
@@ -26,9 +26,15 @@ def assert_equal_transformers(
     logits: Callable[[Any, MicroBatch], torch.Tensor],
     gradients: Callable[[Any], Mapping[str, torch.Tensor]],
 ) -> None:
-    """Logits and all gradients of a random sum of them, of packed samples with their routes replayed, are those of `plain`, one
-    sample after the other with its routers forced. No gradient is zero. `logits`, `gradients`: of the learner, the latter by the
-    names of a checkpoint."""
+    """Assert that the learner's logits and gradients equal those of `plain`, and that no gradient is zero.
+
+    The learner computes the logits, and all gradients of a random sum of them, for packed samples with their routes
+    replayed; `plain` for one sample after the other, with its routers forced.
+
+    Args:
+        logits: computes the learner's logits.
+        gradients: returns the learner's gradients by the names of a checkpoint.
+    """
     micro_batch = collate_samples(samples)
     weight = torch.randn(micro_batch.num_tokens, hm.VOCAB, generator=torch.Generator().manual_seed(0))
     with learner.replay.bind_routes(micro_batch):

@@ -1,4 +1,4 @@
-"""Learners whose biases of experts follow the tokens, and the rule in plain words."""
+"""Learners whose expert biases follow the tokens, and the rule in plain Python."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ def settings(
 
 
 def biases_of(learner: LearnerBackend) -> dict[str, torch.Tensor]:
-    """What is published of them."""
+    """Return the biases as they are published."""
     return {name: tensor for name, tensor in learner.export_weights().items() if name.endswith(EXPERT_BIAS_SUFFIX)}
 
 
 def counted(micro_batches: Sequence[MicroBatch]) -> tuple[np.ndarray, int]:
-    """Of every sample's recorded rows the tokens of each expert, int64 `[layers, experts]`, one by one; and the other rows."""
+    """Count one by one the tokens of each expert in every sample's recorded rows, int64 `[layers, experts]`, and the
+    other rows."""
     layers = micro_batches[0].table["routed_experts"].shape[1]
     load, unrecorded = np.zeros((layers, hm.EXPERTS), np.int64), 0
     for m in micro_batches:
@@ -54,7 +55,7 @@ def counted(micro_batches: Sequence[MicroBatch]) -> tuple[np.ndarray, int]:
 
 
 def moved(bias: torch.Tensor, tokens: np.ndarray, rate: float = RATE) -> torch.Tensor:
-    """The rule: up for those that got less than the mean, down for those that got more."""
+    """Apply the rule: up for experts that got fewer tokens than the mean, down for those that got more."""
     mean = tokens.sum() / len(tokens)
     return torch.stack(
         [b + rate if n < mean else b - rate if n > mean else b for b, n in zip(bias, tokens.tolist(), strict=True)]
@@ -64,7 +65,7 @@ def moved(bias: torch.Tensor, tokens: np.ndarray, rate: float = RATE) -> torch.T
 def step_on_rank(
     path: Path, config: Config, micro_batches: list[MicroBatch]
 ) -> tuple[dict[str, torch.Tensor], np.ndarray]:
-    """On a rank: its own biases after one step, and the load that it was told."""
+    """Run on a rank: return its own biases after one step, and the load that it received."""
     learner = build_learner(config, path)
     try:
         p = config.learner.parallel

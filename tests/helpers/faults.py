@@ -1,4 +1,4 @@
-"""An engine to whose weights something happens; a run names it in `generator.engine_args`."""
+"""An engine whose weights are tampered with; a run names it in `generator.engine_args`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def decode(manifest: bytes) -> WeightManifest:
 
 
 class FlipsABit(WorkerExtension):
-    """Somebody on this host writes into the shared memory in which version 1 comes."""
+    """A worker on whose host another process writes into the shared memory in which version 1 arrives."""
 
     def r3_install_version(self, manifest):
         published = decode(manifest)

@@ -1,4 +1,4 @@
-"""Generators that are stand-ins, and the conductor's parts that know them."""
+"""Stand-ins for generators, and the conductor's parts that know them."""
 
 from __future__ import annotations
 
@@ -43,18 +43,23 @@ def scores(version: int) -> np.ndarray:
 
 
 def sampled(reported: float) -> SampledProbe:
-    """After the first token of the text; at temperature 1, what is reported is what the engine scores."""
+    """Return a probe sampled after the first token of the text; at temperature 1, `reported` is what the engine
+    scores."""
     return SampledProbe(*(np.asarray([x]) for x in (1, 5)), np.asarray([reported]), np.asarray([-2.0]))
 
 
 def published(version: int) -> Published:
-    """Both texts score the same, at both temperatures."""
+    """Return a published version whose two texts score the same, at both temperatures."""
     return Published(TransferOffer(WeightManifest(version, "", {}, 0)), np.tile(scores(version), (2, 2, 1)))
 
 
 class Generator(StandIn):
-    """What a generator actor answers. `wrong` maps a method to what it answers, or raises, instead, or to a function of its
-    arguments that returns that. `lives`: its process outlives losses."""
+    """A stand-in for a generator actor.
+
+    Attributes:
+        wrong: by method, what it answers or raises instead, or a function of the method's arguments that returns that.
+        lives: True if its process outlives losses.
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple] = []
@@ -96,7 +101,7 @@ class Generator(StandIn):
 
 
 class Learner(StandIn):
-    """Scores the probe's text, as long as it has not trained on: its newest version is `version`."""
+    """A learner that scores the probe's text as long as it has not trained on: its newest version is `version`."""
 
     version = 0
 
@@ -114,7 +119,7 @@ class Learner(StandIn):
 
 
 async def loaded(handles):
-    """An installer whose generators have engines, and no weights."""
+    """Return an installer whose generators have engines, but no weights."""
     config, clock = load_config("quickstart", SETTINGS), Clock()
     clock.now = 100.0
     fleet = Fleet(config, Events(), handles, clock)

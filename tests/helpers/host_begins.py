@@ -1,8 +1,8 @@
-"""The first process of a host that `hosts_apart` makes: it has namespaces of its own already, and furnishes them.
+"""The first process of a host that `hosts_apart` makes; it already has separate namespaces, and furnishes them.
 
-`python -m tests.helpers.host_begins NAME ADDRESS SOCKET KEEP...`: sends the descriptor of its network device over `SOCKET`, then
-waits until its input ends, which ends everything on the host. Of what is below /tmp, only the paths `KEEP` are seen. It imports
-nothing but the standard library, and needs neither `ip` nor `mount`.
+`python -m tests.helpers.host_begins NAME ADDRESS SOCKET PEERS KEEP...`: sends the descriptor of its network device over
+`SOCKET`, then waits until its input ends, which ends everything on the host. Below /tmp, only the paths `KEEP` are
+visible. It imports nothing but the standard library, and needs neither `ip` nor `mount`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 MTU = 9000
 QUEUE = 10_000
-"""Packets that wait for whoever reads the device."""
+"""Number of packets that wait for the reader of the device."""
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 SIOCADDRT, SIOCSIFADDR, SIOCSIFNETMASK, SIOCSIFFLAGS = 0x890B, 0x8916, 0x891C, 0x8914
 SIOCSIFMTU, SIOCSIFTXQLEN = 0x8922, 0x8943
@@ -36,7 +36,7 @@ def mount(source: str, target: str | Path, kind: str = "", flags: int = 0, optio
 
 
 def private_files(name: str, peers: dict[str, str], keep: list[Path]) -> None:
-    """Nothing that another host sees can be written: /tmp and /dev/shm are its own, and all else is read-only."""
+    """Make everything that another host sees unwritable: /tmp and /dev/shm are private, and all else is read-only."""
     mount("none", "/", flags=MS_REC | MS_PRIVATE)
     names = "".join(f"{address} {host}\n" for host, address in {"localhost": "127.0.0.1", **peers}.items())
     mount("tmpfs", "/dev/shm", "tmpfs", options="mode=1777")
@@ -68,7 +68,8 @@ def _mounts() -> list[str]:
 
 
 def network(address: str) -> int:
-    """A device `tun0` with this address, to which everything goes that is not for this host. Returns its descriptor."""
+    """Make a device `tun0` with this address, which gets everything that is not for this host. Returns its
+    descriptor."""
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
     fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", b"tun0", IFF_TUN | IFF_NO_PI))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:

@@ -1,6 +1,8 @@
-"""Two hosts on this machine that share no file system, no memory and no network: Linux namespaces, and a line between them.
+"""Two hosts on this machine that share no file system, no memory and no network: Linux namespaces, and a line between
+them.
 
-A packet takes `DELAY` seconds each way. The line can be cut, as by a pulled cable: what is under way is lost, and nobody is told.
+A packet takes `DELAY` seconds each way. The line can be cut, as by a pulled cable: packets on their way are lost, and
+nobody is notified.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ ROOT = Path(__file__).parents[2]
 BEGIN_SECONDS, END_SECONDS = 60.0, 60.0
 RAY_SECONDS, RAY_ATTEMPTS = 120.0, 3
 CUTS_SURVIVED = {"RAY_grpc_keepalive_timeout_ms": "120000"}
-"""As docs/scaling.md has it of every node."""
+"""Environment of every node, as docs/scaling.md describes it."""
 SPACES = ["--net", "--mount", "--pid", "--uts", "--ipc"]
 
 
 def why_not() -> str:
-    """Why there can be no such hosts here; empty: there can."""
+    """Return the reason why such hosts cannot exist here, or "" if they can."""
     for program in ("unshare", "nsenter"):
         if shutil.which(program) is None:
             return f"{program} is not installed"
@@ -47,12 +49,12 @@ def why_not() -> str:
 
 
 class Line:
-    """Between the devices of two hosts. A thread of its own; `close` ends it."""
+    """The line between the devices of two hosts. It runs in a separate thread, which `close` ends."""
 
     def __init__(self, devices: tuple[int, int]):
         self._devices, self._cut, self._closed = devices, False, False
         self.carried = self.lost = 0
-        """Packets so far."""
+        """Numbers of packets carried and lost so far."""
         self._thread = threading.Thread(target=self._carry, name="line", daemon=True)
         self._thread.start()
 
@@ -96,14 +98,14 @@ class Line:
 
 
 class Host:
-    """`pid`: of its first process, seen from here."""
+    """A host. `pid` is that of its first process, seen from here."""
 
     def __init__(self, name: str, pid: int):
         self.name, self.address, self._pid = name, PEERS[name], pid
         self.started: list[subprocess.Popen[bytes]] = []
 
     def start(self, command: list[str], log: Path, **environment: str) -> subprocess.Popen[bytes]:
-        """A process on this host, whose output is in `log` outside of it."""
+        """Start a process on this host, whose output goes to `log` outside of it."""
         with log.open("ab") as file:
             started = subprocess.Popen(
                 [*self._enter, *command],
@@ -116,16 +118,16 @@ class Host:
         return started
 
     def tell(self, started: subprocess.Popen[bytes], number: int) -> None:
-        """A process that `start` returned, which stands for the one on the host."""
+        """Send the signal `number` to a process on the host; `started` is what `start` returned for it."""
         (process,) = psutil.Process(started.pid).children()
         process.send_signal(number)
 
     def kill(self, pid: int, number: int = signal.SIGKILL) -> None:
-        """The process that has this id on this host."""
+        """Send a signal to the process that has this id on this host."""
         subprocess.run([*self._enter, "kill", f"-{int(number)}", str(pid)], check=True, timeout=60)
 
     def path(self, path: str) -> Path:
-        """A path of this host, as this process sees it."""
+        """Return a path of this host as this process sees it."""
         return Path(f"/proc/{self._pid}/root") / path.lstrip("/")
 
     @property
@@ -145,7 +147,7 @@ class Host:
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host, Line]]:
-    """They end with everything that runs on them, also if this process is killed."""
+    """Start two hosts and their line. They end with everything that runs on them, even if this process is killed."""
     with ExitStack() as stack:
         (near, near_device), (far, far_device) = (stack.enter_context(_begun(name)) for name in PEERS)
         for device in (near_device, far_device):
@@ -156,7 +158,8 @@ def two_hosts() -> Iterator[tuple[Host, Host, Line]]:
 
 
 def start_ray(host: Host, words: list[str], log: Path) -> None:
-    """A node of two places there. Ray gives a new one 30 s to report itself, however busy the machine is: again, then."""
+    """Start a Ray node of two places on the host. Ray gives a new node 30 s to report itself, however busy the machine
+    is; after that the node is started again."""
     command = [str(Path(sys.executable).with_name("ray")), "start", "--block", f"--node-ip-address={host.address}"]
     command += ["--num-cpus=2", "--num-gpus=0", "--object-store-memory=150000000", "--disable-usage-stats", *words]
     for _ in range(RAY_ATTEMPTS):

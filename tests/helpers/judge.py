@@ -1,4 +1,4 @@
-"""A judge that is asked over one connection, which the module keeps: as a person's reward with an HTTP client of its own."""
+"""A judge that is called over one connection, which the module keeps, like a user's reward with its own HTTP client."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Answers(socketserver.StreamRequestHandler):
 
 @contextmanager
 def judge_answers() -> Iterator[list[int]]:
-    """A server for `asked`; what it was asked so far."""
+    """Start a server for `asked`. Yields the requests that it got so far."""
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answers) as server:
         server.daemon_threads, server.block_on_close = True, False
         server.asked = []  # type: ignore[attr-defined]
@@ -51,5 +51,6 @@ async def asked(completion: str, answer: str) -> float:
 
 
 def asked_elsewhere(completion: str, answer: str) -> Awaitable[float]:
-    """No `async def` to who looks, as with many a decorator: it is called in a process of the pool."""
+    """Call `asked` without looking like an `async def`, as with many decorators: it is called in a process of the
+    pool."""
     return asked(completion, answer)

@@ -1,4 +1,4 @@
-"""Made-up episodes as different rows of training, and the gradient of a step of theirs by each sampled token's log-prob."""
+"""Made-up episodes as different rows of training, and the gradient of their step by each sampled token's log-prob."""
 
 from __future__ import annotations
 
@@ -21,14 +21,20 @@ from r3async.rollout.engine import Generation
 from r3async.rollout.samples import EpisodeSamples
 
 VERSION = 5
-"""Of the learner; tokens are of versions 0..5."""
+"""Version of the learner; tokens are of versions 0..5."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """One turn: `before` tokens that the environment wrote, `tokens` that were sampled, of version `version`; `reward`.
-    `kind`: `on` continues the conversation, `forgets` cuts its history in half first, so that its prompt extends no row;
-    `aside` is a call of its own, which the conversation does not see."""
+    """One turn.
+
+    Attributes:
+        before: number of tokens that the environment wrote.
+        tokens: number of tokens that were sampled.
+        version: version that sampled them.
+        kind: `on` continues the conversation; `forgets` cuts its history in half first, so that its prompt extends no
+            row; `aside` is a separate call, which the conversation does not see.
+    """
 
     before: int
     tokens: int
@@ -39,7 +45,8 @@ class Said:
 
 @dataclass
 class Leaves:
-    """What is known of each sampled token, by its id, float64 `[n]`. Ids from 1 on, in the order in which they are made."""
+    """The values of each sampled token, by its id, float64 `[n]`. Ids count from 1, in the order in which tokens are
+    made."""
 
     seed: int
     size: int
@@ -54,7 +61,7 @@ class Leaves:
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.seed)
         self.logprobs = -rng.exponential(1.0, self.size) - 0.01
-        # Most episodes hardly drift, and some do: bands on whole episodes keep some and leave out others.
+        # Most episodes hardly drift, and some do, so that bands on whole episodes keep some and leave out others.
         near = [
             np.minimum(self.logprobs + rng.normal(0, s, self.size), -1e-3) for s in (self.drift, self.drift / 2, 0.6)
         ]
@@ -67,7 +74,7 @@ def leaves_of(groups: Sequence[Sequence[Sequence[Said]]], seed: int, **options: 
 
 
 def played(groups: Sequence[Sequence[Sequence[Said]]], leaves: Leaves, mode: RowsMode) -> list[list[Trajectory]]:
-    """The episodes as rows of `mode`, by the code that makes rows of real ones."""
+    """Return the episodes as rows of `mode`, built by the code that builds rows of real ones."""
     first, written = 1, 10**6  # ids of what is sampled, and of what the environment writes
     out = []
     for g, group in enumerate(groups):
@@ -92,7 +99,7 @@ def played(groups: Sequence[Sequence[Sequence[Said]]], leaves: Leaves, mode: Row
 
 
 class Together:
-    """The collectives of some ranks that are threads here."""
+    """The collectives of ranks that are threads of this process."""
 
     def __init__(self, ranks: int):
         self._barrier, self._given = threading.Barrier(ranks, timeout=60), [np.zeros(0)] * ranks
@@ -108,7 +115,7 @@ class Together:
         return total
 
     def run(self, calls: Sequence[Any]) -> list[Any]:
-        """Each call in a thread; raises what the first of them raised."""
+        """Run each call in a thread, and raise the first of their errors."""
         results: list[Any] = [None] * len(calls)
 
         def one(index: int) -> None:
@@ -140,7 +147,7 @@ class OneOfThem(RankGroup):
 
 
 def with_logprobs(micro_batch: MicroBatch, leaves: Leaves) -> MicroBatch:
-    """The columns that a learner adds before the first update."""
+    """Return the micro-batch with the columns that a learner adds before the first update."""
     ids = np.where(micro_batch.table["loss_mask"], micro_batch.table["token_ids"], 0)
     columns = {"old_logprobs": leaves.old[ids], "reference_logprobs": leaves.reference[ids]}
     return replace(micro_batch, table=micro_batch.table.with_columns(**columns))
@@ -148,8 +155,8 @@ def with_logprobs(micro_batch: MicroBatch, leaves: Leaves) -> MicroBatch:
 
 @dataclass
 class Outcome:
-    """Of each minibatch: gradients by the tokens' log-probs and entropies, float64 `[n]`, the sum of the micro-batches'
-    losses, metrics, and how many episodes were in several micro-batches."""
+    """Results by minibatch: gradients by the tokens' log-probs and entropies, float64 `[n]`, the sum of the
+    micro-batches' losses, metrics, and the number of episodes that were in several micro-batches."""
 
     by_logprob: list[np.ndarray]
     by_entropy: list[np.ndarray]
@@ -167,7 +174,8 @@ def trained(
     cap: int = 10**6,
     whole_episodes: bool = False,
 ) -> Outcome:
-    """Prepared, packed under `cap` tokens and trained on so many ranks, as the learner does it, all in float64."""
+    """Prepare the groups, pack them under `cap` tokens and train them on `ranks` ranks, as the learner does, all in
+    float64."""
     outcome = Outcome([], [], [], [], [])
     for part in prepare_minibatches(groups, config)[0]:
         packed = [

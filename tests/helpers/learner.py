@@ -1,4 +1,5 @@
-"""Looking into a `MegatronLearner`: its logits, gradients and own routes; and samples with columns replaced."""
+"""Access to the inside of a `MegatronLearner`: its logits, gradients and own routes; and samples with columns
+replaced."""
 
 from __future__ import annotations
 
@@ -27,17 +28,17 @@ def settings(**changes) -> Config:
 
 
 def logits(learner: MegatronLearner, micro_batch) -> torch.Tensor:
-    """`[N, vocab]`, of a learner on one rank."""
+    """Return the logits `[N, vocab]` of a learner on one rank."""
     return learner.forward(micro_batch, np.zeros(0, np.int64), None)[:, 0] @ learner.model.get_output_weight().T
 
 
 def gradients(learner: MegatronLearner) -> dict[str, torch.Tensor]:
-    """Gradients of all parameters, under Hugging Face names."""
+    """Return the gradients of all parameters, under Hugging Face names."""
     return gather_weights(learner.mappings, lambda parameter: parameter.grad)
 
 
 def hf_gradients(model) -> dict[str, torch.Tensor]:
-    """Gradients under checkpoint names: one tensor per expert and projection."""
+    """Return the gradients under checkpoint names: one tensor per expert and projection."""
     out = {}
     for name, parameter in model.named_parameters():
         if name.endswith("experts.gate_up_proj"):
@@ -61,7 +62,7 @@ def replace_columns(sample: Sample, **columns) -> Sample:
 
 
 def own_routes(learner: MegatronLearner, micro_batch) -> np.ndarray:
-    """What the learner chooses by itself: uint8 `[N, L, K]`, read from its routers' maps."""
+    """Return the routes that the learner chooses without replay, uint8 `[N, L, K]`, read from its routers' maps."""
     seen = []
     routers = [layer.mlp.router for layer in learner.model.decoder.layers if hasattr(layer.mlp, "router")]
     handles = [r.register_forward_hook(lambda m, i, out: seen.append(out[1])) for r in routers]

@@ -1,4 +1,4 @@
-"""Learners with adapters: what their gradients are, and those of full training at the same weights."""
+"""Learners with adapters: their gradients, and those of full training at the same weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def without_lora(config: Config) -> Config:
 
 
 def settings(backend: str, **options: Any) -> Config:
-    """Without weight decay, or the warm-up's steps of almost nothing."""
+    """Return a configuration without weight decay and without warm-up, whose steps do almost nothing."""
     config = hc.settings(backend, **options)
     return msgspec.structs.replace(
         config, learner=msgspec.structs.replace(config.learner, warmup_steps=0, weight_decay=0.0)
@@ -38,7 +38,8 @@ def settings(backend: str, **options: Any) -> Config:
 
 
 def gradients_of_step(learner: LearnerBackend) -> tuple[dict[str, torch.Tensor], float]:
-    """What the optimizer was given of this rank, by the names of a checkpoint, before clipping, and the global norm."""
+    """Return the gradients that the optimizer got on this rank, before clipping, by the names of a checkpoint, and the
+    global norm."""
     config, optimizer = learner.config, learner.optimizer
     p = config.learner.parallel
     rank = dist.get_rank() if p.world_size > 1 else 0
@@ -61,7 +62,7 @@ def gradients_of_step(learner: LearnerBackend) -> tuple[dict[str, torch.Tensor],
 
 
 def randomize(learner: LearnerBackend, seed: int = 5) -> None:
-    """Adapters that add something, the same on any ranks."""
+    """Set the adapters to values that change the model, the same for any number of ranks."""
     assert learner._adapters is not None
     with torch.no_grad():
         for one in learner._adapters.list_parameters():
@@ -77,8 +78,11 @@ def randomize(learner: LearnerBackend, seed: int = 5) -> None:
 def adapter_gradients(
     path: Path, config: Config, merged: Path | None = None
 ) -> tuple[dict[str, torch.Tensor], float, dict[str, torch.Tensor]]:
-    """On a rank: gradients of this rank's adapters, which are not 0, by name; their norm; and the adapters themselves. The merged
-    model is written to `merged`."""
+    """Run on a rank: return the gradients of its adapters, which are not 0, by name, their norm, and the adapters
+    themselves.
+
+    The merged model is written to `merged`.
+    """
     learner = build_learner(config, path)
     try:
         randomize(learner)
@@ -95,7 +99,7 @@ def adapter_gradients(
 
 
 def full_gradients(path: Path, config: Config) -> dict[str, torch.Tensor]:
-    """Of all weights."""
+    """Return the gradients of all weights."""
     learner = build_learner(without_lora(config), path)
     try:
         return gradients_of_step(learner)[0]
@@ -104,7 +108,7 @@ def full_gradients(path: Path, config: Config) -> dict[str, torch.Tensor]:
 
 
 def projected(full: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """`full` on the subspace of the adapters `values`, in float64."""
+    """Project `full` on the subspace of the adapters `values`, in float64."""
     out, scale = {}, ALPHA / RANK
     for name in values:
         module, side = name.removesuffix(".weight").rsplit(".", 1)
@@ -122,7 +126,7 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 def parts_of_rank(path: Path, config: Config) -> tuple[list[tuple[Any, torch.Tensor]], float]:
-    """On a rank: the places of its adapters, each with its part of the gradient; the global norm."""
+    """Run on a rank: return the places of its adapters, each with its part of the gradient, and the global norm."""
     learner = build_learner(config, path)
     try:
         randomize(learner)
@@ -133,7 +137,7 @@ def parts_of_rank(path: Path, config: Config) -> tuple[list[tuple[Any, torch.Ten
 
 
 def trained_and_saved(path: Path, config: Config, out: Path, merged: Path) -> None:
-    """On a rank: two steps, then the checkpoint and the merged model."""
+    """Run on a rank: make two steps, then write the checkpoint and the merged model."""
     learner = build_learner(config, path)
     try:
         hc.train(learner, config, hc.batches(2))
@@ -144,7 +148,7 @@ def trained_and_saved(path: Path, config: Config, out: Path, merged: Path) -> No
 
 
 def restored_and_saved(path: Path, config: Config, saved: list[Path], merged: Path) -> None:
-    """On a rank: the model of a checkpoint."""
+    """Run on a rank: write the model of a checkpoint."""
     learner = build_learner(config, path)
     try:
         learner.restore_state(hc.LearnerStateReader(saved))
@@ -156,7 +160,7 @@ def restored_and_saved(path: Path, config: Config, saved: list[Path], merged: Pa
 def taught_on_rank(
     path: Path, config: Config, micro_batches: list[Any]
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """On a rank: the metrics of one supervised step, and the model after it (on rank 0)."""
+    """Run on a rank: return the metrics of one supervised step, and the model after it (on rank 0)."""
     from r3async.learner.supervised import compute_supervised_loss, run_supervised_step
 
     p = config.learner.parallel

@@ -41,7 +41,7 @@ def fail() -> str:
 
 @server.tool()
 def greeted(ctx: Context) -> str:
-    """What the client's request says of itself."""
+    """Return what the client's request says about its sender."""
     return ctx.request_context.request.headers.get("authorization", "nobody")
 
 

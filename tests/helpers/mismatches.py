@@ -1,4 +1,4 @@
-"""Faults that make an engine and a learner part, planted in the real ones, and what a diagnosis has to name."""
+"""Faults that make an engine and a learner diverge, planted in the real ones, and what a diagnosis must name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.engine import make_model as tiny
 
 
 def make_model(path: Path) -> Path:
-    """Tiny, its second layer dense, with weights of norms that are not 1."""
+    """Make a tiny model whose second layer is dense, with norms whose weights are not 1."""
     tiny(path, dense_layers=(1,))
     file = path / "model.safetensors"
     tensors, generator = load_file(file), torch.Generator().manual_seed(7)
@@ -33,7 +33,13 @@ def make_model(path: Path) -> Path:
 
 
 class Fault(NamedTuple):
-    """`stage` and `layers` that have to be named first, and `cause`, the likeliest. `layers` [-1]: the stage is of none."""
+    """A fault with the diagnosis that is expected.
+
+    Attributes:
+        stage: the stage that must be named first.
+        layers: the layers that must be named first; [-1] for a stage outside the layers.
+        cause: the likeliest cause.
+    """
 
     name: str
     stage: str
@@ -56,7 +62,7 @@ IN_ENGINE = [
     Fault("logits scaled", "head", [-1], "temperature"),
     Fault("temperature", "sampling", [-1], "temperature"),
     Fault("raw log-probs", "sampling", [-1], "temperature"),
-    # The loader's names.
+    # Faults in the names that the loader sees.
     Fault("gate and up exchanged", "mlp", [0], "gate and up projection"),
     Fault("experts permuted", "mlp", [2], "expert permutation"),
     Fault("router rows", "router", [0], "expert permutation"),
@@ -66,7 +72,7 @@ IN_ENGINE = [
     Fault("norms exchanged", "post_norm", [1], "weight of the norm"),
     Fault("float8 weights", "mlp", [1], "quantised weights"),
     Fault("int8 experts", "mlp", [2], "quantised weights"),
-    # What is not installed.
+    # Faults in which a tensor is not installed.
     Fault("stale projection", "attention", [2], "stale tensor"),
     Fault("stale expert", "mlp", [0], "stale tensor"),
     Fault("stale router", "router", [2], "stale tensor"),
@@ -121,7 +127,7 @@ LOADED: dict[str, Callable[[str, Tensor], tuple[str, Tensor]]] = {
 
 
 class PlantingExtension(WorkerExtension):
-    """One fault at a time."""
+    """A worker in which one fault at a time can be planted."""
 
     r3_fault = ""
     r3_before: Mapping[str, Tensor] = MappingProxyType({})
@@ -140,7 +146,7 @@ class PlantingExtension(WorkerExtension):
         self.r3_fault, self.r3_load_plan = "", None
 
     def r3_install_version(self, manifest: bytes) -> tuple[int, int]:
-        """A stale tensor keeps the bytes of the version before."""
+        """Install a version; a stale tensor keeps the bytes of the version before."""
         published = msgspec.msgpack.decode(manifest, type=WeightManifest)
         kept = {
             name: tensor.clone()
@@ -281,7 +287,7 @@ IN_MEGATRON = [
 
 @contextlib.contextmanager
 def planted(learner: Any, fault: str) -> Iterator[None]:
-    """In a learner that lives on."""
+    """Plant a fault in a learner for the time of the block."""
     with contextlib.ExitStack() as stack:
         if fault == "temperature":
             score = learner.score_sequence

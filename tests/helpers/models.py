@@ -16,11 +16,12 @@ from r3async.data.tokens import Sample, TokenTable
 
 LAYERS, EXPERTS, TOP_K, VOCAB = 3, 8, 2, 96
 PADDING = 7
-"""A token that samples have, too: a policy may sample it."""
+"""Id of the padding token. Samples have this token, too, since a policy may sample it."""
 
 
 def make_hf_model(directory: Path, *, seed: int = 0, std: float = 0.1, **changes: Any) -> Path:
-    """Save a random float32 model (all weights random, norms too) and a stand-in tokenizer file; returns `directory`."""
+    """Save a random float32 model (all weights random, norms too) and a stand-in tokenizer file, and return
+    `directory`."""
     settings = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
@@ -55,13 +56,14 @@ def save_random(directory: Path, config: PreTrainedConfig, *, seed: int = 0, std
 
 
 def load_hf(directory: Path) -> Qwen3MoeForCausalLM:
-    """float32, plain attention."""
+    """Load a model in float32 with plain attention."""
     return Qwen3MoeForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @contextmanager
 def forced_routes(model: Qwen3MoeForCausalLM, routes: np.ndarray):
-    """Make the routers choose `routes` int `[T, L, K]` (columns are MoE layers) in the next forward of one sequence."""
+    """Make the routers choose `routes`, int `[T, L, K]` (columns are MoE layers), in the next forward pass of one
+    sequence."""
     gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
 
     def forward(gate, hidden_states, chosen):
@@ -82,7 +84,7 @@ def forced_routes(model: Qwen3MoeForCausalLM, routes: np.ndarray):
 
 
 def random_routes(rng: np.random.Generator, length: int, layers: int = LAYERS) -> np.ndarray:
-    """uint8 `[length, layers, TOP_K]`, distinct within a row."""
+    """Return random routes, uint8 `[length, layers, TOP_K]`, distinct within a row."""
     return np.argsort(rng.random((length, layers, EXPERTS)), axis=-1)[..., :TOP_K].astype(np.uint8)
 
 
@@ -98,7 +100,8 @@ def make_sample(
     routes: bool = True,
     advantages: bool = True,
 ) -> Sample:
-    """A sample whose tokens after `prompt` were sampled with plausible log-probs; the last row has no recorded route."""
+    """Return a sample whose tokens after `prompt` were sampled with plausible log-probs; the last row has no recorded
+    route."""
     sampled = np.arange(length) >= prompt
     columns = {
         "token_ids": rng.integers(0, vocab, length).astype(np.int32),
@@ -124,7 +127,8 @@ def make_samples(seed: int, lengths: list[int], **options: Any) -> list[Sample]:
 
 
 def continued(sample: Sample, name: str, length: int, rng: np.random.Generator, *, at: int | None = None) -> Sample:
-    """The first `at` tokens of `sample` (all of them) with their routes, none trained, and then `length` more that are."""
+    """Return the first `at` tokens of `sample` (default: all) with their routes, none trained, and then `length`
+    trained ones."""
     at = len(sample.table) if at is None else at
     layers = sample.table.column_shape("routed_experts")[1] if "routed_experts" in sample.table else 0
     more = make_sample(rng, length, prompt=0, name=name, layers=max(layers, 1), routes=layers > 0).table
@@ -133,8 +137,11 @@ def continued(sample: Sample, name: str, length: int, rng: np.random.Generator, 
 
 
 def make_families(seed: int = 0, **options: Any) -> list[Sample]:
-    """Samples that share prefixes, in no order: two groups whose prompts begin alike, samples that branch off another's middle or
-    end, and one that shares nothing. Of two samples the routes of the prompt differ, in a choice and in what is recorded."""
+    """Return samples that share prefixes, in random order.
+
+    There are two groups whose prompts begin alike, samples that branch off another's middle or end, and one that shares
+    nothing. The prompt's routes of two samples differ, in a choice and in what is recorded.
+    """
     rng = np.random.default_rng(seed)
     system = make_sample(rng, 5, name="system", prompt=5, **options)
     groups = [continued(system, f"prompt{p}", p, rng) for p in (4, 20)]

@@ -1,4 +1,4 @@
-"""A sending process that is none."""
+"""A stand-in for a sending process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs on each rank of the gradient parity tests, and the reference that they are compared with."""
+"""The code on each rank of the gradient parity tests, and the reference that the ranks are compared with."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ def config(*, recompute: str = "none", replay: str = "rollout", dtype: str = "fl
 
 
 def batch(seed: int = 3, **options: Any) -> list[MicroBatch]:
-    """Packed micro-batches of different lengths; routes are random and the last row of each sample has none."""
+    """Return packed micro-batches of different lengths; routes are random, and the last row of each sample has none."""
     return pack_samples(hm.make_samples(seed, LENGTHS, temperature=0.8, **options), BUDGET)
 
 
 def of_rank(micro_batches: list[MicroBatch], dp_rank: int, dp: int) -> list[MicroBatch]:
-    """That data-parallel rank's share, and at least one padding micro-batch in all."""
+    """Return a data-parallel rank's share, with at least one padding micro-batch among all ranks."""
     count = -(-len(micro_batches) // dp) + (len(micro_batches) % dp == 0)
     mine = micro_batches[dp_rank::dp]
     return mine + [make_padding_batch(micro_batches[0], 1 + 2 * dp_rank)] * (count - len(mine))
 
 
 def gradients_of_rank(model_path: str, settings: Config, micro_batches: list[MicroBatch]) -> dict[str, Any]:
-    """One step's loss, and its reduced gradients under checkpoint names (on rank 0); and what the step left behind."""
+    """Return one step's loss, its reduced gradients under checkpoint names (on rank 0), and what the step left
+    behind."""
     from r3async.learner.megatron.backend import MegatronLearner
     from r3async.learner.megatron.weights import gather_weights
     from r3async.learner.metrics import build_minibatch_result, compute_gap_moments
@@ -86,7 +87,7 @@ def gradients_of_rank(model_path: str, settings: Config, micro_batches: list[Mic
 def reference(
     model_path: Path, micro_batches: list[MicroBatch], settings: Config
 ) -> tuple[float, dict[str, np.ndarray]]:
-    """Loss and gradients of plain transformers with forced routes, one sample at a time, of Qwen3-MoE.
+    """Return loss and gradients of plain transformers with forced routes, one sample at a time, for Qwen3-MoE.
 
     Rows without a record are forced to what the model chooses itself under the routes forced so far (they are last in
     their sample, and a last row's routes influence nothing that is trained).
@@ -99,14 +100,14 @@ def reference(
 def plain_reference(
     path: Path, micro_batches: list[MicroBatch], settings: Config
 ) -> tuple[float, dict[str, np.ndarray]]:
-    """`reference`, of any architecture."""
+    """Return what `reference` returns, for any architecture."""
     model = ha.load_plain(path)
     total = _train(model, micro_batches, settings, ha.forced)
     return total, {n: g.numpy() for n, g in ha.gradients_of(model).items()}
 
 
 def _train(model: Any, micro_batches: list[MicroBatch], settings: Config, forced: Any) -> float:
-    """The loss; gradients are left in the model."""
+    """Return the loss, and leave the gradients in the model."""
     trained = sum(int(m.table["loss_mask"].sum()) for m in micro_batches)
     total = 0.0
     for micro_batch in micro_batches:
@@ -142,7 +143,7 @@ TOLERANCE = 1e-5
 def assert_equal(answers, expected) -> None:
     assert_gradients(answers, expected)
     for answer in answers:
-        # A recomputed forward pass is not counted again, and padding is not counted at all.
+        # A recomputed forward pass does not count again, and padding does not count at all.
         assert answer["result"].expert_load.sum(axis=1).tolist() == [hm.TOP_K * sum(LENGTHS)] * 3
 
 

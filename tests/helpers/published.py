@@ -1,5 +1,7 @@
-"""Chat templates as models publish them, from files of the packages trl and vLLM. Each has a byte-level tokenizer with its
-special tokens."""
+"""Chat templates as models publish them, from files of the packages trl and vLLM.
+
+Each has a byte-level tokenizer with its special tokens.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from pathlib import Path
 from r3async.rollout.chat import ChatRenderer
 from r3async.tools.init_model import build_byte_tokenizer
 
-# Of each model: the tokenizer's end of sequence, and what `eos_token_id` in its generation_config.json names besides.
+# For each model: the tokenizer's end of sequence, and further tokens that `eos_token_id` in its generation_config.json
+# names.
 ENDS = {
     "cohere": ["<|END_OF_TURN_TOKEN|>"],
     "cohere2": ["<|END_OF_TURN_TOKEN|>"],
@@ -55,7 +58,7 @@ _SPECIAL = re.compile(
 
 
 def published_names() -> list[str]:
-    """Those of `ENDS` whose package is installed."""
+    """Return the names of `ENDS` whose package is installed."""
     return [name for name in ENDS if _file(name) is not None]
 
 

@@ -1,4 +1,4 @@
-"""Real process groups on gloo: workers that stay alive, so that each test pays only for its own learner."""
+"""Real process groups on gloo, with workers that stay alive, so that each test pays only for its own learner."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def _serve(rank: int, world: int, store: str, requests: Any, answers: Any) -> No
 
 
 class RankError(AssertionError):
-    """A call failed on a rank; the message has its traceback."""
+    """The failure of a call on a rank; the message has its traceback."""
 
 
 class Ranks:
-    """`world` processes in one gloo process group. `call` runs a module-level function on all of them at once."""
+    """A gloo process group of `world` processes. `call` runs a module-level function on all of them at once."""
 
     def __init__(self, world: int, directory: Path):
         context = mp.get_context("spawn")
@@ -54,7 +54,7 @@ class Ranks:
         self._collect(START_TIMEOUT)
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What each rank returns, in order of ranks. Raises `RankError` if one raised."""
+        """Return what each rank returns, in order of ranks. Raises `RankError` if one raised."""
         for requests in self._requests:
             requests.put((function, args))
         return self._collect(CALL_TIMEOUT)

@@ -1,4 +1,4 @@
-"""What an environment's rewards mean."""
+"""Measurement of an environment's rewards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from r3async.rollout.evaluation import BaselinePolicy, evaluate_without_model
 
 
 async def mean_reward(factory: EnvironmentFactory, policy: BaselinePolicy, episodes: int) -> float:
-    """Of an episode, under the environment's oracle or its random policy."""
+    """Return the mean reward of an episode under the environment's oracle or its random policy."""
     env = EnvConfig(name="tested")
     made = await evaluate_without_model(env, factory, policy, EvaluationConfig(episodes=episodes), max_turns=64)
     return made.reward_mean

@@ -1,5 +1,7 @@
-"""An engine whose routers are disturbed; imported in its workers. No run can have it: `generator.engine_args` refuses other
-extensions than r3async's own."""
+"""An engine whose routers are disturbed; imported in its workers.
+
+No run can have it: `generator.engine_args` refuses extensions other than r3async's own.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ SEED = 11
 
 
 class NoisyRouters(WorkerExtension):
-    """To every router logit `NOISE` times a standard normal is added, drawn for each token."""
+    """A worker that adds to every router logit `NOISE` times a standard normal, drawn for each token."""
 
     def r3_process_id(self) -> int:
         rng = torch.Generator().manual_seed(SEED)

@@ -1,4 +1,4 @@
-"""Routes of one small episode as engine and learner would write them down."""
+"""Routes of one small episode as engine and learner would write them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ID = "g00000000e0000"
 
 
 def experts(seed: int, tokens: int) -> np.ndarray:
-    """uint8 `[tokens, LAYERS, TOP_K]`, distinct in every row."""
+    """Return routes, uint8 `[tokens, LAYERS, TOP_K]`, distinct in every row."""
     scores = np.random.default_rng(seed).random((tokens, LAYERS, EXPERTS))
     return scores.argsort(axis=-1)[..., :TOP_K].astype(np.uint8)
 
@@ -35,7 +35,8 @@ TOKENS = [*PROMPT, *ANSWER, *BETWEEN, *SECOND]  # position 9 is never fed
 
 
 def episode(logprob: float = -1.0) -> tuple[TrainedRoutes, list[EngineCall]]:
-    """Two turns, and what a learner that replays faithfully did. The second call returns what the first left out."""
+    """Return two turns, and what a learner that replays faithfully did. The second call returns what the first left
+    out."""
     rows = experts(0, 9)
     calls = [
         call(0, PROMPT, ANSWER, rows[:5], logprob=logprob),

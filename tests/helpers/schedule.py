@@ -17,7 +17,7 @@ from r3async.schedule.validation import check_staleness, compute_staleness
 
 @dataclass(frozen=True)
 class Shape:
-    """One configuration. `tokens`: of a batch; 0 is off."""
+    """One configuration. `tokens`: number of tokens of a batch; 0 turns this off."""
 
     staleness: int = 1
     per_step: int = 2
@@ -45,20 +45,20 @@ class Player:
     alive: bool = True
     version: int = 0
     reviving: int | None = None
-    """The version that a restarted process is loading."""
+    """Version that a restarted process is loading."""
     playing: dict[tuple[int, int], int] = field(default_factory=dict)
     outbox: dict[tuple[int, int], int] = field(default_factory=dict)
     held: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Leased, and not begun: with the version that they wait for."""
+    """Episodes that are leased but not begun, with the version that they wait for."""
     frozen: bool = False
-    """Its process is stopped: nothing happens there until it thaws."""
+    """True while the process is stopped: nothing happens there until it thaws."""
     stray: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Played, or sent, though the lease was taken back meanwhile: another may play the same."""
+    """Episodes that were played or sent although the lease was taken back meanwhile: another may play the same."""
     held_stray: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Held, though the lease was taken back."""
+    """Episodes that are held although the lease was taken back."""
 
     def get(self, version: int) -> None:
-        """Its engine has these weights, which sample the first tokens of what waited for them."""
+        """Load these weights, which sample the first tokens of the episodes that waited for them."""
         self.version = version
         for waiting, begun in ((self.held, self.playing), (self.held_stray, self.stray)):
             for key in [key for key, needed in waiting.items() if needed <= version]:
@@ -67,7 +67,7 @@ class Player:
 
 
 def episode(group: int, index: int, version: int, seed: int) -> Trajectory:
-    """Two tokens, of which the second is trained."""
+    """Return an episode of two tokens, of which the second is trained."""
     columns = {name: column.filled_rows(2) for name, column in SCHEMA.columns.items() if not column.optional}
     columns["loss_mask"] = np.array([False, True])
     columns["policy_version"] = np.array([-1, version], np.int32)
@@ -76,7 +76,7 @@ def episode(group: int, index: int, version: int, seed: int) -> Trajectory:
 
 
 class Run:
-    """All that happens between a lease and an installation, one event at a time. Checks what must always hold."""
+    """All that happens between a lease and an installation, one event at a time. It checks what must always hold."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Run:
         self.buffer = buffer(shape.samples, shape.window)
         self.players = {f"p{i}": Player() for i in range(players)}
         self.steps, self.learner_version, self.published = 0, 0, 0
-        """Steps made; versions made; the newest that is written where engines find it."""
+        """Number of steps; the learner's version; the newest version that is written where engines find it."""
         self.since = [0, 0]
         self.trained: list[int] = []
         self.oldest = 0
@@ -132,7 +132,7 @@ class Run:
             key = (got.group_index, index)
             owned = (held for p in self.players.values() for held in (p.playing, p.outbox, p.held))
             assert all(key not in held for held in owned), "two live owners"
-            # What it plays still, of before it was stopped, it does not begin again.
+            # Episodes that it still plays from before it was stopped are not begun again.
             if key in player.stray:
                 player.playing[key] = player.stray.pop(key)
             else:
@@ -141,7 +141,7 @@ class Run:
         return True
 
     def finish(self, name: str, pick: int = 0) -> bool:
-        """An episode of the player's ends."""
+        """End one of the player's episodes."""
         player = self.players[name]
         if not player.playing or player.frozen:
             return False
@@ -150,7 +150,7 @@ class Run:
         return True
 
     def arrive(self, name: str, pick: int = 0) -> bool:
-        """Something that was sent reaches the learner."""
+        """Let one of the sent episodes reach the learner."""
         player = self.players[name]
         if not player.outbox or player.frozen:
             return False
@@ -159,7 +159,7 @@ class Run:
         return True
 
     def die(self, name: str) -> None:
-        """The process dies, and with it what it played and what it had not delivered."""
+        """Kill the process, and with it what it played and had not delivered."""
         player = self.players[name]
         last_words = dict(list(player.outbox.items())[:1])  # on the wire: arrives after the learner was asked
         player.playing, player.outbox, player.stray, player.held, player.held_stray = {}, {}, {}, {}, {}
@@ -179,7 +179,7 @@ class Run:
         self.players[name].frozen = False
 
     def take_back(self, name: str) -> bool:
-        """It is silent for too long: its leases return, and it plays on when it wakes."""
+        """Take back the leases of a player that is silent for too long; it plays on when it wakes."""
         player = self.players[name]
         if not player.frozen:
             return False
@@ -191,7 +191,7 @@ class Run:
         return True
 
     def stray(self, name: str, pick: int = 0) -> bool:
-        """An episode whose lease was taken back arrives: first, or as a duplicate."""
+        """Let an episode arrive whose lease was taken back, either first or as a duplicate."""
         player = self.players[name]
         if not player.stray or player.frozen:
             return False
@@ -209,7 +209,7 @@ class Run:
         return True
 
     def end_revival(self, name: str) -> bool:
-        """It has loaded what was the newest version when it began to; it gets a newer one later."""
+        """Finish loading the version that was the newest when the revival began; the player gets a newer one later."""
         player = self.players[name]
         if player.reviving is None:
             return False
@@ -258,7 +258,7 @@ class Run:
         return True
 
     def install(self, *names: str) -> bool:
-        """Every player that answers, or those alone, gets the newest published version."""
+        """Install the newest published version in every player that answers, or in the named ones alone."""
         chosen = [self.players[name] for name in names or self.players]
         behind = [p for p in chosen if p.alive and not p.frozen and p.version < self.published]
         for player in behind:
@@ -266,7 +266,7 @@ class Run:
         return bool(behind)
 
     def restart_conductor(self) -> None:
-        """From what it wrote down. Its generators are new, too."""
+        """Restart the conductor from what it wrote down. Its generators are new, too."""
         state = msgspec.json.decode(msgspec.json.encode(self.admission.state_dict()))
         version = self.admission.version
         self.admission = self._admission()
@@ -275,7 +275,7 @@ class Run:
         for name in self.players:
             self.die(name)
 
-    # -- what must hold ------------------------------------------------------------------------------------------
+    # -- invariants ----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         assert self.admission.slots_taken <= self.admission.slots
@@ -285,7 +285,7 @@ class Run:
         assert len({g for g, _ in held}) <= self.admission.slots
 
     def can_progress(self) -> bool:
-        """Something can happen that brings the run nearer to its end, and no death is needed for it."""
+        """Return True if, without a death, something can happen that brings the run nearer to its end."""
         if self.done or self.batch() or self.published < self.learner_version:
             return True
         players = self.players.values()
@@ -296,7 +296,7 @@ class Run:
         return self.admission.can_lease()
 
     def finish_run(self, at_once: int) -> None:
-        """From here every player does what it can, in turn, until the last step is made. Fails if that does not come."""
+        """Let every player do what it can, in turn, until the last step is made. Fails if that does not come."""
         limit = 50 + 40 * (len(self.players) + 1) * (self.shape.samples + 2) * (self.shape.steps + 2) * 4
         for _ in range(limit):
             if self.done:

@@ -1,4 +1,5 @@
-"""The engine's scheduler, which also records what it feeds and preempts where it is told to; imported in its process."""
+"""The engine's scheduler, which also records what it feeds, and preempts on request; imported in the engine's
+process."""
 
 from __future__ import annotations
 
@@ -13,16 +14,17 @@ from r3async.rollout.vllm.worker import WorkerExtension
 from r3async.weights.manifest import WeightManifest
 
 FEEDS: dict[str, list[tuple[int, int, int]]] = {}
-"""Of each request: version of the loaded weights, first position and the one after the last, in order."""
+"""Feeds of each request, in order: version of the loaded weights, first position and the one after the last."""
 SAMPLED: dict[str, int] = {}
-"""Tokens of each request so far; what is over is left at its last number."""
+"""Number of sampled tokens of each request so far; an ended request keeps its last number."""
 PREEMPTED: list[tuple[str, int, int]] = []
-"""Request, positions that were fed, tokens that were sampled when it was preempted."""
+"""Preemptions: the request, and the numbers of positions fed and tokens sampled at that time."""
 _loaded = -1
 
 
 class ObservedScheduler(BufferingScheduler):
-    """Does what request ids say, once for each: so that a test meets a moment however busy the machine is.
+    """A scheduler that acts on commands in request ids, once each, so that a test hits a moment however busy the
+    machine is.
 
     `preempt@N` preempts the request, and `hold@N` pauses the engine (until an installation, or a test, resumes it), as
     soon as N of its positions have been fed; `hold@preemption` pauses the engine when the request is preempted.
@@ -37,7 +39,7 @@ class ObservedScheduler(BufferingScheduler):
             if self._now(request, "preempt"):
                 self.running.remove(request)
                 self._preempt_request(request, time.monotonic())
-                # As vLLM does itself when it preempts and resumes in one step.
+                # vLLM does the same when it preempts and resumes in one step.
                 self.prev_step_scheduled_req_ids.discard(request.request_id)
             if self._now(request, "hold"):
                 self.set_pause_state(PauseState.PAUSED_ALL)
@@ -64,7 +66,8 @@ class ObservedScheduler(BufferingScheduler):
         return bool(at) and request.num_computed_tokens >= int(at[1]) and self._once(request, what)
 
     def _once(self, request, what: str) -> bool:
-        """For the caller's request: one that starts afresh is another one to the scheduler."""
+        """Return True the first time, for the caller's request: one that starts afresh is another one to the
+        scheduler."""
         key = request.request_id.partition("#")[0], what
         if key in self._done:
             return False
@@ -73,7 +76,7 @@ class ObservedScheduler(BufferingScheduler):
 
 
 class ObservingExtension(WorkerExtension):
-    """The worker is in the scheduler's process: it knows the weights and hands the records out."""
+    """A worker in the scheduler's process: it knows the weights, and returns the records."""
 
     def r3_install_version(self, manifest: bytes) -> tuple[int, int]:
         global _loaded
@@ -82,7 +85,7 @@ class ObservingExtension(WorkerExtension):
         return holds
 
     def r3_sampled(self, name: str) -> int:
-        """By the newest request with that in its id."""
+        """Return the number of tokens sampled by the newest request that has `name` in its id."""
         return next((count for key, count in reversed(SAMPLED.items()) if name in key), 0)
 
     def r3_feeds(self) -> bytes:

@@ -1,4 +1,4 @@
-"""What the scripted engine must say of one token."""
+"""Expected answers of the scripted engine for one token."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from r3async.rollout.scripted import scripted_hash, scripted_route_rows
 
 
 def scripted_logprob(position: int, version: int, token: int) -> float:
-    """Log-prob of `token` sampled at `position` (in prompt and answer together) by `version`."""
+    """Return the log-prob of `token` sampled at `position` (in prompt and answer together) by `version`."""
     return -0.01 - 3.98 * scripted_hash(position, version, token) / 2**32
 
 
 def scripted_routes(position: int, version: int, token: int, shape: RoutingShape) -> list[list[int]]:
-    """`[layers][top_k]` distinct experts of `token` fed at `position` under `version`."""
+    """Return the distinct experts, `[layers][top_k]`, of `token` fed at `position` under `version`."""
     at, by, fed = (np.asarray([number]) for number in (position, version, token))
     return scripted_route_rows(at, by, fed, shape)[0].tolist()

@@ -22,7 +22,7 @@ HERMES = (
     "{{ m['content'] }}{% for c in m.tool_calls or [] %}\n<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""Writes calls in its own way: not as any model would sample them."""
+"""Template that writes calls differently from how any model would sample them."""
 ADD = {
     "type": "function",
     "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}, "b": {}}}},
@@ -37,7 +37,7 @@ def renderer(template: str | None = None) -> ChatRenderer:
 
 
 def answer_ids(chat: ChatRenderer, *texts: str, end: bool = True) -> list[list[int]]:
-    """Answers for a script."""
+    """Return answers for a script."""
     return [[*chat.encode(text), *([chat.eos_token_id] if end else [])] for text in texts]
 
 
@@ -60,7 +60,7 @@ async def serving(engine, chat, settings=SETTINGS, **values):
 
 @asynccontextmanager
 async def talking(script, template=None, settings=SETTINGS, options=None, **values):
-    """`server, session, client` of one episode; `script` may be texts."""
+    """Yield `server, session, client` of one episode; `script` may be texts."""
     chat = renderer(template)
     if not callable(script) and script and isinstance(script[0], str):
         script = answer_ids(chat, *script)
@@ -76,7 +76,7 @@ def client_of(server: AgentServer, key: str) -> openai.AsyncOpenAI:
 
 
 async def handed_out(answer):
-    """What `AgentSession.answer_chat` or `complete` has for an agent, taken as by one who gets it."""
+    """Return what `AgentSession.answer_chat` or `complete` returns to an agent, received as an agent receives it."""
     async with answer as got:
         return got
 
@@ -86,7 +86,8 @@ def user(text: str) -> dict:
 
 
 def merging_renderer(template: str | None = None) -> ChatRenderer:
-    """Of a tokenizer that writes `ab`, `ba` and `aa` as one token each; a policy may well sample them as two."""
+    """Return a renderer whose tokenizer writes `ab`, `ba` and `aa` as one token each; a policy may well sample them as
+    two."""
     from tokenizers import models
 
     tokenizer = build_byte_tokenizer()

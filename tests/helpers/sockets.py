@@ -1,4 +1,4 @@
-"""A socket that keeps what came to it."""
+"""A socket that keeps what it received."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LOOPBACK = "tcp://127.0.0.1:*"
 
 
 class Ear:
-    """A router or dealer, and what came to it."""
+    """A router or dealer, and what it received."""
 
     def __init__(self) -> None:
         self.heard: list[list[bytes]] = []

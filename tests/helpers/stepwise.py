@@ -1,4 +1,4 @@
-"""The same episodes as one row and as a row a turn: an engine that answers from a table, and rewards by turn."""
+"""Episodes as one row and as one row per turn: an engine that answers from a table, and rewards by turn."""
 
 import asyncio
 
@@ -21,7 +21,8 @@ VOCABULARY = 272
 
 
 class Sampler:
-    """Answers, log-probs and routes from a table by position: whoever asks, for whatever rows, hears the same."""
+    """An engine that takes answers, log-probs and routes from a table by position, the same for every caller and kind
+    of rows."""
 
     version, routing = 0, SHAPE
 
@@ -48,7 +49,7 @@ class Sampler:
 
 
 class Graded:
-    """Each turn has a reward of its own."""
+    """An environment that rewards each turn differently."""
 
     def __init__(self, seed: int):
         self.rewards = np.random.default_rng(seed).random(TURNS).tolist()

@@ -39,8 +39,12 @@ def write_swept_run(
     end: str = "finished",
     metric: str = "reward/mean",
 ) -> None:
-    """`rewards`: by step, or what `metric` is; each takes `seconds` and 100 tokens. `end`: its status, or "" for a run that was
-    killed."""
+    """Write a run's directory.
+
+    Args:
+        rewards: values of `metric` by step; each step takes `seconds` and 100 tokens.
+        end: the run's status, or "" for a run that was killed.
+    """
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.toml").write_text(f"steps = {steps or len(rewards)}\n")
     rows = [
@@ -59,7 +63,8 @@ def write_swept_run(
 
 
 class FakeRun:
-    """A process that makes its run after some polls; asked to end, it stops in order. `code`: 0, or what it fails with."""
+    """A process that makes its run after some polls, and stops in order on a signal. `code`: 0, or its exit code on
+    failure."""
 
     def __init__(
         self, path: Path, polls: int = 2, code: int = 0, rewards: list[float] | None = None, deaf: bool = False

@@ -25,7 +25,7 @@ You are a helpful assistant.<|im_end|>
     ("<|im_start|>",),
 )
 
-# Thoughts of answers before the last user message are left out; without thinking, an empty thought is put in their place.
+# Thoughts of answers before the last user message are left out; without thinking, an empty thought takes their place.
 QWEN3 = Family(
     """{%- set ns = namespace(last=-1) -%}
 {%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
@@ -95,7 +95,7 @@ MISTRAL = Family(
     ("<s>", "[INST]", "[/INST]"),
 )
 
-# What stands before the end of the thought is left out of every earlier answer.
+# Everything before the end of the thought is left out of every earlier answer.
 DEEPSEEK_R1 = Family(
     """{{- '<|begin|>' -}}
 {%- for message in messages -%}
@@ -111,7 +111,7 @@ DEEPSEEK_R1 = Family(
     ("<|begin|>", "<|User|>", "<|Assistant|>"),
 )
 
-# Results of tools that follow each other share a frame, as Qwen2.5 has it.
+# Consecutive tool results share a frame, as in Qwen2.5.
 GROUPS_TOOLS = Family(
     """{%- for m in messages -%}
 {%- if m.role == 'tool' -%}
@@ -135,7 +135,7 @@ FAMILIES = {
 
 
 def renderer(family: Family | str | None = None, **template_args) -> ChatRenderer:
-    """A family's template, a template's text, or our own tiny model's."""
+    """Return a renderer for a family's template, a template's text, or our own tiny model's template."""
     tokenizer = build_byte_tokenizer()
     if isinstance(family, Family):
         tokenizer.add_special_tokens({"eos_token": family.end})

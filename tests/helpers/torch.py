@@ -25,7 +25,7 @@ VOCAB, EXPERTS, TOP_K = 97, 8, 2
 LENGTHS = [9, 40, 5, 17, 40, 6]
 """Tokens of the samples of most tests: two buckets, not in order."""
 BUDGET = 48
-"""Tokens per micro-batch: three of different lengths."""
+"""Tokens per micro-batch: three micro-batches of different lengths."""
 
 SHARED = {
     "vocab_size": VOCAB,
@@ -56,7 +56,8 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 
 
 def make_model(directory: Path, family: str, *, seed: int = 0, std: float = 0.1, **changes: Any) -> Path:
-    """Save a random float32 model (all weights random, norms too) and a stand-in tokenizer file; returns `directory`."""
+    """Save a random float32 model (all weights random, norms too) and a stand-in tokenizer file, and return
+    `directory`."""
     kind, settings = FAMILIES[family]
     return save_random(directory, kind(**(SHARED | settings | changes)), seed=seed, std=std)
 
@@ -66,7 +67,7 @@ def moe_layers(family: str) -> int:
 
 
 def recorded_samples(layers: int, *, seed: int = 1, **options: Any) -> list[Sample]:
-    """Samples of `LENGTHS`, every row of which has a record of random routes; without routes if `layers` is 0."""
+    """Return samples of `LENGTHS`, with a record of random routes in every row; without routes if `layers` is 0."""
     samples = make_samples(seed, LENGTHS, layers=max(layers, 1), vocab=VOCAB, routes=layers > 0, **options)
     return fully_recorded(samples) if layers else samples
 
@@ -80,14 +81,14 @@ def replace_columns(sample: Sample, **columns: np.ndarray) -> Sample:
 
 
 def with_routes(samples: Sequence[Sample], routes: np.ndarray) -> list[Sample]:
-    """`routes` `[N, L, K]`, of the samples laid end to end."""
+    """Return the samples with `routes`, `[N, L, K]`, which are those of all samples laid end to end."""
     ends = np.cumsum([len(s.table) for s in samples])
     parts = np.split(routes, ends[:-1])
     return fully_recorded([replace_columns(s, routed_experts=r) for s, r in zip(samples, parts, strict=True)])
 
 
 def load_reference(directory: Path) -> torch.nn.Module:
-    """float32, transformers' own attention and plain loop over experts."""
+    """Load a model in float32, with transformers' own attention and plain loop over experts."""
     return AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     ).eval()
@@ -99,7 +100,8 @@ def gates(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 @contextmanager
 def forced_routes(model: torch.nn.Module, routes: np.ndarray):
-    """Make the routers choose `routes` int `[T, L, K]` (columns are MoE layers) in the next forward of one sequence."""
+    """Make the routers choose `routes`, int `[T, L, K]` (columns are MoE layers), in the next forward pass of one
+    sequence."""
 
     def forward(gate, hidden_states, chosen):
         logits = torch.nn.functional.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), gate.weight)
@@ -122,7 +124,8 @@ def forced_routes(model: torch.nn.Module, routes: np.ndarray):
 def reference_step(
     path: Path, samples: Sequence[Sample], config: Config, dtype: torch.dtype = torch.float32
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """Losses, and the gradient of every checkpoint tensor, of a step with forced routes: sample by sample, token by token."""
+    """Return the losses, and the gradient of every checkpoint tensor, of a step with forced routes: sample by sample,
+    token by token."""
     model = load_reference(path).to(dtype)
     policy = kl = torch.zeros((), dtype=torch.float64)
     count = 0
@@ -150,7 +153,7 @@ def reference_step(
 
 
 def gradients(learner: TorchLearner) -> dict[str, torch.Tensor]:
-    """Whole gradients of all parameters, under transformers' names. Collective."""
+    """Return the whole gradients of all parameters, under transformers' names. Collective."""
     named = learner.model.causal_lm.named_parameters()
     out = {n: p.grad for n, p in named if p.grad is not None}
     return {n: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for n, g in out.items()}
@@ -159,7 +162,7 @@ def gradients(learner: TorchLearner) -> dict[str, torch.Tensor]:
 def gradients_of_step(
     learner: TorchLearner, micro_batches: Sequence[MicroBatch]
 ) -> tuple[MinibatchResult, dict[str, torch.Tensor]]:
-    """The step's result, and the whole gradients that the optimizer was given."""
+    """Return the step's result, and the whole gradients that the optimizer got."""
     taken: dict[str, torch.Tensor] = {}
     optimizer = learner.optimizer
     step = optimizer.step
@@ -189,14 +192,14 @@ def settings(**changes) -> Config:
 
 
 def worst_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """Largest relative error, and of which tensor. All of them have to be there, and to be more than zero."""
+    """Return the largest relative error and the name of its tensor. All tensors must be there, and more than zero."""
     assert set(got) == set(want)
     assert all(t.abs().max() > 0 for t in want.values())
     return max((float((got[n].double() - w.double()).norm() / w.double().norm()), n) for n, w in want.items())
 
 
 def logits(learner: TorchLearner, micro_batch: MicroBatch) -> torch.Tensor:
-    """Of all tokens, `[N, V]`."""
+    """Return the logits of all tokens, `[N, V]`."""
     m = micro_batch
     packed = PackedInputs.from_micro_batch(m, torch.device("cpu"))
     hidden = learner.model.causal_lm.base_model(**packed.to_model_inputs()).last_hidden_state[0]

@@ -22,14 +22,14 @@ from r3async.world.sockets import ClientKeys, ServerKeys, apply_client_keys
 
 FAST = TransportConfig(ack_timeout=0.3)
 SLOW = TransportConfig(ack_timeout=60.0)
-"""No heartbeat or timeout falls within a test's limit, so nothing is made good by one."""
+"""Settings in which no heartbeat or timeout falls within a test's limit, so that none of them hides a fault."""
 LEARNER_SECRET = b"&$3K<7+vB$[{q0MiC<$iFC%@dWm2$3VW-x5leSxh"
 GENERATOR_SECRET = b"%97mCw)}{rX91Rsn}}J)-!5$=P<c/JmW<b69i=UK"
 SERVER_KEYS = ServerKeys(LEARNER_SECRET, frozenset([z85.decode(zmq.curve_public(GENERATOR_SECRET))]))
-"""The same in every process of a test."""
+"""Server keys, the same in every process of a test."""
 CLIENT_KEYS = ClientKeys(GENERATOR_SECRET, zmq.curve_public(LEARNER_SECRET))
 LIMIT = 10.0
-"""Seconds that any wait of a test may take."""
+"""Maximum seconds of any wait of a test."""
 
 
 def make_trajectory(
@@ -43,7 +43,7 @@ def make_trajectory(
 
 
 def encoded(trajectory: Trajectory) -> list[bytes | memoryview]:
-    """As a sender of the default settings does it."""
+    """Encode a trajectory as a sender with the default settings does."""
     return wire.encode_trajectory(trajectory, routes=TransportConfig().routes)
 
 
@@ -52,12 +52,12 @@ def wire_size(trajectory: Trajectory) -> int:
 
 
 def memory_size(trajectory: Trajectory) -> int:
-    """What its credit is counted in."""
+    """Return the size in which a trajectory's credit is counted."""
     return wire.decoded_bytes(encoded(trajectory), trajectory)
 
 
 def delivered(name: str, group: int, nbytes: int, *frames: bytes | memoryview, session: str = "session") -> list[Any]:
-    """The message that delivers these frames as one trajectory."""
+    """Return the message that delivers these frames as one trajectory."""
     return wire.encode_delivery(session, [wire.DeliveryItem(name, group, nbytes, [len(f) for f in frames])], [frames])
 
 
@@ -74,7 +74,7 @@ async def until(condition: Callable[[], Any], limit: float = LIMIT) -> None:
 
 
 class Inbox:
-    """A consumer that counts what it was given and, unless told to hold, releases it at once."""
+    """A consumer that counts what it received and, unless `hold` is set, releases it at once."""
 
     def __init__(self, *, hold: bool = False):
         self.hold = hold
@@ -129,7 +129,8 @@ async def send_all(sender: TrajectorySender, trajectories: list[Trajectory]) -> 
 
 @contextlib.asynccontextmanager
 async def raw_dealer(endpoint: str, name: bytes = b"raw") -> AsyncIterator[Any]:
-    """A peer that sends what it likes: `await peer(*frames)`, answers are messages, or None if there is none in time."""
+    """Connect a peer that sends anything: `await peer.send(*frames)`. Its answers are messages, or None if there is none in
+    time."""
     context = zmq.asyncio.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.linger = 0
@@ -143,7 +144,7 @@ async def raw_dealer(endpoint: str, name: bytes = b"raw") -> AsyncIterator[Any]:
             await asyncio.wait_for(dealer.send_multipart(parts), LIMIT)
 
         async def answer(self, timeout: float = LIMIT) -> Any:
-            """The next message that is not a heartbeat."""
+            """Return the next message that is not a heartbeat."""
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
                     while True:

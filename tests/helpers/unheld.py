@@ -1,4 +1,5 @@
-"""Learners of any size and of any rank, none of whose tensors has memory, nor other ranks beside it: shapes alone are real."""
+"""Learners of any size and any rank, whose tensors have no memory and which run without other ranks: only shapes are
+real."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from r3async.config import Config
 
 
 def end_groups() -> None:
-    """Those of a learner of another module that was not closed: a process has one default group."""
+    """End the process groups of another module's learner that was not closed: a process has one default group."""
     if dist.is_initialized():
         ps.destroy_model_parallel()
         dist.destroy_process_group()
@@ -27,7 +28,7 @@ def end_groups() -> None:
 
 @contextmanager
 def alone_of(world: int, rank: int) -> Iterator[None]:
-    """A process group of `world` ranks, of which this is `rank`, and no other is there: collectives change nothing."""
+    """Make a process group of `world` ranks in which this is `rank` and no other exists: collectives change nothing."""
     make = dist.new_group
 
     def new_group(ranks: Any = None, *args: Any, **settings: Any) -> dist.ProcessGroup:
@@ -50,7 +51,7 @@ def alone_of(world: int, rank: int) -> Iterator[None]:
 
 @contextmanager
 def megatron_rank(config: Config, path: Path, rank: int) -> Iterator[Any]:
-    """The learner that `MegatronLearner.from_pretrained` makes on that rank. Weights are not read."""
+    """Yield the learner that `MegatronLearner.from_pretrained` makes on that rank. Weights are not read."""
     from r3async.learner.megatron import backend
 
     described = backend.read_model_shape(path)  # numbers that it computes are not shapes
@@ -67,7 +68,7 @@ def megatron_rank(config: Config, path: Path, rank: int) -> Iterator[Any]:
 
 @contextmanager
 def torch_rank(config: Config, path: Path, rank: int) -> Iterator[Any]:
-    """The learner that `TorchLearner.from_pretrained` makes on that rank."""
+    """Yield the learner that `TorchLearner.from_pretrained` makes on that rank."""
     from r3async.learner.torch import backend
     from r3async.learner.torch.model import ATTENTION_NAME
 
@@ -86,7 +87,8 @@ def torch_rank(config: Config, path: Path, rank: int) -> Iterator[Any]:
 
 
 def updated(optimizer: Any) -> dict[str, int]:
-    """Bytes of its parts after the gradients of all that it trains were made, and an update: gradients are of before that."""
+    """Return the bytes of the optimizer's parts after an update of all that it trains; those of gradients are from
+    before it."""
     optimizer._squared_norm = lambda gradients: 1.0  # nothing has a value
     for group in optimizer._adam.param_groups:
         group["fused"] = False

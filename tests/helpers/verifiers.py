@@ -1,4 +1,5 @@
-"""Tasksets of the package verifiers, for tests. It finds them by module name, so they are written where Python looks."""
+"""Tasksets of the package verifiers, for tests. It finds them by module name, so they are written where Python
+looks."""
 
 import contextlib
 import sys
@@ -93,7 +94,7 @@ __all__ = ["Sums", "Pair"]
 
 @contextlib.contextmanager
 def tasksets_in(folder: Path) -> Iterator[None]:
-    """`vf_single_sums`, `vf_coached_sums` and `vf_pair_sums` can be imported inside."""
+    """Make `vf_single_sums`, `vf_coached_sums` and `vf_pair_sums` importable in the block."""
     for name, text in {"vf_single_sums": SINGLE, "vf_coached_sums": MULTI, "vf_pair_sums": TWO_AGENTS}.items():
         (folder / f"{name}.py").write_text(text)
     sys.path.append(str(folder))

@@ -15,12 +15,12 @@ from r3async.data.tokens import SCHEMA, Sample, TokenSchema, TokenTable, Traject
 RAW = [n for n, c in SCHEMA.columns.items() if not c.compressible and not c.holds_sets]
 COMPRESSIBLE = [n for n, c in SCHEMA.columns.items() if c.compressible]
 ROWS, LAYOUTS, PACKED = range(3)
-"""Of what stands for a table in a body."""
+"""Indices of the entries that stand for a table in a body."""
 FAST = settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 
 
 def make_supports(rng: np.random.Generator, length: int, vocab_size: int = 200) -> SupportSets:
-    """Some small, some large, some of any tokens, some not recorded."""
+    """Return random supports: some small, some large, some of any tokens, some not recorded."""
     dense = rng.random((length, vocab_size)) < rng.choice([0.0, 0.02, 0.5, 0.98, 1.0], (length, 1))
     sets = SupportSets.from_bitmaps(np.packbits(dense, axis=1, bitorder="little"), vocab_size)
     keep = rng.random(length) < 0.8
@@ -30,7 +30,7 @@ def make_supports(rng: np.random.Generator, length: int, vocab_size: int = 200) 
 def make_table(
     seed: int, length: int, inner: int = 2, schema: TokenSchema = SCHEMA, optional: bool = True, wide: bool = False
 ) -> TokenTable:
-    """Random values in every column that the schema declares, whatever they are."""
+    """Return a table with random values in every column that the schema declares, whatever they mean."""
     rng = np.random.default_rng(seed)
     columns = {}
     for column in schema.columns.values():
@@ -71,7 +71,7 @@ def as_bytes(frames: list[Any]) -> list[bytes]:
 
 
 def forge(frames: list[bytes], change: Any) -> list[bytes]:
-    """The same message with its body changed, and a checksum to match: what a defective peer could send."""
+    """Return the message with its body changed and a matching checksum, as a defective peer could send it."""
     body = msgspec.msgpack.decode(wire.read_trajectory_header(frames[0]).body)
     for sample in body["samples"]:
         sample["table"][LAYOUTS] = msgspec.msgpack.decode(sample["table"][LAYOUTS])
@@ -85,7 +85,7 @@ def forge(frames: list[bytes], change: Any) -> list[bytes]:
 
 
 def runny_table(length: int, turns: int = 3) -> TokenTable:
-    """What a sampled episode looks like: prompt, answers, observations."""
+    """Return a table that looks like a sampled episode: prompt, answers, observations."""
     rng = np.random.default_rng(length)
     turn = np.full(length, -1, np.int32)
     rewards = np.zeros(length, np.float32)
@@ -109,7 +109,7 @@ def runny_table(length: int, turns: int = 3) -> TokenTable:
 
 
 def edit(*path: Any, value: Any) -> Any:
-    """Set one place of the decoded body."""
+    """Return a change that sets one place of the decoded body."""
 
     def change(body: Any) -> Any:
         place = body

@@ -1,4 +1,4 @@
-"""Stand-ins for what is outside of a process."""
+"""Stand-ins for everything outside of a process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from r3async.world.real import REAL_WORLD, RealWorld
 
 
 class Clock:
-    """Paused until `now` is set; in seconds."""
+    """A clock in seconds that stands still until `now` is set."""
 
     now = 0.0
 
@@ -21,13 +21,13 @@ class Clock:
 
 
 class Outside(RealWorld):
-    """Whose processes and actors are not there: it remembers whom they were asked to end, and to write stacks."""
+    """A world without processes and actors: it remembers which ones it was asked to end, or to write stacks."""
 
     def __init__(self, clock: Clock):
         self.asked: list[tuple[int, str]] = []
         self.killed: list[tuple[Any, ...]] = []
         self.lingers = 0
-        """So often a process that was asked to end is seen once more."""
+        """Number of times that a process is still seen after a request to end."""
         self.disconnected = 0
         self.released: list[Any] = []
         self.clock = SimpleNamespace(monotonic=clock, time=time.time)  # type: ignore[assignment]
@@ -57,7 +57,7 @@ class Outside(RealWorld):
 
 
 class StandIn:
-    """An actor of this process. Its methods are given, or a subclass has them, or one `answer` for all."""
+    """An actor of this process. Its methods are passed in or defined by a subclass, or one `answer` serves all."""
 
     name = ""
 

@@ -1,4 +1,5 @@
-"""Whole runs in one process: the actors of a run on a simulated machine, in virtual time, and their records on the real disk."""
+"""Whole runs in one process: a run's actors on a simulated machine, in virtual time, with their records on the real
+disk."""
 
 from __future__ import annotations
 
@@ -36,14 +37,14 @@ SMALL = [
 ]
 CALLBACKS = 300_000
 MOST_SECONDS = 3600.0
-"""Of virtual time, for one simulation: more than any takes whose run ends."""
+"""Maximum seconds of virtual time of one simulation, more than any run needs that ends."""
 LOOK_SECONDS = 0.05
 
 Meddle = Callable[["Machine"], Awaitable[object]]
 
 
 class Game:
-    """One turn, which is a moment's work. Rewards are 0 and 1."""
+    """An environment of one turn, which takes a moment. Rewards are 0 and 1."""
 
     async def reset(self, task_seed: int) -> list[Message]:
         return [Message("user", f"go {task_seed % 7}")]
@@ -56,7 +57,7 @@ _RENDERERS: dict[str, ChatRenderer] = {}
 
 
 def renderer(path: str, args: Any) -> ChatRenderer:
-    """Read once: the tokenizer is on the real disk, and the same for all simulations."""
+    """Return the renderer of a path, read once: the tokenizer is on the real disk, and the same for all simulations."""
     if path not in _RENDERERS:
         _RENDERERS[path] = ChatRenderer.from_model(path, args)
     return _RENDERERS[path]
@@ -72,13 +73,13 @@ class Player(GeneratorActor):
 
 
 class Simulated(RunLauncher):
-    """The run's actors as they are."""
+    """A launcher of the run's unchanged actors."""
 
     generator_class = Player
 
 
 class Person:
-    """Who gave the command: remembers what is said, and stops the run when he is told to."""
+    """The user who gave the command: remembers the messages, and stops the run on request."""
 
     def __init__(self) -> None:
         self.stop_requested = False
@@ -111,9 +112,11 @@ class Person:
 
 
 class Machine:
-    """A simulated machine on which commands are given, one after the other; its disk keeps what they leave.
+    """A simulated machine on which commands run one after the other; its disk keeps what they leave.
 
-    `root`: directory of the runs, with the same name on the simulated disk and on the real one. `model`: a model directory.
+    Args:
+        root: directory of the runs, with the same name on the simulated disk and on the real one.
+        model: a model directory.
     """
 
     def __init__(self, root: Path, model: Path, seed: int | str = 0, **options: Any):
@@ -123,13 +126,13 @@ class Machine:
         self.person = Person()
         self.run_dir = root / "run"
         self.files: Files = self.host.disk.files_for(self._outside())
-        """Of the machine, for whoever is in no process of it."""
+        """Files of the machine, for code outside of its processes."""
         make_directory(root, files=self.files)
         copy_to(model, model, self.files)
         self.host.disk.write_back()
 
     def _outside(self) -> HostProcess:
-        """Lives when the machine has lost power."""
+        """Begin a process that survives a power loss of the machine."""
         return self.simulation.begin_process("outside", SimulatedHost("outside", self.host.disk, 0.0))
 
     # -- commands ----------------------------------------------------------------------------------------------------
@@ -144,9 +147,11 @@ class Machine:
         change: Callable[[Any], Any] = lambda config: config,
         killed: bool = False,
     ) -> Path:
-        """`r3async train PRESET`, with `meddle(machine)` beside it, which has to end before the run does. Returns the run's
-        directory, copied to the real disk, also where it raises what the command raises. `killed`: its process is to end
-        before the run."""
+        """Run `r3async train PRESET`, with `meddle(machine)` beside it, which must end before the run does.
+
+        Returns the run's directory, copied to the real disk, which also happens if the command raises. `killed`: expect
+        its process to end before the run.
+        """
         config = change(load_config(preset, [*settings, f"model.path={self.model}", "name=run", *overrides]))
         loop, self.person = self.simulation.loop, Person()
         process = self.simulation.begin_process("driver", self.host)
@@ -182,24 +187,24 @@ class Machine:
         if meddle is not None:
             await meddle(self)
 
-    # -- for who meddles ---------------------------------------------------------------------------------------------
+    # -- for `meddle` ------------------------------------------------------------------------------------------------
 
     async def until(self, condition: Callable[[], Any]) -> Any:
-        """What `condition()` says as soon as that is something."""
+        """Wait until `condition()` is true, and return its value."""
         while not (found := condition()):  # noqa: ASYNC110
             await asyncio.sleep(LOOK_SECONDS)
         return found
 
     async def step(self, number: int) -> None:
-        """Until so many steps are in the record."""
+        """Wait until `number` steps are in the record."""
         await self.until(lambda: len(self.rows()) >= number)
 
     async def event(self, name: str) -> dict[str, Any]:
-        """The first of that name, once it is there."""
+        """Wait for an event of that name, and return the first."""
         return (await self.until(lambda: self.events(name)))[0]
 
     async def process(self, name: str) -> HostProcess:
-        """The one of that name that lives, once there is one."""
+        """Wait for a living process of that name, and return it."""
         return await self.until(lambda: self.simulation.find_process(name))
 
     async def kill(self, name: str) -> None:
@@ -212,14 +217,14 @@ class Machine:
     def thaw(self, process: HostProcess) -> None:
         self.simulation.thaw_process(process)
 
-    # -- what is there -----------------------------------------------------------------------------------------------
+    # -- records -----------------------------------------------------------------------------------------------------
 
     def rows(self) -> list[dict[str, Any]]:
         path = self.run_dir / "metrics.jsonl"
         return read_json_objects(path, files=self.files) if self.files.stat(path) else []
 
     def events(self, name: str = "") -> list[dict[str, Any]]:
-        """All, or those of a name."""
+        """Return all events, or those of a name."""
         path = self.run_dir / "events.jsonl"
         found = read_json_objects(path, files=self.files) if self.files.stat(path) else []
         return [event for event in found if name in ("", event["event"])]
@@ -230,11 +235,11 @@ class Machine:
 
     @property
     def seconds(self) -> float:
-        """Virtual ones since the machine began."""
+        """The seconds of virtual time since the machine began."""
         return self.simulation.loop.now
 
     def copy_back(self) -> None:
-        """The run's directory, from the simulated disk to the real one."""
+        """Copy the run's directory from the simulated disk to the real one."""
         shutil.rmtree(self.run_dir, ignore_errors=True)
         copy_from(self.run_dir, self.files)
 
@@ -243,7 +248,7 @@ class Machine:
 
 
 def copy_to(source: Path, to: Path, files: Files) -> None:
-    """A real directory's files, to simulated ones."""
+    """Copy a real directory's files to the simulated disk."""
     make_directory(to, files=files)
     for path in sorted(source.iterdir()):
         if path.is_file():
@@ -252,7 +257,7 @@ def copy_to(source: Path, to: Path, files: Files) -> None:
 
 
 def copy_from(path: Path, files: Files) -> None:
-    """A simulated file or directory, to the same name on the real disk."""
+    """Copy a simulated file or directory to the same name on the real disk."""
     there = files.stat(path)
     if there is None:
         return

@@ -81,7 +81,7 @@ class Conductor:
         self.admission = AdmissionController(
             schedule,
             # If steps take groups until they have enough tokens, the total number of groups is not known beforehand.
-            total_groups=None if schedule.takes_extra_groups else self.config.steps * schedule.groups_per_step,
+            total_groups=None if schedule.takes_extra_groups else self.config.steps * schedule.prompts_per_step,
             choose_task=self.task_source.choose_task,
             on_change=lambda: self.dispatcher.serve_soon(),
         )
@@ -115,7 +115,7 @@ class Conductor:
             self.config.supervise.max_skipped_steps, self.events.warning, self.events.info
         )
         self._checkpoint_due = CheckpointSchedule(
-            self.config.checkpoint, clock, self.config.evaluation.every, self.step
+            self.config.checkpoint, clock, self.config.evaluation.every_steps, self.step
         )
         self._resumed_tokens = resume_state.generated_tokens if resume_state else 0
         self._started_at = clock() - (resume_state.elapsed if resume_state else 0.0)

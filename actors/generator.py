@@ -403,8 +403,8 @@ class GeneratorActor:
         """Return the reasons, by index, why the learner would not take trajectories, as far as its checks can be made
         here."""
         engine, config = self._engine, self.config
-        most, size = config.learner.max_tokens_per_micro_batch, config.schedule.samples_per_group
-        known: dict[str, Any] = {"learner_version": engine.version, "max_tokens": most, "samples_per_group": size}
+        most, size = config.learner.max_tokens_per_micro_batch, config.schedule.group_size
+        known: dict[str, Any] = {"learner_version": engine.version, "max_tokens": most, "group_size": size}
         check = partial(validate_trajectories, vocab_size=None, routing=engine.routing, **known)
         return {
             at: f"{self.generator_id} made it wrong: {error}" for at, error in find_invalid(trajectories, check).items()

@@ -120,13 +120,13 @@ class TrajectoryInbox:
             config.transport,
             self._add_arrival,
             keys=self.keys,
-            is_expected=lambda group, name: is_trajectory_of_group(group, name, schedule.samples_per_group),
+            is_expected=lambda group, name: is_trajectory_of_group(group, name, schedule.group_size),
             max_trajectory_bytes=max_trajectory_bytes(config, routing),
             validate=self._find_invalid,
             admit=self._admit_trajectory,
             store=self.spool,
             # A step may wait for this many groups, counted from the oldest that is not trained.
-            window=(self._slot_count if schedule.takes_extra_groups else schedule.groups_per_step)
+            window=(self._slot_count if schedule.takes_extra_groups else schedule.prompts_per_step)
             + schedule.window
             - 1,
             ledger=TrajectoryLedger(buffer.consumed),
@@ -136,7 +136,7 @@ class TrajectoryInbox:
         self._is_recovering = False
         """True while the trajectories being validated are those that the spool kept from before this start."""
         self._rejected_failures = TaskFailures(
-            config.supervise.max_failed_fraction, schedule.samples_per_group, self._slot_count + schedule.window
+            config.supervise.max_failed_fraction, schedule.group_size, self._slot_count + schedule.window
         )
         self._commit_tasks: list[asyncio.Task[int]] = []
         self._arrival = asyncio.Event()
@@ -162,7 +162,7 @@ class TrajectoryInbox:
             learner_version=self._version(),
             max_tokens=self._config.learner.max_tokens_per_micro_batch,
             routing=self.routing,
-            samples_per_group=self._config.schedule.samples_per_group,
+            group_size=self._config.schedule.group_size,
             staleness_bound=self.staleness_bound,
             lineage=self._lineage,
             is_recovered=self._is_recovering,
@@ -200,12 +200,12 @@ class TrajectoryInbox:
         `since` is the number of steps made and of groups consumed since the last publication.
         """
         schedule = self._config.schedule
-        at_least = at_most = schedule.groups_per_step
+        at_least = at_most = schedule.prompts_per_step
         if schedule.takes_extra_groups:
             steps, consumed = since
             at_most = max_groups_for_step(
                 slots=self._slot_count,
-                groups_per_step=at_least,
+                prompts_per_step=at_least,
                 steps_left=schedule.steps_per_publication - steps,
                 consumed_since=consumed,
             )
@@ -283,7 +283,7 @@ class TrajectoryInbox:
         return {
             "received": self.receiver.received,
             "ready_groups": self.buffer.count_ready_groups(),
-            "lacking": self.buffer.missing_episodes(max(schedule.groups_per_step, schedule.window)),
+            "lacking": self.buffer.missing_episodes(max(schedule.prompts_per_step, schedule.window)),
             "storing": self.spool.wait_state if self.spool is not None else None,
         }
 
@@ -483,12 +483,10 @@ class LearnerActor:
         cost = build_cost_model(decode_python_json(read_file(path / "config.json", files=self.world.files)))
         backend = load_learner(self.config, path, self.run_dir, self._rank_placements, self.world, self.events.warning)
         if self._resume_path is None:
-            return LearnerModel(backend, cost, StepCounts(), GroupBuffer(schedule.samples_per_group, schedule.window))
+            return LearnerModel(backend, cost, StepCounts(), GroupBuffer(schedule.group_size, schedule.window))
         state = open_checkpoint(self._resume_path, check_tensors=False, files=self.world.files).state
         backend.restore_checkpoint(self._resume_path)
-        buffer = GroupBuffer(
-            schedule.samples_per_group, schedule.window, head=state.consumed, beyond=state.consumed_beyond
-        )
+        buffer = GroupBuffer(schedule.group_size, schedule.window, head=state.consumed, beyond=state.consumed_beyond)
         return LearnerModel(backend, cost, StepCounts(state.steps, state.version, state.since_publication), buffer)
 
     async def start_listening(

@@ -178,7 +178,7 @@ class LeaseClient:
         )
         self._schedule, self._silence_seconds = schedule, config.supervise.silence_seconds
         self._set_fleet_size(settings.count)
-        self._lease_size = schedule.samples_per_group if schedule.split == "idle" else 1
+        self._lease_size = schedule.group_size if schedule.split == "idle" else 1
         self._concurrency = ConcurrencyLimiter(settings.concurrency_min, settings.concurrency, clock)
         self._idle_counter = IdleTimeCounter(clock)
         self._open_calls: dict[asyncio.Task[LeaseAnswer], int] = {}
@@ -431,7 +431,7 @@ class LeaseDispatcher:
             leases.append(lease)
             free_episodes -= len(lease.episode_indices)
             load["playing"] += len(lease.episode_indices)
-            if others and len(lease.episode_indices) < self._admission.samples_per_group:
+            if others and len(lease.episode_indices) < self._admission.group_size:
                 self.serve_soon()  # the other shares are for generators that wait
                 break
         if leases:

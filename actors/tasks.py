@@ -66,7 +66,7 @@ class TaskSource:
         self._quarantined = {t.task_seed: t.from_group for t in self._earlier_quarantined}
         schedule = config.schedule
         self._failures = TaskFailures(
-            config.supervise.max_failed_fraction, schedule.samples_per_group, count_slots(schedule) + schedule.window
+            config.supervise.max_failed_fraction, schedule.group_size, count_slots(schedule) + schedule.window
         )
         self._limit_exceeded = asyncio.Event()
         self._failure_reason = self.last_failure = ""
@@ -213,7 +213,7 @@ class Evaluator:
         Rows that the resume took back although their evaluations had ended are written again. An evaluation begins if
         the last one that was due is not there: it was being played when the run was stopped or lost, or it was skipped.
         """
-        every, row_steps = self.settings.every, self._row_steps
+        every, row_steps = self.settings.every_steps, self._row_steps
         before, self._stored_evaluations = self._stored_evaluations, {}
         for one in before.values():
             if one.is_finished and one.step <= step and one.step not in row_steps:
@@ -232,7 +232,7 @@ class Evaluator:
 
     def evaluate_if_due(self, step: int, version: int) -> None:
         """Begin an evaluation if one is due after step `step`, whose weights are `version`. Returns at once."""
-        every = self.settings.every
+        every = self.settings.every_steps
         if every and step % every == 0:
             self._begin_evaluation(step, version)
 
@@ -369,10 +369,10 @@ class Evaluator:
         something was left undone for that reason.
         """
         await self._wait_for_running(is_stopping)
-        if self.settings.every and step and self._last_step != step and not is_stopping():
+        if self.settings.every_steps and step and self._last_step != step and not is_stopping():
             self._begin_evaluation(step, version)
             await self._wait_for_running(is_stopping)
-        return bool(self.settings.every and step) and (self._last_step != step or self._abandoned)
+        return bool(self.settings.every_steps and step) and (self._last_step != step or self._abandoned)
 
     async def _wait_for_running(self, is_stopping: Callable[[], bool]) -> None:
         deadline: float | None = None

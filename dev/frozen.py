@@ -36,8 +36,8 @@ SEEDS, STEPS = 150, 20
 PRESETS = ("quickstart", "reverse-text")
 SMALL_RUN = (
     *("generator.engine=scripted", "weights.probe=false", "observe.record=full", f"steps={STEPS}"),
-    *("schedule.max_staleness=0", "schedule.groups_per_step=2", "schedule.samples_per_group=4"),
-    *("learner.dtype=float32", "learner.threads=1", "checkpoint.every_steps=10", "evaluation.every=0"),
+    *("schedule.max_staleness=0", "schedule.prompts_per_step=2", "schedule.group_size=4"),
+    *("learner.dtype=float32", "learner.threads=1", "checkpoint.every_steps=10", "evaluation.every_steps=0"),
     *("model.init.hidden_size=32", "model.init.expert_hidden_size=32", "model.init.layers=2"),
     *("model.init.max_warm_steps=1", "model.init.warm_reward=0.01"),
 )

@@ -3,7 +3,7 @@
     import r3async
 
     run = r3async.train("quickstart", steps=20)
-    print(r3async.evaluate(run, episodes=64).reward_mean)
+    print(r3async.evaluate(run, tasks=64).reward_mean)
 
 The names that user code needs are exported here: the two commands, the configuration, and the types for
 environments, losses and columns. Everything else is internal, and may move. docs/architecture.md describes the

@@ -73,7 +73,7 @@ def evaluate(
     *,
     environment: Any = None,
     reward: Any = None,
-    episodes: int | None = None,
+    tasks: int | None = None,
     seed: int | None = None,
     policy: Literal["model", "oracle", "random"] = "model",
     preset: str | None = None,
@@ -88,12 +88,12 @@ def evaluate(
         env: The environment: a class, a function that makes environments, or a name as `env.name`.
         environment: The same as `env`.
         reward: Reward of `data`, as for `train`.
-        episodes: Number of tasks; by default 64, or as many as each of the run's sets has.
+        tasks: Number of tasks; by default 64, or as many as each of the run's sets has.
         seed: Seed of the tasks.
         policy: The model, or for comparison the environment's own `oracle` or `random` answers.
         preset: Preset to use in place of the run's configuration, or of the defaults for a model directory.
         runs: Where run directories are, as for `train`.
-        settings: Settings over the configuration: `evaluation={"samples": 8}`.
+        settings: Settings over the configuration: `evaluation={"samples_per_task": 8}`.
 
     Raises `ConfigError` for a wrong setting, and `RunFailed` if an episode or the engine failed. Blocking, like
     `train`.
@@ -107,7 +107,7 @@ def evaluate(
     register_objects(objects)
     chosen = choose_target(None if target is None else str(target), preset, played, given, policy, _runs(runs))
     return _blocking(
-        lambda: run_on_shared_loop(run_evaluation(chosen.with_tasks(episodes, seed), policy=policy)), lambda: None
+        lambda: run_on_shared_loop(run_evaluation(chosen.with_tasks(tasks, seed), policy=policy)), lambda: None
     )
 
 

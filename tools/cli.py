@@ -114,7 +114,7 @@ def evaluate(
     env: Annotated[
         str | None, typer.Option(help="the environment, as env.name", show_default="that of the run's evaluations")
     ] = None,
-    episodes: Annotated[int | None, typer.Option(help="how many tasks", show_default="64, or the sets' own")] = None,
+    tasks: Annotated[int | None, typer.Option(help="how many tasks", show_default="64, or the sets' own")] = None,
     seed: Annotated[
         int | None,
         typer.Option(help="of the tasks; training poses none of them", show_default="the run's evaluation.seed"),
@@ -136,7 +136,7 @@ def evaluate(
         env,
         overrides or [],
         preset=preset,
-        episodes=episodes,
+        tasks=tasks,
         seed=seed,
         policy=policy,  # type: ignore[arg-type]
         json=json,

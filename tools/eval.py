@@ -60,15 +60,15 @@ class EvaluationTarget(msgspec.Struct, frozen=True):
     trained_env: EnvConfig | None = None
     run: Path | None = None
 
-    def with_tasks(self, episodes: int | None, seed: int | None) -> EvaluationTarget:
+    def with_tasks(self, tasks: int | None, seed: int | None) -> EvaluationTarget:
         """Return the target with another number of tasks, and another seed for them. Raises `ConfigError`."""
-        if episodes is not None and episodes < 1:
-            raise ConfigError(f"`--episodes` must be at least 1, got {episodes}")
+        if tasks is not None and tasks < 1:
+            raise ConfigError(f"`--tasks` must be at least 1, got {tasks}")
         if seed is not None and seed < 0:
             raise ConfigError(f"`--seed` must be 0 or more, got {seed}")
         settings, given = self.config.evaluation, {}
-        if episodes is not None or not settings.sets:
-            given["episodes"] = DEFAULT_TASKS if episodes is None else episodes
+        if tasks is not None or not settings.sets:
+            given["tasks"] = DEFAULT_TASKS if tasks is None else tasks
         if seed is not None:
             given["seed"] = seed
         sets = {name: msgspec.structs.replace(each, **given) for name, each in settings.sets.items()}
@@ -330,7 +330,7 @@ def eval_command(
     overrides: Sequence[str],
     *,
     preset: str | None,
-    episodes: int | None,
+    tasks: int | None,
     seed: int | None,
     policy: Literal["model"] | BaselinePolicy,
     json: bool,
@@ -342,14 +342,14 @@ def eval_command(
     """
     if target is not None and "=" in target and not Path(target).exists():
         overrides, target = [target, *overrides], None  # a setting, and no target
-    what = choose_target(target, preset, env, overrides, policy, root).with_tasks(episodes, seed)
+    what = choose_target(target, preset, env, overrides, policy, root).with_tasks(tasks, seed)
     settings = what.config.evaluation.resolve_sets()
     screen = SafeConsole(stderr=True)
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=screen
     )
     with bar:
-        task = bar.add_task("starting", total=sum(each.episodes * each.samples for each in settings.values()))
+        task = bar.add_task("starting", total=sum(each.tasks * each.samples_per_task for each in settings.values()))
         result = run_on_shared_loop(
             run_evaluation(
                 what,

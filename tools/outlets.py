@@ -34,7 +34,7 @@ class MetricsForwarder:
     def __init__(self, config: Config, run_dir: Path, print_line: Callable[[str], object]):
         from r3async.record.sinks import open_sinks, serve_metrics
 
-        self._sinks = open_sinks(config.observe, run_dir, config_to_dict(config), print_line)
+        self._sinks = open_sinks(config.log, run_dir, config_to_dict(config), print_line)
         self._run_dir, self._say = run_dir, print_line
         self._endpoint = serve_metrics("driver", run_dir, config.observe)
         self._evaluations, self._episodes = (FollowedFile(run_dir / name) for name in (EVALUATION_FILE, EPISODES_FILE))

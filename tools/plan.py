@@ -134,7 +134,7 @@ def make_run_plan(config: Config, import_code: bool = True) -> RunPlan:
     routing = shape.routing_shape if config.routing.replay == "rollout" else None
     schedule = config.schedule
     slots = count_slots(schedule)
-    episodes = schedule.groups_per_step * schedule.samples_per_group
+    episodes = schedule.prompts_per_step * schedule.group_size
     rows = config.episode.max_turns if config.episode.rows == "stepwise" else 1
     tokens = rows * config.episode.max_total_tokens
     per_token = count_wire_bytes(routing)
@@ -278,7 +278,7 @@ def _make_notes(config: Config, shape: ModelShape, engine: EngineMemory, on_gpus
     notes = []
     schedule, generator = config.schedule, config.generator
     wanted = count_slots(schedule)
-    episodes = wanted * schedule.samples_per_group
+    episodes = wanted * schedule.group_size
     if episodes < generator.count * generator.concurrency:
         notes.append(
             f"the slots allow {episodes} episodes at once, and generators could play {generator.count * generator.concurrency}: "
@@ -335,7 +335,7 @@ def describe_plan(plan: RunPlan, config: Config) -> str:
         ),
         *(f"places on {len(plan.hosts)} host(s) of {config.cluster.gpus_per_node} GPUs" for _ in plan.hosts[:1]),
         *(f"  {line}" for line in plan.hosts),
-        f"schedule    {schedule.groups_per_step} groups x {schedule.samples_per_group} episodes a step, {config.steps} steps",
+        f"schedule    {schedule.prompts_per_step} groups x {schedule.group_size} episodes a step, {config.steps} steps",
         f"slots       {plan.slots} groups in flight at most",
         f"staleness   a trained token is at most {plan.staleness_bound} versions old",
         f"on the wire {plan.wire_bytes_per_token} bytes a token; at most {format_bytes(plan.wire_bytes_per_step)} a step "

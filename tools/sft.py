@@ -177,7 +177,7 @@ class SupervisedRun:
         self._step += 1
         self._made += int(metrics["optimizer/updates"])
         self._elapsed += seconds
-        every, last = self._config.evaluation.every, self._step == self._config.steps
+        every, last = self._config.evaluation.every_steps, self._step == self._config.steps
         if self._data.held_out and (last or (every and self._step % every == 0)):
             total, tokens = learner.compute_supervised_loss(self._pack_for_ranks(self._data.held_out))
             metrics["loss/answers_held_out"] = total / max(tokens, 1.0)

@@ -183,7 +183,7 @@ def _prepare_and_train(
     config = add_default_evaluation_sets(config)
     check_policy_loss(config.algorithm)
     check_environment(config)  # a wrong environment is refused before anything starts
-    check_sinks(config.observe)
+    check_sinks(config.log)
     check_disk_space(root)
     if is_hub_name(config.model.path):
         view.show_phase(f"looking for {config.model.path}")

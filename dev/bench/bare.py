@@ -84,7 +84,7 @@ Answers = list[Any]
 def play(job: Job, directory: Path) -> Engine:
     """Run the engine's job, and write its episodes for `train`."""
     config = config_from_dict(job.config)
-    group, step = config.schedule.samples_per_group, config.schedule.groups_per_step
+    group, step = config.schedule.group_size, config.schedule.prompts_per_step
     tasks = asyncio.run(read_tasks(config, (job.batches + WARM_UP) * step))
     progress(directory, "bare engine: starting vLLM")
     engine, episodes = asyncio.run(play_all(config, tasks, WARM_UP * step * group))
@@ -117,7 +117,7 @@ async def play_all(config: Config, tasks: Sequence[Task], warm_up: int) -> tuple
     """Play all episodes of all groups, as many at once as the run has places. The first `warm_up` are not measured."""
     llm, params, end = bare_llm(config)
     places = asyncio.Semaphore(config.generator.concurrency)
-    players = [(task, f"{n}-{k}") for n, task in enumerate(tasks) for k in range(config.schedule.samples_per_group)]
+    players = [(task, f"{n}-{k}") for n, task in enumerate(tasks) for k in range(config.schedule.group_size)]
 
     async def one(task: Task, name: str) -> tuple[Task, Answers]:
         async with places:
@@ -202,7 +202,7 @@ def cpu_seconds() -> float:
 def recorded(config: Config, episodes: Sequence[tuple[Task, Answers]]) -> Iterator[Trajectory]:
     """Yield the episodes as trajectories with random rewards, so that every one of them gives something to learn."""
     shape, _ = read_moe_layers(msgspec.json.decode((Path(config.model.path) / "config.json").read_bytes()))
-    group, rng = config.schedule.samples_per_group, np.random.default_rng(config.seed)
+    group, rng = config.schedule.group_size, np.random.default_rng(config.seed)
     end = tokenizer_of(config).eos_token_id
     for number, (task, outputs) in enumerate(episodes):
         builder, turns = SampleBuilder(shape), []
@@ -285,7 +285,7 @@ def batches_of(config: Config, path: Path) -> Iterator[list[list[Trajectory]]]:
     """Yield the groups of each step."""
     encoded = msgspec.msgpack.decode(path.read_bytes(), type=list[list[bytes]])
     played = [decode_trajectory(frames) for frames in encoded]
-    size, count = config.schedule.samples_per_group, config.schedule.groups_per_step
+    size, count = config.schedule.group_size, config.schedule.prompts_per_step
     groups = [played[i : i + size] for i in range(0, len(played), size)]
     return (groups[i : i + count] for i in range(0, len(groups) - count + 1, count))
 

@@ -247,7 +247,7 @@ def overlap(
     )
     if quick:
         plan = msgspec.structs.replace(
-            plan, staleness=[0, 1], steps=5, settle=2, groups_per_step=4, samples_per_group=4, latency_median=0.1
+            plan, staleness=[0, 1], steps=5, settle=2, prompts_per_step=4, group_size=4, latency_median=0.1
         )
     _report(lambda: run(plan, say_on_stderr, keep=keep, predicting=predict), render, json)
 

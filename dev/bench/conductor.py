@@ -116,7 +116,7 @@ def render(report: Report) -> str:
         for row in report.rows
     ]
     heads = ("way", "generators", "groups/s", "ms CPU/group", "messages/group", "cores", "busy")
-    lines = [f"{load.places} episodes of {load.episode_seconds:g} s a generator, groups of {load.samples_per_group}"]
+    lines = [f"{load.places} episodes of {load.episode_seconds:g} s a generator, groups of {load.group_size}"]
     return "\n".join(lines + table(heads, rows))
 
 
@@ -165,7 +165,7 @@ class Fleet:
         running.cancel()
         leases, asked, busy, episodes, steps = (b - a for a, b in zip(before, after, strict=True))
         places = load.generators * load.places * (ended - began)
-        groups = episodes / load.samples_per_group
+        groups = episodes / load.group_size
         return Measured(
             way, load.generators, ended - began, groups, int(steps), int(leases), int(asked), cpu, busy / places
         )

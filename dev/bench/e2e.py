@@ -60,7 +60,7 @@ def configure(case: str, plan: Plan, seed: int, model: Path | None) -> Config:
     base["steps"], base["seed"], base["name"] = plan.steps, seed, "run"
     base["model"]["path"] = str(model or "")
     base["routing"]["trace"] = "off"
-    sizes = {"groups_per_step": plan.groups, "samples_per_group": plan.samples}
+    sizes = {"prompts_per_step": plan.groups, "group_size": plan.samples}
     base["schedule"] |= {name: size for name, size in sizes.items() if size}
     return config_from_dict(base)
 
@@ -80,8 +80,8 @@ def peer_job(config: Config, threads: int, steps: int) -> dict[str, Any]:
         "env": BUILTIN_ENVIRONMENTS.get(name, name),
         "env_args": config.env.args,
         "steps": steps,
-        "groups": config.schedule.groups_per_step,
-        "samples": config.schedule.samples_per_group,
+        "groups": config.schedule.prompts_per_step,
+        "samples": config.schedule.group_size,
         "lr": learner.lr,
         "warmup_steps": learner.warmup_steps,
         "betas": list(learner.betas),

@@ -151,7 +151,7 @@ def side_of(
     start, end = marks[plan.settle - 1][0], marks[-1][0]
     steps = len(marks) - plan.settle
     roles = cpu.between(start, end)
-    episodes = config.schedule.groups_per_step * config.schedule.samples_per_group
+    episodes = config.schedule.prompts_per_step * config.schedule.group_size
     return Side(
         seconds_per_step=(end - start) / steps,
         cpu_seconds_per_step=sum(roles.values()) / steps,

@@ -52,7 +52,7 @@ class Load(msgspec.Struct, frozen=True):
 
     generators: int
     places: int = 64
-    samples_per_group: int = 8
+    group_size: int = 8
     episode_seconds: float = 45.0
     sigma: float = 0.5
     tensors: int = 435
@@ -63,12 +63,12 @@ class Load(msgspec.Struct, frozen=True):
     @property
     def settings(self) -> list[str]:
         """The overrides of the run's configuration."""
-        groups = max(1, self.generators * self.places // self.samples_per_group // 4)
+        groups = max(1, self.generators * self.places // self.group_size // 4)
         return [
             f"generator.count={self.generators}",
             f"generator.concurrency={self.places}",
-            f"schedule.samples_per_group={self.samples_per_group}",
-            f"schedule.groups_per_step={groups}",
+            f"schedule.group_size={self.group_size}",
+            f"schedule.prompts_per_step={groups}",
             f"schedule.window={2 * groups}",
             "schedule.max_staleness=12",
             "steps=1000000",
@@ -300,7 +300,7 @@ class CountingLearner:
         self._changed.set()
 
     def _whole(self, group: int) -> bool:
-        return self._arrived[group] == self._load.samples_per_group
+        return self._arrived[group] == self._load.group_size
 
     # -- called by the conductor ----------------------------------------------------------------------------------
 
@@ -324,7 +324,7 @@ class CountingLearner:
 
     async def train_step(self, is_last: bool, with_probe_scores: bool) -> dict[str, Any]:
         self.asked += 1
-        clock, groups = self._world.clock.monotonic, self._config.schedule.groups_per_step
+        clock, groups = self._world.clock.monotonic, self._config.schedule.prompts_per_step
         began = clock()
         chosen: list[int] = []
         while len(chosen) < groups:

@@ -35,8 +35,8 @@ class Plan(msgspec.Struct, frozen=True):
     staleness: list[int]
     steps: int = 24
     settle: int = 8
-    groups_per_step: int = 16
-    samples_per_group: int = 8
+    prompts_per_step: int = 16
+    group_size: int = 8
     window: int = 1
     letters: int = 4
     turns: int = 3
@@ -123,13 +123,13 @@ def configure(plan: Plan, max_staleness: int, model: Path | None = None) -> Conf
     }
     config["schedule"] |= {
         "max_staleness": max_staleness,
-        "groups_per_step": plan.groups_per_step,
-        "samples_per_group": plan.samples_per_group,
+        "prompts_per_step": plan.prompts_per_step,
+        "group_size": plan.group_size,
         "window": plan.window,
     }
     # Every episode that the slots allow is played at once, so that a run is limited by its bound and not by its
     # engine's batch.
-    config["generator"]["concurrency"] = (max_staleness + 1) * plan.groups_per_step * plan.samples_per_group
+    config["generator"]["concurrency"] = (max_staleness + 1) * plan.prompts_per_step * plan.group_size
     config["routing"]["trace"] = "off"
     return config_from_dict(config)
 
@@ -193,7 +193,7 @@ def predict_all(measured: Mapping[int, float], run_dir: Path, config: Config, se
     model = calibrate(run_dir, config, settle)
     points = []
     for bound, seconds in sorted(measured.items()):
-        slots = (bound + 1) * model.groups_per_step * model.samples_per_group
+        slots = (bound + 1) * model.prompts_per_step * model.group_size
         settings = msgspec.structs.replace(model, max_staleness=bound, places=slots)
         made = fmean(
             predict(settings, steps=config.steps, settle=settle, seed=seed, ends=True).seconds_per_step

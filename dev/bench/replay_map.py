@@ -200,8 +200,8 @@ def config_of(setting: Setting, replay: str, seed: int) -> Config:
             "generator": {"dtype": "float32"},
             "schedule": {
                 "max_staleness": setting.age,
-                "groups_per_step": setting.groups,
-                "samples_per_group": SAMPLES,
+                "prompts_per_step": setting.groups,
+                "group_size": SAMPLES,
                 "minibatches_per_step": setting.minibatches,
                 "epochs_per_step": setting.epochs,
             },

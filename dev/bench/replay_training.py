@@ -110,8 +110,8 @@ class InProcessRun:
         s = self.config.schedule
         version = max(0, step - s.max_staleness)
         self._engine.load(self._versions[0])
-        seeds = [self._tasks.getrandbits(63) for _ in range(s.groups_per_step)]
-        episodes = asyncio.run(self._begin(seeds, s.samples_per_group))
+        seeds = [self._tasks.getrandbits(63) for _ in range(s.prompts_per_step)]
+        episodes = asyncio.run(self._begin(seeds, s.group_size))
         prompts = [e.prompt for e in episodes]
         if len({len(p) for p in prompts}) != 1:
             raise ConfigError(f"{self.config.env.name} has prompts of several lengths; they are answered all at once")
@@ -121,17 +121,17 @@ class InProcessRun:
         tables = tables_of(np.stack(prompts), answers, version, rewards)
         trajectories = []
         for at, (table, reward) in enumerate(zip(tables, rewards, strict=True)):
-            group, index = divmod(at, s.samples_per_group)
+            group, index = divmod(at, s.group_size)
             start, stop = len(prompts[at]), len(table)
             reason = "stop" if answers.stopped[at] else "length"
-            name = format_trajectory_id(step * s.groups_per_step + group, index)
+            name = format_trajectory_id(step * s.prompts_per_step + group, index)
             turn = Turn(0, 0, start, stop, reward, reason)
             trajectories.append(
                 Trajectory(name, step, index, seeds[group], "bench", reason, [turn], [Sample(name, table)])
             )
         if self.disturbance.margin:
             trajectories = self._near_ties(trajectories)
-        each = s.samples_per_group
+        each = s.group_size
         return [trajectories[i : i + each] for i in range(0, len(trajectories), each)]
 
     async def _begin(self, seeds: Sequence[int], each: int) -> list[_Episode]:

@@ -59,7 +59,7 @@ def rows(quick: bool, say: Say) -> list[Point]:
     points = []
     for size in FEW_ROWS if quick else ROWS:
         groups = [_group(index) for index in range(size // GROUP)]
-        config = config_from_dict({"schedule": {"groups_per_step": len(groups), "samples_per_group": GROUP}})
+        config = config_from_dict({"schedule": {"prompts_per_step": len(groups), "group_size": GROUP}})
 
         points.append(_point(size, size, partial(both, groups, config), 1 if quick else REPEATS, say))
     return points

@@ -142,7 +142,7 @@ def run(minutes: float, overrides: Sequence[str], directory: Path, say: Say) -> 
     return Report(
         minutes=minutes,
         steps=len(rows),
-        trajectories=len(rows) * config.schedule.groups_per_step * config.schedule.samples_per_group,
+        trajectories=len(rows) * config.schedule.prompts_per_step * config.schedule.group_size,
         spool_most_bytes=watched.spool_most,
         spool_bound_bytes=config.buffer.disk_bytes,
         processes=grown,

@@ -93,8 +93,8 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def configure(seed: int, overrides: Sequence[str], *, quick: bool) -> Config:
-    small = ("schedule.groups_per_step=2", "schedule.samples_per_group=4", "model.init.max_warm_steps=1") * quick
-    return load_config("quickstart", [*small, f"seed={seed}", "evaluation.every=0", *overrides], None)
+    small = ("schedule.prompts_per_step=2", "schedule.group_size=4", "model.init.max_warm_steps=1") * quick
+    return load_config("quickstart", [*small, f"seed={seed}", "evaluation.every_steps=0", *overrides], None)
 
 
 def run(steps: int, seed: int, quick: bool, say: Say) -> Report:

@@ -38,8 +38,8 @@ class WeightsJob(msgspec.Struct, frozen=True):
             [
                 "name=bench",
                 f"steps={self.updates + WARM_UP}",
-                "schedule.groups_per_step=4",
-                "schedule.samples_per_group=4",
+                "schedule.prompts_per_step=4",
+                "schedule.group_size=4",
                 "generator.kv_cache_gib=0.25",
                 f"generator.dtype={self.dtype}",
                 f"generator.on_update={self.on_update}",

@@ -65,25 +65,23 @@ class Began(msgspec.Struct, frozen=True):
 Passed = Sent | Acknowledged | Damaged
 
 
-def check_trained(
-    steps: Sequence[TrainedStep], expected: int, groups_per_step: int, samples_per_group: int
-) -> list[str]:
+def check_trained(steps: Sequence[TrainedStep], expected: int, prompts_per_step: int, group_size: int) -> list[str]:
     """Return problems in the record of `expected` steps: each step, each group and each episode must be there once."""
     problems = []
     if [s.step for s in steps] != list(range(1, expected + 1)):
         problems.append(f"steps are not 1 to {expected}, each once and in order: {[s.step for s in steps]}")
     groups = Counter(g for s in steps for g in s.groups)
     problems += [f"group {g} was trained {n} times" for g, n in groups.items() if n > 1]
-    lost = sorted(set(range(expected * groups_per_step)) - set(groups))
+    lost = sorted(set(range(expected * prompts_per_step)) - set(groups))
     if lost:
         problems.append(f"groups {lost} were never trained")
     names = Counter(name for s in steps for name in s.trajectories)
     problems += [f"trajectory {name} was trained {n} times" for name, n in names.items() if n > 1]
     for step in steps:
-        if len(step.trajectories) != len(step.groups) * samples_per_group:
+        if len(step.trajectories) != len(step.groups) * group_size:
             problems.append(
                 f"step {step.step} trained {len(step.trajectories)} trajectories of {len(step.groups)} groups of "
-                f"{samples_per_group}"
+                f"{group_size}"
             )
     return problems
 

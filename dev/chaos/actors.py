@@ -196,7 +196,7 @@ class KeepsAll(GroupBuffer):
             group = self._groups.get(trajectory.group_index)
             if group is None:
                 return False
-            group[self.samples_per_group + len(group)] = (trajectory, nbytes)
+            group[self.group_size + len(group)] = (trajectory, nbytes)
             return True
         return super().add(trajectory, nbytes)
 
@@ -213,9 +213,7 @@ class NoDedupe(LearnerActor):
     async def start_listening(self, *args: Any) -> dict[str, Any]:
         model, schedule = self.model, self.config.schedule
         taken = model.buffer.consumed
-        model.buffer = KeepsAll(
-            schedule.samples_per_group, schedule.window, head=taken.head, beyond=sorted(taken.beyond_head)
-        )
+        model.buffer = KeepsAll(schedule.group_size, schedule.window, head=taken.head, beyond=sorted(taken.beyond_head))
         answer = await super().start_listening(*args)
         receiver = self.components.inbox.receiver
         receiver.ledger = receiver._intake._ledger = NoMemory()

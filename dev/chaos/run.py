@@ -97,8 +97,8 @@ def settings(scenario: type[Scenario], kills: int, engine: str) -> list[str]:
         "transport.ack_timeout=1",
         "schedule.max_staleness=2",
         "schedule.window=3",
-        "schedule.groups_per_step=2",
-        "schedule.samples_per_group=4",
+        "schedule.prompts_per_step=2",
+        "schedule.group_size=4",
         "episode.retries=30",
         "episode.max_new_tokens=12",
         "env.name=dev.chaos.environment:Unsteady",
@@ -234,7 +234,7 @@ def look_into(config: Config, rehearsal: Rehearsal, run_dir: Path, done: Counter
     passed = list(read_passed(chaos_directory(run_dir)))
     resumed = list(read_resumed(run_dir, config))
     problems = [
-        *check_trained(steps, config.steps, schedule.groups_per_step, schedule.samples_per_group),
+        *check_trained(steps, config.steps, schedule.prompts_per_step, schedule.group_size),
         *check_content(steps, passed),
         *check_kept(passed, resumed),
         *check_lineages(steps, read_began(run_dir)),
@@ -297,7 +297,7 @@ def read_resumed(run_dir: Path, config: Config) -> Iterator[Resumed]:
     starts = [e for e in read_json_objects(run_dir / "events.jsonl") if e["event"] == "conductor_started"]
     for event in starts[1:]:
         step = event["step"]
-        yield Resumed(event["time"], step // schedule.steps_per_publication, step * schedule.groups_per_step + slots)
+        yield Resumed(event["time"], step // schedule.steps_per_publication, step * schedule.prompts_per_step + slots)
 
 
 def check_choice(option: str, value: str, choices: Iterable[str]) -> None:

@@ -56,7 +56,7 @@ class TinyRun:
     def __init__(self, directory: Path, world: int):
         self._config = config_from_dict(
             {
-                "schedule": {"window": 3, "groups_per_step": 2, "samples_per_group": 2},
+                "schedule": {"window": 3, "prompts_per_step": 2, "group_size": 2},
                 "algorithm": {"rollout_kl": {"coef": 0.1, "target": 0.05}},
             }
         )
@@ -135,9 +135,7 @@ class TinyRun:
             now = learner.capture_state()
             ranks.append((now.metadata, [(p.tensor_slice, p.values.numpy().tobytes()) for p in now.slices]))
         schedule = self._config.schedule
-        buffer = GroupBuffer(
-            schedule.samples_per_group, schedule.window, head=state.consumed, beyond=state.consumed_beyond
-        )
+        buffer = GroupBuffer(schedule.group_size, schedule.window, head=state.consumed, beyond=state.consumed_beyond)
         admission = self._admission()
         restore_admission(admission, state)
         admission.requeue_after_resume(-1, buffer.missing_in_group)

@@ -134,7 +134,7 @@ def slots_are_conserved(known: Known, event: Leased) -> str:
     named = event.versions or [known.engines[event.generator].newest] * len(event.leases)
     for (group, _), version in zip(event.leases, named, strict=True):
         for passed in range(newest + 1, group):
-            names = [format_trajectory_id(passed, i) for i in range(rules.samples_per_group)]
+            names = [format_trajectory_id(passed, i) for i in range(rules.group_size)]
             if not all(name in known.sent for name in names):
                 return f"group {group} is leased, and group {passed} never was"
         if group > newest and (taken := group + 1 - known.branch.groups_in(version)) > rules.slots:
@@ -225,7 +225,7 @@ def the_spool_has_a_limit(known: Known, event: Stored) -> str:
     sizes[event.group] = event.nbytes + sum(
         size for file, size in known.files.get(event.group, {}).items() if file != event.file
     )
-    allowed = known.rules.disk_bytes + RECORD_BYTES * known.rules.samples_per_group * len(sizes)
+    allowed = known.rules.disk_bytes + RECORD_BYTES * known.rules.group_size * len(sizes)
     if (taken := sum(sizes.values())) > allowed:
         return f"the spool takes {taken} bytes for groups from {known.horizon} on, and may take {allowed:g}"
     return ""
@@ -271,7 +271,7 @@ def the_run_ends_whole(known: Known, event: Finished) -> str:
     if event.steps != rules.steps or len(branch.steps) != rules.steps:
         return f"the run says {event.steps} steps, {len(branch.steps)} were made, of {rules.steps}"
     if not (rules.more_groups or rules.replaced_groups) and sorted(branch.trained) != list(
-        range(rules.steps * rules.groups_per_step)
+        range(rules.steps * rules.prompts_per_step)
     ):
         return f"the run ended, and trained groups {sorted(branch.trained)}"
     return ""
@@ -347,12 +347,12 @@ def groups_are_whole(known: Known, event: Trained) -> str:
     """A step trains whole groups, each episode once and in order. It trains as many groups as the schedule says, and
     more only to reach the number of tokens or to replace groups."""
     rules, count = known.rules, len(event.groups)
-    most = rules.slots if rules.more_groups else rules.groups_per_step + rules.replaced_groups
-    if not rules.groups_per_step <= count <= most:
-        return f"step {event.step} trains {count} groups, and schedule.groups_per_step is {rules.groups_per_step}"
+    most = rules.slots if rules.more_groups else rules.prompts_per_step + rules.replaced_groups
+    if not rules.prompts_per_step <= count <= most:
+        return f"step {event.step} trains {count} groups, and schedule.prompts_per_step is {rules.prompts_per_step}"
     for members in event.groups:
         group = members[0].group
-        names = [format_trajectory_id(group, i) for i in range(rules.samples_per_group)]
+        names = [format_trajectory_id(group, i) for i in range(rules.group_size)]
         if [f.trajectory_id for f in members] != names:
             return f"step {event.step} trains {[f.trajectory_id for f in members]} for group {group}"
     return ""
@@ -365,12 +365,12 @@ def groups_are_replaced_for_want_of_contrast(known: Known, event: Trained) -> st
     rules, branch = known.rules, known.branch
     if not rules.replaced_groups:
         return ""
-    wanted, count = rules.groups_per_step, len(event.groups)
+    wanted, count = rules.prompts_per_step, len(event.groups)
     differ = [len({f.reward for f in members if f.reward is not None}) > 1 for members in event.groups]
     since = [step for step in branch.steps if step.version == branch.version]
     in_flight = max_groups_for_step(
         slots=rules.slots,
-        groups_per_step=wanted,
+        prompts_per_step=wanted,
         steps_left=rules.steps_per_publication - len(since),
         consumed_since=sum(len(step.groups) for step in since),
     )
@@ -596,7 +596,7 @@ def who_gets_nothing_looks_again(known: Known, event: Passed) -> str:
 def nobody_waits_for_who_is_silent(known: Known, event: Leased) -> str:
     """The leases of a generator that no longer reports go to another one that asks, before anything newer, as soon as
     its silence is noticed."""
-    if event.ended or event.free < known.rules.samples_per_group:
+    if event.ended or event.free < known.rules.group_size:
         return ""
     taken = {(group, episode) for group, episodes in event.leases for episode in episodes}
     newest = max((group for group, _ in event.leases), default=None)

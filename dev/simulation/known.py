@@ -154,8 +154,8 @@ class Rules(msgspec.Struct, frozen=True):
     """
 
     steps: int
-    groups_per_step: int
-    samples_per_group: int
+    prompts_per_step: int
+    group_size: int
     slots: int
     age_bound: int
     steps_per_publication: int = 1
@@ -346,7 +346,7 @@ class Known:
 
     def is_complete(self, group: int) -> bool:
         """Return whether all episodes of a group were acknowledged and none is trained."""
-        return all(format_trajectory_id(group, i) in self.here for i in range(self.rules.samples_per_group))
+        return all(format_trajectory_id(group, i) in self.here for i in range(self.rules.group_size))
 
     def is_unsaved(self, name: str) -> bool:
         """Return whether a trajectory was sampled by weights that a start from the newest checkpoint rolls back, though
@@ -429,7 +429,7 @@ class Known:
     def _asked(self, event: Asked) -> None:
         self.asked |= dict.fromkeys(event.missing, event.at)
         for group, lacking in event.missing.items():
-            for episode in range(self.rules.samples_per_group):
+            for episode in range(self.rules.group_size):
                 name = format_trajectory_id(group, episode)
                 if episode not in lacking and group not in self.branch.trained and name not in self.here:
                     self._is_here(name, list(self.sent[name].values()), event.at)

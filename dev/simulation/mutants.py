@@ -173,7 +173,7 @@ def missing_not_subtracted(lose: Any) -> Any:
     """All leases of a lost generator are taken back, even of episodes that have arrived."""
 
     def everything(self: AdmissionController, owner: str, missing: Any) -> list[int]:
-        return lose(self, owner, lambda group: range(self.samples_per_group))
+        return lose(self, owner, lambda group: range(self.group_size))
 
     return everything
 
@@ -193,7 +193,7 @@ def resume_leases_what_was_kept(adopt: Any) -> Any:
     """A resumed run leases whole groups, even if the spool kept a part of them."""
 
     def whole(self: AdmissionController, newest: int, missing: Any) -> list[int]:
-        return adopt(self, newest, lambda group: range(self.samples_per_group) if missing(group) else ())
+        return adopt(self, newest, lambda group: range(self.group_size) if missing(group) else ())
 
     return whole
 
@@ -242,8 +242,8 @@ def younger_groups_first(batch: Any) -> Any:
 def window_one_wider(init: Any) -> Any:
     """The learner's window is one group larger than the schedule says."""
 
-    def wider(self: GroupBuffer, samples_per_group: int, window: int = 1, **facts: Any) -> None:
-        init(self, samples_per_group, window + 1, **facts)
+    def wider(self: GroupBuffer, group_size: int, window: int = 1, **facts: Any) -> None:
+        init(self, group_size, window + 1, **facts)
 
     return wider
 
@@ -252,8 +252,8 @@ def window_one_wider(init: Any) -> Any:
 def resume_forgets_what_was_trained(init: Any) -> Any:
     """A resumed learner forgets which groups after the oldest untrained one its checkpoint has trained."""
 
-    def forget(self: GroupBuffer, samples_per_group: int, window: int = 1, *, head: int = 0, beyond: Any = ()) -> None:
-        init(self, samples_per_group, window, head=head)
+    def forget(self: GroupBuffer, group_size: int, window: int = 1, *, head: int = 0, beyond: Any = ()) -> None:
+        init(self, group_size, window, head=head)
 
     return forget
 

@@ -24,8 +24,8 @@ class Case(msgspec.Struct, frozen=True):
 PLAIN: dict[str, tuple[object, ...]] = {
     "generators": (1, 2),
     "hosts": (1,),
-    "groups_per_step": (1, 2),
-    "samples_per_group": (2,),
+    "prompts_per_step": (1, 2),
+    "group_size": (2,),
     "steps": (2, 3, 4, 6, 8),
     "turns": (1,),
     "window": (1, 2),

@@ -63,8 +63,8 @@ class Workload(msgspec.Struct, frozen=True):
     hosts: int = 1
     generators: int = 1
     concurrency: int = 4
-    groups_per_step: int = 1
-    samples_per_group: int = 2
+    prompts_per_step: int = 1
+    group_size: int = 2
     max_staleness: int = 1
     window: int = 1
     split: Literal["idle", "capacity"] = "idle"
@@ -120,7 +120,7 @@ class Workload(msgspec.Struct, frozen=True):
     @property
     def expected_seconds(self) -> float:
         """The approximate duration in seconds of a run without faults, excluding loading."""
-        waves = -(-self.groups_per_step * self.samples_per_group // (self.generators * self.concurrency))
+        waves = -(-self.prompts_per_step * self.group_size // (self.generators * self.concurrency))
         episode = self.turns * (self.new_tokens / 2 * self.token_seconds + self.seconds / 2 * (1 + 10 / self.tail))
         train = (self.least_train_seconds + self.train_seconds) / 2
         return self.steps * max(waves * episode / (1 + self.max_staleness), train)
@@ -162,8 +162,8 @@ class Workload(msgspec.Struct, frozen=True):
                 "max_staleness": self.max_staleness,
                 "window": self.window,
                 "split": self.split,
-                "groups_per_step": self.groups_per_step,
-                "samples_per_group": self.samples_per_group,
+                "prompts_per_step": self.prompts_per_step,
+                "group_size": self.group_size,
                 "steps_per_publication": self.steps_per_publication,
                 "tokens_per_step": self.tokens_per_step,
                 "replaced_groups": self.replaces,
@@ -221,9 +221,9 @@ class Workload(msgspec.Struct, frozen=True):
     def _evaluation(self) -> dict[str, Any]:
         """Return the settings of the evaluation. Its tasks are other ones than those of training, and none raises."""
         return {
-            "every": self.evaluate_every,
+            "every_steps": self.evaluate_every,
             "at_start": self.evaluate_first,
-            "episodes": self.evaluated_tasks,
+            "tasks": self.evaluated_tasks,
             "timeout": 4 * self.stall_seconds,
             "env": {
                 "name": "dev.simulation.environment:Errand",
@@ -243,13 +243,13 @@ class Workload(msgspec.Struct, frozen=True):
         kept: Literal["process", "power"] = "power" if self.fsync else "process"
         return Rules(
             steps=self.steps,
-            groups_per_step=self.groups_per_step,
-            samples_per_group=self.samples_per_group,
+            prompts_per_step=self.prompts_per_step,
+            group_size=self.group_size,
             slots=slots,
             age_bound=compute_staleness_bound(schedule),
             steps_per_publication=self.steps_per_publication,
             window=self.window,
-            urgent=(slots if schedule.takes_extra_groups else self.groups_per_step) + self.window - 1,
+            urgent=(slots if schedule.takes_extra_groups else self.prompts_per_step) + self.window - 1,
             more_groups=bool(self.tokens_per_step),
             replaced_groups=self.replaces,
             durable=kept if self.durability == "disk" else "nothing",
@@ -286,8 +286,8 @@ def draw_workload(seed: int) -> Workload:
         hosts=rng.choice([1, 2, 3]),
         generators=rng.choice([1, 2] if behind else [1, 1, 1, 2, 2, 3, 4]),
         concurrency=rng.choice([4, 8] if ahead else [1, 2] if behind else [1, 1, 2, 4]),
-        groups_per_step=rng.choice([1, 1, 2, 2, 3]),
-        samples_per_group=rng.choice([2, 2, 3]),
+        prompts_per_step=rng.choice([1, 1, 2, 2, 3]),
+        group_size=rng.choice([2, 2, 3]),
         max_staleness=rng.choice([2, 3] if ahead else [1, 2, 2] if behind else [0, 1, 1, 2]),
         window=rng.choice([1, 1, 2, 3, 4]),
         split=rng.choice(["idle", "capacity"]),
@@ -379,7 +379,7 @@ def _draw_evaluations(drawn: Workload) -> Workload:
 def _call_seconds(drawn: Workload, playing: float) -> float:
     """Return the maximum seconds of a call of the environment, so that a step's groups take about `playing` seconds. No
     call takes so long that the run seems to stall."""
-    waves = drawn.groups_per_step * drawn.samples_per_group / (drawn.generators * drawn.concurrency)
+    waves = drawn.prompts_per_step * drawn.group_size / (drawn.generators * drawn.concurrency)
     episode = playing / max(1.0, waves) - drawn.turns * drawn.new_tokens / 2 * drawn.token_seconds
     calls = (drawn.turns + 1) * (1 + 9 / drawn.tail) / 2
     return round(min(max(episode / calls, 0.2), drawn.stall_seconds / 12), 3)

@@ -423,7 +423,7 @@ class CheckpointSchedule:
         """Begin the schedule after `last_step`.
 
         Args:
-            evaluated_every: `evaluation.every`; with `checkpoint.keep_best` each evaluated step has a checkpoint.
+            evaluated_every: `evaluation.every_steps`; with `checkpoint.keep_best` each evaluated step has a checkpoint.
             last_step: The step that the run resumes from.
         """
         self._config, self._clock = config, clock
@@ -581,8 +581,8 @@ FIXED_SETTINGS = (
     "model.init",
     "env",
     "schedule.max_staleness",
-    "schedule.groups_per_step",
-    "schedule.samples_per_group",
+    "schedule.prompts_per_step",
+    "schedule.group_size",
     "schedule.steps_per_publication",
     "schedule.tokens_per_step",
     "schedule.replaced_groups",

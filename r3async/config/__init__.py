@@ -30,6 +30,7 @@ from r3async.config.load import preset_directory as preset_directory
 from r3async.config.load import resolve_envs as resolve_envs
 from r3async.config.operation import BufferConfig as BufferConfig
 from r3async.config.operation import CheckpointConfig as CheckpointConfig
+from r3async.config.operation import LogConfig as LogConfig
 from r3async.config.operation import ObserveConfig as ObserveConfig
 from r3async.config.operation import ScheduleConfig as ScheduleConfig
 from r3async.config.operation import TransportConfig as TransportConfig

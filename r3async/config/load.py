@@ -23,6 +23,7 @@ from r3async.config.operation import (
     BufferConfig,
     CheckpointConfig,
     ClusterConfig,
+    LogConfig,
     ObserveConfig,
     ScheduleConfig,
     SuperviseConfig,
@@ -100,6 +101,7 @@ class Config(Section):
     buffer: BufferConfig = msgspec.field(default_factory=BufferConfig)
     supervise: SuperviseConfig = msgspec.field(default_factory=SuperviseConfig)
     checkpoint: CheckpointConfig = msgspec.field(default_factory=CheckpointConfig)
+    log: LogConfig = msgspec.field(default_factory=LogConfig)
     observe: ObserveConfig = msgspec.field(default_factory=ObserveConfig)
     cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
     serving: ServingConfig = msgspec.field(default_factory=ServingConfig)
@@ -111,11 +113,11 @@ class Config(Section):
             raise ValueError(f"`name` = {self.name!r} {problem}. Choose a plain name, such as name=first-try")
         if not self.resume:
             raise ValueError('`resume` must be "auto", "none", or the path of a checkpoint or run')
-        if self.schedule.samples_per_group < 2 and self.algorithm.advantage in GROUP_RELATIVE_ADVANTAGES:
+        if self.schedule.group_size < 2 and self.algorithm.advantage in GROUP_RELATIVE_ADVANTAGES:
             raise ValueError(
-                f"`schedule.samples_per_group` = {self.schedule.samples_per_group} leaves `algorithm.advantage` = "
+                f"`schedule.group_size` = {self.schedule.group_size} leaves `algorithm.advantage` = "
                 f"{self.algorithm.advantage!r} nothing to compare an episode with, so every advantage would be 0: set "
-                "`schedule.samples_per_group` to 2 or more, or `algorithm.advantage` = 'reinforce_pp', which compares with "
+                "`schedule.group_size` to 2 or more, or `algorithm.advantage` = 'reinforce_pp', which compares with "
                 "the whole batch"
             )
         if self.schedule.replaced_groups and not self.algorithm.filter_zero_variance:
@@ -155,10 +157,19 @@ UNSET_WORD = "null"
 
 REMOVED_KEYS = {
     "algorithm.correction.max_token_age": "it is `schedule.max_token_age` now",
+    "evaluation.episodes": "it is `evaluation.tasks` now",
+    "evaluation.every": "it is `evaluation.every_steps` now",
+    "evaluation.samples": "it is `evaluation.samples_per_task` now",
     "model.init.warm_batch": "the supervised start always takes 64 samples a step",
     "model.init.warm_lr": "the supervised start always has a learning rate of 0.001",
+    "observe.mlflow_uri": "it is `log.mlflow_uri` now",
+    "observe.project": "it is `log.project` now",
     "observe.sink_queue": "a sink always keeps 1024 rows that wait",
     "observe.sink_timeout": "the end of a run always waits 15 s for sinks",
+    "observe.sinks": "it is `log.to` now",
+    "observe.wandb_mode": "it is `log.wandb_mode` now",
+    "schedule.groups_per_step": "it is `schedule.prompts_per_step` now",
+    "schedule.samples_per_group": "it is `schedule.group_size` now",
 }
 """Keys that no longer exist, and what replaces them."""
 
@@ -640,12 +651,12 @@ READ_CONDITIONS = (
         lambda c: c.buffer.durability == "disk",
     ),
     ReadCondition(
-        ("observe.project",),
-        '"wandb", "trackio" or "mlflow" in `observe.sinks`',
-        lambda c: {"wandb", "trackio", "mlflow"}.intersection(c.observe.sinks),
+        ("log.project",),
+        '"wandb", "trackio" or "mlflow" in `log.to`',
+        lambda c: {"wandb", "trackio", "mlflow"}.intersection(c.log.to),
     ),
-    ReadCondition(("observe.wandb_mode",), '"wandb" in `observe.sinks`', lambda c: "wandb" in c.observe.sinks),
-    ReadCondition(("observe.mlflow_uri",), '"mlflow" in `observe.sinks`', lambda c: "mlflow" in c.observe.sinks),
+    ReadCondition(("log.wandb_mode",), '"wandb" in `log.to`', lambda c: "wandb" in c.log.to),
+    ReadCondition(("log.mlflow_uri",), '"mlflow" in `log.to`', lambda c: "mlflow" in c.log.to),
     ReadCondition(
         ("observe.prometheus_host",),
         "`observe.prometheus_port`",
@@ -657,7 +668,9 @@ READ_CONDITIONS = (
         lambda c: c.serving.enabled or _has_agent_env(c),
     ),
     ReadCondition(("serving.max_sessions",), "`serving.enabled` = true", lambda c: c.serving.enabled),
-    ReadCondition(("evaluation",), "`evaluation.every`", lambda c: c.evaluation.every, is_shared_in_files=True),
+    ReadCondition(
+        ("evaluation",), "`evaluation.every_steps`", lambda c: c.evaluation.every_steps, is_shared_in_files=True
+    ),
 )
 """Conditions for settings to be read: a setting is read if all of its conditions hold. The settings that a condition
 itself depends on are always read."""
@@ -669,7 +682,7 @@ SECTIONS_OF_OTHER_COMMANDS: dict[CommandName, dict[str, str]] = {
 }
 """Sections that a command does not read, each with the command or activity that does."""
 
-ALWAYS_READ = frozenset({"evaluation.every", "serving.enabled"})
+ALWAYS_READ = frozenset({"evaluation.every_steps", "serving.enabled"})
 
 
 def explain_unread(setting: str, config: Config, *, in_file: bool = False) -> str:

@@ -51,7 +51,7 @@ class ScheduleConfig(Section):
     window: PositiveInt = 1
     """Number of the oldest untrained groups that a step may choose from. 1: groups are trained strictly in the order
     of their leases. Larger: a step takes the oldest complete groups among these, so that up to `window - 1` younger
-    groups may overtake a late one. A token may then be `max_staleness + ceil((window - 1) / (groups_per_step *
+    groups may overtake a late one. A token may then be `max_staleness + ceil((window - 1) / (prompts_per_step *
     steps_per_publication))` versions old."""
     max_token_age: int | None = None
     """Maximum age of a token in versions: older tokens are left out of the policy loss, one by one. The KL terms
@@ -63,21 +63,21 @@ class ScheduleConfig(Section):
     pace_seconds: PositiveFloat = 60.0
     """Seconds that learner or generators wait for the other side before an event names the side that needs more
     resources."""
-    groups_per_step: PositiveInt = 16
+    prompts_per_step: PositiveInt = 16
     """Groups that a step trains; with `tokens_per_step`, the minimum."""
     tokens_per_step: int = 0
     """Minimum number of trainable tokens of a step. If not 0, a step takes further groups, in lease order, until it
-    has that many, or until it has all groups that may be in flight: `(max_staleness + 1) * groups_per_step *
+    has that many, or until it has all groups that may be in flight: `(max_staleness + 1) * prompts_per_step *
     steps_per_publication`."""
     replaced_groups: int = 0
     """Dynamic sampling: maximum number of further groups that a step takes in place of those in which all episodes
     have the same score, as far as they may be in flight. The groups it takes are consumed;
     `algorithm.filter_zero_variance` keeps the replaced ones from training."""
     difficulty: DifficultyConfig = msgspec.field(default_factory=DifficultyConfig)
-    samples_per_group: PositiveInt = 8
+    group_size: PositiveInt = 8
     minibatches_per_step: PositiveInt = 1
     """Parts into which a step's groups are divided, each trained with its own optimizer update. At most
-    `groups_per_step`: a group is never divided."""
+    `prompts_per_step`: a group is never divided."""
     epochs_per_step: PositiveInt = 1
     """Number of times a step goes through its minibatches, with an update for each every time. All updates are made
     before the next version, so the age of a token is the same in each of them; drift is measured again before each
@@ -97,7 +97,7 @@ class ScheduleConfig(Section):
 
     @property
     def takes_extra_groups(self) -> bool:
-        """True if a step may take more than `groups_per_step`."""
+        """True if a step may take more than `prompts_per_step`."""
         return bool(self.tokens_per_step or self.replaced_groups)
 
     def check_values(self) -> None:
@@ -109,10 +109,10 @@ class ScheduleConfig(Section):
             raise ValueError(
                 "`replaced_groups` needs `max_staleness` = 1 or more: with 0 no group is in flight besides those of the step"
             )
-        if self.minibatches_per_step > self.groups_per_step:
+        if self.minibatches_per_step > self.prompts_per_step:
             raise ValueError(
-                f"`minibatches_per_step` = {self.minibatches_per_step} is more than `groups_per_step` = "
-                f"{self.groups_per_step}: a group is trained in one minibatch. Lower the first or raise the second"
+                f"`minibatches_per_step` = {self.minibatches_per_step} is more than `prompts_per_step` = "
+                f"{self.prompts_per_step}: a group is trained in one minibatch. Lower the first or raise the second"
             )
 
 
@@ -310,7 +310,17 @@ class ObserveConfig(Section):
     `recording/` of the run's directory; `r3async replay RUN` repeats the same steps and compares. It takes the
     trajectories' size on disk, and the learner one pass over gradients, weights and moments a step (12 bytes and
     more a parameter)."""
-    sinks: list[SinkName] = msgspec.field(default_factory=list)
+    prometheus_port: Port | None = None
+    """First port for `/metrics`: every process of the run serves it on the first free port from this one on. Each
+    serves its memory and CPU time; the driver also the figures of the last step, and a generator those of its
+    engine. The addresses are written to `runs/NAME/prometheus/`, which Prometheus reads as `file_sd_configs`. 0: any
+    free port. Unset: nothing is served."""
+    prometheus_host: str = "127.0.0.1"
+    """Interface that `/metrics` binds to. Loopback unless set."""
+
+
+class LogConfig(Section):
+    to: list[SinkName] = msgspec.field(default_factory=list)
     """Further destinations of each step's row of metrics, with evaluations and a table of sample episodes. A run
     that resumes continues its run there. Each needs its package: `pip install "r3async[sinks]"`. A sink cannot slow
     or stop a run."""
@@ -321,13 +331,6 @@ class ObserveConfig(Section):
     before."""
     mlflow_uri: str = ""
     """Tracking server or store of MLflow. Default: `mlruns` in the run's directory."""
-    prometheus_port: Port | None = None
-    """First port for `/metrics`: every process of the run serves it on the first free port from this one on. Each
-    serves its memory and CPU time; the driver also the figures of the last step, and a generator those of its
-    engine. The addresses are written to `runs/NAME/prometheus/`, which Prometheus reads as `file_sd_configs`. 0: any
-    free port. Unset: nothing is served."""
-    prometheus_host: str = "127.0.0.1"
-    """Interface that `/metrics` binds to. Loopback unless set."""
 
     def check_values(self) -> None:
         if urlsplit(self.mlflow_uri).password is not None:
@@ -335,8 +338,8 @@ class ObserveConfig(Section):
                 "`mlflow_uri` has a password, and it is written to `config.toml`: leave it out, and set "
                 "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
             )
-        if len(set(self.sinks)) < len(self.sinks):
-            raise ValueError("`sinks` names one twice")
+        if len(set(self.to)) < len(self.to):
+            raise ValueError("`to` names one twice")
 
 
 class ClusterConfig(Section):

@@ -7,7 +7,7 @@ the difference after a colon; or, after a dash, the reason why there is none.
 
 from __future__ import annotations
 
-_BATCH_SIZE_NOTE = "groups of a step, each of `schedule.samples_per_group` episodes; micro-batches follow from tokens"
+_BATCH_SIZE_NOTE = "groups of a step, each of `schedule.group_size` episodes; micro-batches follow from tokens"
 _TOKEN_BUDGET_NOTE = "a budget in tokens, by which samples are packed"
 _ACCUMULATION_NOTE = "the step's groups are accumulated by themselves, in micro-batches of so many tokens"
 _PACKING_NOTE = "- it follows from the packed tokens: see `learner.max_tokens_per_micro_batch`"
@@ -50,10 +50,10 @@ EQUIVALENT_SETTINGS = {
     "gradient_checkpointing": 'learner.recompute: "none", "selective" or "full"',
     "enable_gradient_checkpointing": 'learner.recompute: "none", "selective" or "full"',
     # how much a step trains
-    "batch_size": f"schedule.groups_per_step: {_BATCH_SIZE_NOTE}",
-    "train_batch_size": f"schedule.groups_per_step: {_BATCH_SIZE_NOTE}",
-    "rollout_batch_size": f"schedule.groups_per_step: {_BATCH_SIZE_NOTE}",
-    "generation_batch_size": f"schedule.groups_per_step: {_BATCH_SIZE_NOTE}",
+    "batch_size": f"schedule.prompts_per_step: {_BATCH_SIZE_NOTE}",
+    "train_batch_size": f"schedule.prompts_per_step: {_BATCH_SIZE_NOTE}",
+    "rollout_batch_size": f"schedule.prompts_per_step: {_BATCH_SIZE_NOTE}",
+    "generation_batch_size": f"schedule.prompts_per_step: {_BATCH_SIZE_NOTE}",
     "per_device_train_batch_size": f"learner.max_tokens_per_micro_batch: {_TOKEN_BUDGET_NOTE}",
     "micro_batch_size": f"learner.max_tokens_per_micro_batch: {_TOKEN_BUDGET_NOTE}",
     "ppo_micro_batch_size": f"learner.max_tokens_per_micro_batch: {_TOKEN_BUDGET_NOTE}",
@@ -80,13 +80,13 @@ EQUIVALENT_SETTINGS = {
     "total_steps": "steps",
     "total_training_steps": "steps",
     "max_training_steps": "steps",
-    "total_epochs": "steps: passes over the data follow from steps and `schedule.groups_per_step`",
-    "num_train_epochs": "steps: passes over the data follow from steps and `schedule.groups_per_step`",
-    "num_generations": "schedule.samples_per_group",
-    "rollouts_per_example": "schedule.samples_per_group",
-    "n_samples_per_prompt": "schedule.samples_per_group",
-    "group_size": "schedule.samples_per_group",
-    "rollout.n": "schedule.samples_per_group",
+    "total_epochs": "steps: passes over the data follow from steps and `schedule.prompts_per_step`",
+    "num_train_epochs": "steps: passes over the data follow from steps and `schedule.prompts_per_step`",
+    "num_generations": "schedule.group_size",
+    "rollouts_per_example": "schedule.group_size",
+    "n_samples_per_prompt": "schedule.group_size",
+    "group_size": "schedule.group_size",
+    "rollout.n": "schedule.group_size",
     # how far generation may be ahead
     "max_staleness": "schedule.max_staleness",
     "max_staleness_steps": "schedule.max_staleness",
@@ -245,11 +245,11 @@ EQUIVALENT_SETTINGS = {
     "ckpt_path": "checkpoint.directory",
     "experiment_name": "name",
     "run_name": "name",
-    "project_name": "observe.project",
-    "wandb.project": "observe.project",
-    "report_to": 'observe.sinks: a list, as ["wandb"]',
-    "logger": 'observe.sinks: a list, as ["wandb"]',
-    "log_with": 'observe.sinks: a list, as ["wandb"]',
+    "project_name": "log.project",
+    "wandb.project": "log.project",
+    "report_to": 'log.to: a list, as ["wandb"]',
+    "logger": 'log.to: a list, as ["wandb"]',
+    "log_with": 'log.to: a list, as ["wandb"]',
     "save_steps": "checkpoint.every_steps",
     "save_freq": "checkpoint.every_steps",
     "save_interval": "checkpoint.every_steps",
@@ -260,10 +260,10 @@ EQUIVALENT_SETTINGS = {
     "resume_from_checkpoint": "resume",
     "resume_mode": "resume",
     "resume_step": "resume",
-    "eval_steps": "evaluation.every",
-    "test_freq": "evaluation.every",
-    "eval_interval": "evaluation.every",
-    "eval.interval": "evaluation.every",
+    "eval_steps": "evaluation.every_steps",
+    "test_freq": "evaluation.every_steps",
+    "eval_interval": "evaluation.every_steps",
+    "eval.interval": "evaluation.every_steps",
     "eval_before_train": "evaluation.at_start",
     "val_before_train": "evaluation.at_start",
     "eval_base_model": "evaluation.at_start",

@@ -533,8 +533,8 @@ class EvaluationSetConfig(Section):
 
     env: EvaluationEnvConfig = msgspec.field(default_factory=lambda: EvaluationEnvConfig())
     """Environment of the set. An empty name: that of `[evaluation]`."""
-    episodes: PositiveInt | None = None
-    samples: PositiveInt | None = None
+    tasks: PositiveInt | None = None
+    samples_per_task: PositiveInt | None = None
     temperature: Temperature | None = None
     pass_reward: SignedFloat | None = None
     seed: Seed | None = None
@@ -543,13 +543,13 @@ class EvaluationSetConfig(Section):
 class EvaluationConfig(Section):
     """Episodes that are played during training, and are never trained."""
 
-    every: int = 0
+    every_steps: int = 0
     """Steps between two evaluations; one more follows the last step. 0: none."""
     at_start: bool = False
     """Evaluate before the first step too."""
-    episodes: PositiveInt = 32
-    """Number of tasks, or all of the environment's if it has fewer. Each is played `samples` times."""
-    samples: PositiveInt = 1
+    tasks: PositiveInt = 32
+    """Number of tasks, or all of the environment's if it has fewer. Each is played `samples_per_task` times."""
+    samples_per_task: PositiveInt = 1
     """Episodes of each task. With n of them the mean reward is avg@n, and pass@k is reported for k = 1, 2, 4, … n."""
     temperature: Temperature | None = None
     """Sampling temperature of the answers. 0: greedy. Unset: `episode.temperature`."""
@@ -559,8 +559,8 @@ class EvaluationConfig(Section):
     """Environment of the evaluation. An empty name: the one that is trained, with its arguments."""
     sets: dict[str, EvaluationSetConfig] = msgspec.field(default_factory=dict)
     """Several sets of tasks, or of answers to the same tasks: `[evaluation.sets.greedy]` with `temperature = 0`
-    beside `[evaluation.sets.sampled]` with `samples = 8`. A set lists what differs from `[evaluation]` (`env`,
-    `episodes`, `samples`, `temperature`, `pass_reward`, `seed`). The sets are played one after the other; views show
+    beside `[evaluation.sets.sampled]` with `samples_per_task = 8`. A set lists what differs from `[evaluation]` (`env`,
+    `tasks`, `samples_per_task`, `temperature`, `pass_reward`, `seed`). The sets are played one after the other; views show
     the first one first."""
     seed: Seed = 0
     """Seed of the tasks. Every evaluation poses the same ones, and training poses none of them."""
@@ -571,9 +571,10 @@ class EvaluationConfig(Section):
         for name in self.sets:
             if not name or not all(c.isalnum() or c in "-_." for c in name):
                 raise ValueError(f"`sets`: {name!r} is no name: letters, digits, `-`, `_` and `.`")
-        if not self.sets and self.temperature == 0 and self.samples > 1:
+        if not self.sets and self.temperature == 0 and self.samples_per_task > 1:
             raise ValueError(
-                f"`temperature` = 0 is greedy, and {self.samples} greedy answers to a task are all the same: set `samples` = 1"
+                f"`temperature` = 0 is greedy, and {self.samples_per_task} greedy answers to a task are all the same: "
+                "set `samples_per_task` = 1"
             )
         for name in self.sets:
             try:
@@ -598,17 +599,18 @@ class EvaluationConfig(Section):
         """Raise `ValueError` if no checkpoint can be the best by `metric` (`checkpoint.keep_best`)."""
         if not metric:
             return
-        if not self.every:
-            raise ValueError(f"`checkpoint.keep_best` = {metric!r} needs evaluations: set `evaluation.every`")
-        if self.every % steps_per_publication:
+        if not self.every_steps:
+            raise ValueError(f"`checkpoint.keep_best` = {metric!r} needs evaluations: set `evaluation.every_steps`")
+        if self.every_steps % steps_per_publication:
             raise ValueError(
                 f"`checkpoint.keep_best` needs a checkpoint of each evaluated step, and only every {steps_per_publication} steps "
-                f"make a version (`schedule.steps_per_publication`): `evaluation.every` = {self.every} must be a multiple of that"
+                f"make a version (`schedule.steps_per_publication`): `evaluation.every_steps` = "
+                f"{self.every_steps} must be a multiple of that"
             )
         figures = [
             f"{name}/{figure}" if name else figure
             for name, each in self.resolve_sets().items()
-            for figure in ("reward_mean", *(f"pass@{k}" for k in list_pass_ks(each.samples)))
+            for figure in ("reward_mean", *(f"pass@{k}" for k in list_pass_ks(each.samples_per_task)))
         ]
         if metric not in figures:
             raise ValueError(
@@ -617,6 +619,6 @@ class EvaluationConfig(Section):
 
 
 def list_pass_ks(samples: int) -> list[int]:
-    """Return the values of k for which pass@k is reported with `samples` episodes of each task: powers of two, and
-    `samples`."""
+    """Return the values of k for which pass@k is reported with `samples_per_task` episodes of each task: powers of two, and
+    `samples_per_task`."""
     return sorted({2**i for i in range(samples.bit_length()) if 2**i <= samples} | {samples})

@@ -362,16 +362,12 @@ def format_trajectory_id(group_index: int, episode_index: int) -> str:
     return f"g{group_index:08d}e{episode_index:04d}"
 
 
-def is_trajectory_of_group(group_index: int, trajectory_id: str, samples_per_group: int) -> bool:
+def is_trajectory_of_group(group_index: int, trajectory_id: str, group_size: int) -> bool:
     """Return whether `trajectory_id` is that of an episode of this group."""
     _, _, episode = trajectory_id.rpartition("e")
     # A longer number belongs to no episode, and takes time to parse.
     index = int(episode) if len(episode) <= 9 and episode.isascii() and episode.isdigit() else -1
-    return (
-        0 <= index < samples_per_group
-        and group_index >= 0
-        and trajectory_id == format_trajectory_id(group_index, index)
-    )
+    return 0 <= index < group_size and group_index >= 0 and trajectory_id == format_trajectory_id(group_index, index)
 
 
 class Trajectory(msgspec.Struct):

@@ -79,7 +79,7 @@ class TraceFilter:
 
     def __init__(self, config: Config):
         self._mode = config.routing.trace
-        self._groups = config.schedule.groups_per_step * config.routing.trace_every
+        self._groups = config.schedule.prompts_per_step * config.routing.trace_every
 
     def should_trace(self, episode_id: str) -> bool:
         """Return True if the routes of this episode are kept.

@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 
 from r3async.config import flatten_section
-from r3async.config.operation import ObserveConfig
+from r3async.config.operation import LogConfig, ObserveConfig
 from r3async.config.section import ConfigError
 from r3async.record.metrics import find_metric
 from r3async.record.reading import read_run_config
@@ -144,15 +144,15 @@ class SinkSet:
         self.close()
 
 
-def check_sinks(config: ObserveConfig) -> None:
+def check_sinks(config: LogConfig) -> None:
     """Raise `ConfigError`, with the pip command, for a sink whose package is not installed."""
-    for name in config.sinks:
+    for name in config.to:
         if package := find_missing_package(name):
-            raise ConfigError(f"`observe.sinks` has {name!r}, whose package is not installed: pip install {package}")
+            raise ConfigError(f"`log.to` has {name!r}, whose package is not installed: pip install {package}")
 
 
 def open_sinks(
-    config: ObserveConfig,
+    config: LogConfig,
     run_dir: Path,
     settings: Mapping[str, Any],
     print_line: PrintLine,
@@ -172,7 +172,7 @@ def open_sinks(
     def maker(name: str) -> Callable[[], SinkBackend]:
         return lambda: SINK_BACKENDS[name](config, run_dir, settings)
 
-    sinks = [Sink(name, maker(name), MAX_QUEUED_ROWS, print_line) for name in config.sinks]
+    sinks = [Sink(name, maker(name), MAX_QUEUED_ROWS, print_line) for name in config.to]
     return SinkSet(sinks, timeout)
 
 
@@ -288,7 +288,7 @@ def write_run_id(run_dir: Path, service: str, run_id: str) -> str:
 class TensorBoardBackend:
     """TensorBoard event files in `runs/NAME/tensorboard`: `tensorboard --logdir runs`. TensorFlow is not needed."""
 
-    def __init__(self, config: ObserveConfig, run_dir: Path, settings: Mapping[str, Any]):
+    def __init__(self, config: LogConfig, run_dir: Path, settings: Mapping[str, Any]):
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.plugins.text.summary import text_pb
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -326,7 +326,7 @@ class WandbBackend:
     and a run that resumes from a checkpoint repeats steps.
     """
 
-    def __init__(self, config: ObserveConfig, run_dir: Path, settings: Mapping[str, Any]):
+    def __init__(self, config: LogConfig, run_dir: Path, settings: Mapping[str, Any]):
         import wandb
 
         number = read_run_id(run_dir, "wandb") or write_run_id(run_dir, "wandb", secrets.token_hex(8))
@@ -357,9 +357,9 @@ class WandbBackend:
 
 
 class MlflowBackend:
-    """An MLflow run of the experiment `observe.project`, in `observe.mlflow_uri` or `runs/NAME/mlruns`."""
+    """An MLflow run of the experiment `log.project`, in `log.mlflow_uri` or `runs/NAME/mlruns`."""
 
-    def __init__(self, config: ObserveConfig, run_dir: Path, settings: Mapping[str, Any]):
+    def __init__(self, config: LogConfig, run_dir: Path, settings: Mapping[str, Any]):
         if not config.mlflow_uri:
             # MLflow 3 refuses its plain-file store without this variable; a database would need one more package.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -410,9 +410,9 @@ class MlflowBackend:
 
 
 class TrackioBackend:
-    """A run of the local trackio project `observe.project`: `trackio show`. Trackio identifies a run by its name."""
+    """A run of the local trackio project `log.project`: `trackio show`. Trackio identifies a run by its name."""
 
-    def __init__(self, config: ObserveConfig, run_dir: Path, settings: Mapping[str, Any]):
+    def __init__(self, config: LogConfig, run_dir: Path, settings: Mapping[str, Any]):
         import trackio
 
         resume = "allow" if read_run_id(run_dir, "trackio") else "never"
@@ -433,7 +433,7 @@ class TrackioBackend:
         self._run.finish()
 
 
-SINK_BACKENDS: dict[str, Callable[[ObserveConfig, Path, Mapping[str, Any]], SinkBackend]] = {
+SINK_BACKENDS: dict[str, Callable[[LogConfig, Path, Mapping[str, Any]], SinkBackend]] = {
     "tensorboard": TensorBoardBackend,
     "wandb": WandbBackend,
     "mlflow": MlflowBackend,

@@ -94,7 +94,7 @@ async def count_tasks_by_part(factory: EnvironmentFactory | None) -> tuple[int |
 def build_evaluation_tasks(
     env: EnvConfig, task_count: int | None, settings: EvaluationConfig, trained_env: EnvConfig | None = None
 ) -> list[EvaluationTask]:
-    """Return the episodes of an evaluation: `settings.samples` of each of the first `settings.episodes` tasks.
+    """Return the episodes of an evaluation: `settings.samples_per_task` of each of the first `settings.tasks` tasks.
 
     The tasks come from the list that `settings.seed` selects, of which a longer one begins with the shorter. Raises
     `ConfigError` if `trained_env` poses the same tasks.
@@ -107,12 +107,12 @@ def build_evaluation_tasks(
     """
     refuse_trained_tasks(env, task_count, trained_env)
     if task_count is None:
-        seeds = [evaluation_seed(settings.seed, i) for i in range(settings.episodes)]
+        seeds = [evaluation_seed(settings.seed, i) for i in range(settings.tasks)]
     else:
         order = TaskCursor(evaluation_seed(settings.seed, 0), task_count)
-        seeds = [order.pick_task(i) for i in range(min(settings.episodes, task_count))]
+        seeds = [order.pick_task(i) for i in range(min(settings.tasks, task_count))]
     # Episodes count from 1: number 0 of a group would keep a preview, which nobody reads.
-    samples = range(1, settings.samples + 1)
+    samples = range(1, settings.samples_per_task + 1)
     return [EvaluationTask(i, sample, seed) for i, seed in enumerate(seeds) for sample in samples]
 
 
@@ -144,8 +144,9 @@ def refuse_trained_tasks(env: EnvConfig, task_count: int | None, trained_env: En
     """
     if task_count is None or trained_env is None or not _has_same_tasks(env, trained_env):
         return
-    keep = "keep some from training with `data.eval`, as 0.05, a number or a file, set `evaluation.every` = 0, or " * (
-        env.name == DATASET_ENV
+    keep = (
+        "keep some from training with `data.eval`, as 0.05, a number or a file, set `evaluation.every_steps` = 0, or "
+        * (env.name == DATASET_ENV)
     )
     raise ConfigError(
         f"`env.name` = {env.name!r} has {task_count} tasks, and the run trains on all of them, so none is left to evaluate: "
@@ -194,7 +195,7 @@ def check_environment(config: Config) -> None:
     _load_task_count(config.env)
     if config.schedule.difficulty.is_active and not any(_load_task_count(each.env) for each in resolve_envs(config)):
         raise ConfigError(NO_SIZE_MESSAGE)
-    for settings in config.evaluation.resolve_sets().values() if config.evaluation.every else ():
+    for settings in config.evaluation.resolve_sets().values() if config.evaluation.every_steps else ():
         env = resolve_evaluation_env(config, settings)
         size = _load_task_count(env)
         refuse_trained_tasks(env, size, config.env)
@@ -202,7 +203,7 @@ def check_environment(config: Config) -> None:
         if env.name == OUTSIDE_AGENT:
             raise ConfigError(
                 f'`env.name` = "{OUTSIDE_AGENT}" cannot be evaluated, since nobody has to come: set `evaluation.env.name` to '
-                "something that plays by itself, or `evaluation.every` = 0"
+                "something that plays by itself, or `evaluation.every_steps` = 0"
             )
     if not is_agent(config.env):
         return

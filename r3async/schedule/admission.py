@@ -67,12 +67,12 @@ class GroupLease(msgspec.Struct, frozen=True):
 
 def count_slots(schedule: ScheduleConfig) -> int:
     """Return `(S + 1) * P * K`: the number of groups that may be leased and not be part of published weights yet."""
-    return (schedule.max_staleness + 1) * schedule.groups_per_step * schedule.steps_per_publication
+    return (schedule.max_staleness + 1) * schedule.prompts_per_step * schedule.steps_per_publication
 
 
 def compute_staleness_bound(schedule: ScheduleConfig) -> int:
     """Return the maximum age of a trained token, in versions, under these settings; see `worst_case_staleness`."""
-    per_version = schedule.groups_per_step * schedule.steps_per_publication
+    per_version = schedule.prompts_per_step * schedule.steps_per_publication
     return worst_case_staleness(schedule.max_staleness, schedule.window, per_version)
 
 
@@ -88,16 +88,16 @@ def worst_case_staleness(max_staleness: int, window: int, groups_per_version: in
     return max_staleness + overtaken
 
 
-def max_groups_for_step(*, slots: int, groups_per_step: int, steps_left: int, consumed_since: int) -> int:
+def max_groups_for_step(*, slots: int, prompts_per_step: int, steps_left: int, consumed_since: int) -> int:
     """Return the maximum number of groups that the next step may take without a step waiting for ever.
 
     Args:
         slots: Number of slots (`count_slots`).
-        groups_per_step: Number of groups that each step needs.
+        prompts_per_step: Number of groups that each step needs.
         steps_left: Steps until the next version is published, including this one.
         consumed_since: Groups that steps took since the last version was published.
     """
-    return slots - consumed_since - groups_per_step * (steps_left - 1)
+    return slots - consumed_since - prompts_per_step * (steps_left - 1)
 
 
 _NonNegative = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -131,7 +131,7 @@ class AdmissionController:
         total_groups: int | None = None,
         on_change: Callable[[], object] = lambda: None,
     ):
-        self.samples_per_group = schedule.samples_per_group
+        self.group_size = schedule.group_size
         self.slots = count_slots(schedule)
         self.total_groups = total_groups
         self.version = 0
@@ -207,12 +207,12 @@ class AdmissionController:
         if free_episodes < 1 or not self.can_lease():
             return None
         group = min(self._waiting_episodes, default=self._next_group)
-        episodes = self._waiting_episodes.get(group, tuple(range(self.samples_per_group)))
+        episodes = self._waiting_episodes.get(group, tuple(range(self.group_size)))
         wanted = len(episodes)
         if len(self._waiting_episodes) + self._new_group_count < idle_owners:
-            left = sum(map(len, self._waiting_episodes.values())) + self._new_group_count * self.samples_per_group
+            left = sum(map(len, self._waiting_episodes.values())) + self._new_group_count * self.group_size
             wanted = min(wanted, -(-left // idle_owners))
-        torn = len(episodes) < self.samples_per_group
+        torn = len(episodes) < self.group_size
         if (
             wanted > free_episodes
             and not torn
@@ -372,8 +372,8 @@ def useful_concurrency(schedule: ScheduleConfig, generators: int) -> float:
 
     This is `max(S, 1) * P * K * G / generators`. Places beyond it cannot be filled for long, and do not count as idle.
     """
-    groups = max(schedule.max_staleness, 1) * schedule.groups_per_step * schedule.steps_per_publication
-    return groups * schedule.samples_per_group / generators
+    groups = max(schedule.max_staleness, 1) * schedule.prompts_per_step * schedule.steps_per_publication
+    return groups * schedule.group_size / generators
 
 
 class StepPace(msgspec.Struct, frozen=True):
@@ -591,7 +591,7 @@ class PaceMonitor:
                 seconds=now - before,
                 waited_seconds=metrics["learner/wait_seconds"],
                 finished_episodes=received - known,
-                trained_episodes=groups * self._schedule.samples_per_group,
+                trained_episodes=groups * self._schedule.group_size,
                 idle_share=self._idle_share,
             )
         )

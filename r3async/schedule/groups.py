@@ -34,7 +34,7 @@ def max_buffer_bytes(config: Config, routing: RoutingShape | None) -> int:
     """
     schedule = config.schedule
     groups = count_slots(schedule)
-    episodes = groups * schedule.samples_per_group
+    episodes = groups * schedule.group_size
     per_token = _bytes_per_token(routing, config.episode.needs_sampling_mask)
     return episodes * (config.episode.max_total_tokens * per_token + TRAJECTORY_HEADER_BYTES)
 
@@ -64,12 +64,12 @@ class GroupBuffer:
     Pure; the receiver and the learner share it.
     """
 
-    def __init__(self, samples_per_group: int, window: int = 1, *, head: int = 0, beyond: Sequence[int] = ()):
+    def __init__(self, group_size: int, window: int = 1, *, head: int = 0, beyond: Sequence[int] = ()):
         """Create an empty buffer.
 
         `head` and `beyond` are the groups that a resumed run has trained already; see `ConsumedGroups`.
         """
-        self.samples_per_group = samples_per_group
+        self.group_size = group_size
         self._consumed = ConsumedGroups(window, head, beyond)
         self._groups: dict[int, dict[int, tuple[Trajectory, int]]] = {}
         self._counted_groups: dict[int, bool] = {}
@@ -93,8 +93,8 @@ class GroupBuffer:
     def needs_trajectory(self, trajectory: Trajectory) -> bool:
         """Return whether the episode is neither here nor trained. Raises `ValueError` for an index out of range."""
         group, episode = trajectory.group_index, trajectory.episode_index
-        if not 0 <= episode < self.samples_per_group:
-            raise ValueError(f"episode {episode} of a group of {self.samples_per_group}")
+        if not 0 <= episode < self.group_size:
+            raise ValueError(f"episode {episode} of a group of {self.group_size}")
         return group not in self._consumed and episode not in self._groups.get(group, {})
 
     def add(self, trajectory: Trajectory, nbytes: int) -> bool:
@@ -109,7 +109,7 @@ class GroupBuffer:
         if group_index in self._consumed:
             return []
         have = self._groups.get(group_index, {})
-        return [i for i in range(self.samples_per_group) if i not in have]
+        return [i for i in range(self.group_size) if i not in have]
 
     def list_task_seeds(self) -> dict[int, int]:
         """Return the task seed of each group of which any trajectory has arrived and that is not taken."""
@@ -117,7 +117,7 @@ class GroupBuffer:
 
     def is_complete(self, group_index: int) -> bool:
         """Return whether no episode of the group is missing."""
-        return group_index in self._consumed or len(self._groups.get(group_index, ())) == self.samples_per_group
+        return group_index in self._consumed or len(self._groups.get(group_index, ())) == self.group_size
 
     def choose_groups(
         self,
@@ -178,4 +178,4 @@ class GroupBuffer:
 
     def episodes_of(self, groups: Sequence[int]) -> list[list[Trajectory]]:
         """Return the episodes of complete groups as `take_groups` does, and leave the groups in the buffer."""
-        return [[self._groups[group][i][0] for i in range(self.samples_per_group)] for group in groups]
+        return [[self._groups[group][i][0] for i in range(self.group_size)] for group in groups]

@@ -345,7 +345,7 @@ class UpdateMonitor:
                     trained_tokens=int(metrics["batch/trained_tokens"]),
                     episodes_failed=failed,
                     hint="no update is made until scores differ within a group: look at the reward and at how hard the "
-                    "tasks are, or raise schedule.samples_per_group",
+                    "tasks are, or raise schedule.group_size",
                 )
             return ""
         if self._steps_without_contrast:

@@ -155,10 +155,10 @@ class TaskFailures:
             played would never be known to have failed as a whole.
     """
 
-    def __init__(self, max_failed_fraction: float, samples_per_group: int, in_flight: int = 0):
+    def __init__(self, max_failed_fraction: float, group_size: int, in_flight: int = 0):
         if not 0 <= max_failed_fraction <= 1:
             raise ValueError(f"a share of failed tasks is in 0..1, got {max_failed_fraction}")
-        self.max_failed_fraction, self._samples_per_group = max_failed_fraction, samples_per_group
+        self.max_failed_fraction, self._group_size = max_failed_fraction, group_size
         self._max_recent = max(RECENT_TASKS, in_flight + 1)
         self._recent_groups: dict[int, dict[int, FailureSource]] = {}
         """Source of the failure of each episode, by group, in the order in which the groups' first episodes ended."""
@@ -175,7 +175,7 @@ class TaskFailures:
         if end.failed_by is None:
             return None
         failed[end.episode_index] = end.failed_by
-        if known is not None or len(failed) < self._samples_per_group or "engine" in failed.values():
+        if known is not None or len(failed) < self._group_size or "engine" in failed.values():
             return None
         return FailedTask(end.task_seed, end.group_index, end.failed_by, end.error)
 
@@ -189,7 +189,7 @@ class TaskFailures:
             f"{self._count_failed(source)} episodes of {tasks} tasks, of the last {len(self._recent_groups)} tasks, failed by "
             f"the {source}; "
             f"supervise.max_failed_fraction = {self.max_failed_fraction:g} allows {int(self._allowed_episodes)} of "
-            f"{self._samples_per_group} a task"
+            f"{self._group_size} a task"
         )
 
     def _count_failed(self, source: FailureSource) -> int:
@@ -198,7 +198,7 @@ class TaskFailures:
     @property
     def _allowed_episodes(self) -> float:
         """The number of episodes that may fail."""
-        return self.max_failed_fraction * max(len(self._recent_groups), MIN_COUNTED_TASKS) * self._samples_per_group
+        return self.max_failed_fraction * max(len(self._recent_groups), MIN_COUNTED_TASKS) * self._group_size
 
 
 class TrajectoryQuarantine:

@@ -253,7 +253,7 @@ def validate_trajectories(
     learner_version: int,
     max_tokens: int,
     routing: RoutingShape | None,
-    samples_per_group: int | None = None,
+    group_size: int | None = None,
     staleness_bound: int | None = None,
     lineage: Lineage | None = None,
     is_recovered: bool = False,
@@ -268,7 +268,7 @@ def validate_trajectories(
         learner_version: Version that the learner is at.
         max_tokens: Maximum number of tokens of a sample (`learner.max_tokens_per_micro_batch`).
         routing: Shape of the model's routes.
-        samples_per_group: Number of episodes of a group.
+        group_size: Number of episodes of a group.
         staleness_bound: Maximum age of a trained token, in versions.
         lineage: Lineage of the run's start.
         is_recovered: True if the trajectories were stored before `lineage` began.
@@ -289,9 +289,9 @@ def validate_trajectories(
     for trajectory, newest in zip(
         trajectories, np.maximum.reduceat(trained, tokens.first_tokens).tolist(), strict=True
     ):
-        if samples_per_group is not None and trajectory.episode_index >= samples_per_group:
+        if group_size is not None and trajectory.episode_index >= group_size:
             raise InvalidTrajectory(
-                f"{trajectory.trajectory_id} is episode {trajectory.episode_index} of a group of {samples_per_group}"
+                f"{trajectory.trajectory_id} is episode {trajectory.episode_index} of a group of {group_size}"
             )
         why = (
             lineage.rejection_reason(trajectory.lineage, newest, learner_version, from_earlier_start=is_recovered)

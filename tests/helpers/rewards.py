@@ -10,5 +10,5 @@ from r3async.rollout.evaluation import BaselinePolicy, evaluate_without_model
 async def mean_reward(factory: EnvironmentFactory, policy: BaselinePolicy, episodes: int) -> float:
     """Return the mean reward of an episode under the environment's oracle or its random policy."""
     env = EnvConfig(name="tested")
-    made = await evaluate_without_model(env, factory, policy, EvaluationConfig(episodes=episodes), max_turns=64)
+    made = await evaluate_without_model(env, factory, policy, EvaluationConfig(tasks=episodes), max_turns=64)
     return made.reward_mean

@@ -100,8 +100,8 @@ class Run:
         shape = self.shape
         schedule = ScheduleConfig(
             max_staleness=shape.staleness,
-            groups_per_step=shape.per_step,
-            samples_per_group=shape.samples,
+            prompts_per_step=shape.per_step,
+            group_size=shape.samples,
             steps_per_publication=shape.per_version,
             window=shape.window,
             split=shape.split,
@@ -224,7 +224,7 @@ class Run:
         if shape.tokens:
             at_most = max_groups_for_step(
                 slots=self.admission.slots,
-                groups_per_step=shape.per_step,
+                prompts_per_step=shape.per_step,
                 steps_left=shape.per_version - self.since[0],
                 consumed_since=self.since[1],
             )

@@ -27,8 +27,8 @@ ROOT = Path(__file__).parents[2]
 STEPS, GROUPS, SAMPLES = 3, 2, 2
 SETTINGS = [
     f"steps={STEPS}",
-    f"schedule.groups_per_step={GROUPS}",
-    f"schedule.samples_per_group={SAMPLES}",
+    f"schedule.prompts_per_step={GROUPS}",
+    f"schedule.group_size={SAMPLES}",
     "generator.kv_cache_gib=0.25",
     "episode.max_turns=2",
     "episode.max_new_tokens=72",
@@ -38,8 +38,8 @@ SETTINGS = [
     "learner.lr=2e-5",
 ]
 EVALUATED = [
-    "evaluation.every=2",
-    "evaluation.episodes=3",
+    "evaluation.every_steps=2",
+    "evaluation.tasks=3",
     "evaluation.env.name=agent:docs.examples.calculator_agent:play",
 ]
 
@@ -114,7 +114,7 @@ def test_a_program_that_knows_only_an_address_and_a_key_plays_with_a_tool_and_it
 def test_each_official_client_unchanged_plays_training_episodes_with_a_tool(trained, tmp_path):
     """OpenAI's for chat and for responses, and Anthropic's, in turn in one run."""
     log = tmp_path / "played"
-    own = ["schedule.samples_per_group=6", "episode.temperature=0.8", "name=clients"]
+    own = ["schedule.group_size=6", "episode.temperature=0.8", "name=clients"]
     _, rows = trained(EnvConfig(name="agent:tests.helpers.agents:each_client", args={"log": os.fspath(log)}), *own)
     played = [line.split() for line in log.read_text().splitlines()]
     for name in CLIENTS:

@@ -9,9 +9,9 @@ import pytest
 from tests.tools.test_docs_blocks import PAGES, blocks
 
 SMALLER = {
-    'schedule={"max_staleness": 0}': 'schedule={"max_staleness": 0, "groups_per_step": 4, "samples_per_group": 4}, '
+    'schedule={"max_staleness": 0}': 'schedule={"max_staleness": 0, "prompts_per_step": 4, "group_size": 4}, '
     'model={"init": {"max_warm_steps": 10}}, steps=2',
-    "steps=20": 'schedule={"groups_per_step": 8, "samples_per_group": 8}, steps=2',  # warmed up, or no answer is right
+    "steps=20": 'schedule={"prompts_per_step": 8, "group_size": 8}, steps=2',  # warmed up, or no answer is right
     "episodes=256": "episodes=8",
 }
 PROGRAMS = [(page.stem, block.text) for page in PAGES for block in blocks(page) if block.how == "train"]

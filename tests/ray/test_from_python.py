@@ -18,7 +18,7 @@ SETTINGS = {
     "generator": {"engine": "scripted", "engine_args": {"token_seconds": 0.0}},
     "weights": {"probe": False},
     "learner": {"dtype": "float32", "threads": 1},
-    "schedule": {"groups_per_step": 2, "samples_per_group": 2},
+    "schedule": {"prompts_per_step": 2, "group_size": 2},
     "episode": {"max_new_tokens": 4, "max_prompt_tokens": 64, "max_total_tokens": 128},
     "checkpoint": {"every_steps": 2, "every_minutes": 0},
 }
@@ -54,10 +54,10 @@ class Listener(r3async.Callback):
 
 run = r3async.train(
     "quickstart", environment=Sums, callbacks=[Listener()], runs=runs, name="sums", steps=4, model={"path": model},
-    env={"args": {"most": 5}}, evaluation={"every": 2, "episodes": 3, "at_start": True, "sets": {
-        "greedy": {"temperature": 0}, "many": {"samples": 2}}}, **settings,
+    env={"args": {"most": 5}}, evaluation={"every_steps": 2, "tasks": 3, "at_start": True, "sets": {
+        "greedy": {"temperature": 0}, "many": {"samples_per_task": 2}}}, **settings,
 )
-again = r3async.evaluate(run, environment=Sums, episodes=2)
+again = r3async.evaluate(run, environment=Sums, tasks=2)
 print(json.dumps({"run": str(run), "heard": heard, "again": [again.sets["many"].episodes, again.sets["greedy"].tasks]}))
 """
 

@@ -48,7 +48,7 @@ def trained(local_ray, tmp_path_factory):
             "learner.lora.rank=16",
             "learner.lr=1e-3",
             f"steps={STEPS}",
-            "evaluation.every=100",
+            "evaluation.every_steps=100",
         ]
         return train(load_config("complements.toml", [*more, "name=second"]), "complements", console, path)
 

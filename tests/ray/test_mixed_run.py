@@ -19,9 +19,9 @@ def test_two_environments_are_trained_and_evaluated_each_by_its_label(tmp_path):
             {"name": "guess", "label": "small", "args": {"highest": 8}, "max_turns": 2, "max_new_tokens": 4},
         ],
         "steps": 3,
-        "schedule": {"groups_per_step": 4, "samples_per_group": 4},
+        "schedule": {"prompts_per_step": 4, "group_size": 4},
         "generator": {"kv_cache_gib": 0.25},
-        "evaluation": {"every": 3, "episodes": 4},
+        "evaluation": {"every_steps": 3, "tasks": 4},
         "model": {"init": {"max_warm_steps": 10}},
         "name": "mixed",
     }

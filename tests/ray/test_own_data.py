@@ -49,10 +49,10 @@ def test_rows_and_rewards_of_ones_own_are_trained_evaluated_and_told_by_name(tmp
     settings = {
         "data": {"path": "sums.jsonl", "eval": 5},
         "reward": [{"fn": f"rewards.py:{name}", "weight": weight} for name, weight in WEIGHTS.items()],
-        "schedule": {"groups_per_step": 4, "samples_per_group": 4},
+        "schedule": {"prompts_per_step": 4, "group_size": 4},
         "generator": {"dtype": "float32", "kv_cache_gib": 0.25},
         "learner": {"dtype": "float32", "lr": 2e-4},
-        "evaluation": {"every": 3, "episodes": 8},
+        "evaluation": {"every_steps": 3, "tasks": 8},
         "model": {"init": {"warm_reward": 0.1}},
         "episode": {"max_new_tokens": 8, "max_prompt_tokens": 64, "max_total_tokens": 128},
         "name": "own",

@@ -21,7 +21,7 @@ from r3async.views.summary import summarize_run
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 
-SMALL = ["steps=4", "schedule.groups_per_step=4", "schedule.samples_per_group=4", "generator.kv_cache_gib=0.25"]
+SMALL = ["steps=4", "schedule.prompts_per_step=4", "schedule.group_size=4", "generator.kv_cache_gib=0.25"]
 STEPS = 12
 GENTLE = "learner.lr=2e-5"  # so small that drift can only come from something misaligned
 PROMISED_METRICS = [
@@ -163,7 +163,7 @@ def test_staleness_zero_is_on_policy_and_the_learner_agrees_with_the_engine(warm
         steps=3,
         model={"path": str(warm_model)},
         generator={"kv_cache_gib": 0.25},
-        schedule={"groups_per_step": 4, "samples_per_group": 4, "max_staleness": 0},
+        schedule={"prompts_per_step": 4, "group_size": 4, "max_staleness": 0},
         routing={"replay": "off"},
     )
     assert run_dir == tmp_path / "on-policy"

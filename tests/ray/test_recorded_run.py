@@ -16,9 +16,9 @@ from r3async.tools.train import train
 pytestmark = [pytest.mark.nightly, pytest.mark.ray, pytest.mark.timeout(400)]
 
 SETTINGS = (
-    *("name=recorded", "observe.record=full", "checkpoint.every_steps=2", "evaluation.every=0"),
+    *("name=recorded", "observe.record=full", "checkpoint.every_steps=2", "evaluation.every_steps=0"),
     *("model.init.max_warm_steps=1", "model.init.warm_reward=0", "generator.kv_cache_gib=0.25", "learner.threads=1"),
-    *("schedule.groups_per_step=2", "schedule.samples_per_group=4", "schedule.max_staleness=2"),
+    *("schedule.prompts_per_step=2", "schedule.group_size=4", "schedule.max_staleness=2"),
 )
 
 

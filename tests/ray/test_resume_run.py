@@ -25,8 +25,8 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 SCRIPTED = [
     "generator.engine=scripted",
     "weights.probe=false",
-    "schedule.groups_per_step=2",
-    "schedule.samples_per_group=4",
+    "schedule.prompts_per_step=2",
+    "schedule.group_size=4",
     "checkpoint.every_steps=2",
     "supervise.restart_backoff=0.1",
 ]
@@ -59,13 +59,13 @@ def events(run_dir, name):
     return [e for e in read_json_objects(run_dir / "events.jsonl") if e["event"] == name]
 
 
-def check_books(run_dir, steps, groups_per_step=2, samples=4):
+def check_books(run_dir, steps, prompts_per_step=2, samples=4):
     """Every step once, in order; every group once; every episode of it once; a row for every step."""
     lines = trained(run_dir)
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     assert [r["step"] for r in read_json_objects(run_dir / "metrics.jsonl")] == list(range(1, steps + 1))
     groups = [g for line in lines for g in line["groups"]]
-    assert sorted(groups) == list(range(steps * groups_per_step))
+    assert sorted(groups) == list(range(steps * prompts_per_step))
     names = [t for line in lines for t in line["trajectories"]]
     assert len(set(names)) == len(names) == len(groups) * samples
 

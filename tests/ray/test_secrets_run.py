@@ -63,8 +63,8 @@ def test_a_run_writes_none_of_its_secrets_anywhere(untrained, tmp_path, monkeypa
         "steps=2",
         "generator.concurrency=4",
         "episode.max_turns=1",
-        "evaluation.every=1",
-        "evaluation.episodes=2",
+        "evaluation.every_steps=1",
+        "evaluation.tasks=2",
     ]
     config = load_config("quickstart", settings(untrained, "run", *chosen))
     agent = EnvConfig(

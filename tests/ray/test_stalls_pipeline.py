@@ -22,8 +22,8 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 STEPS = 6
 SMALL = [
     f"steps={STEPS}",
-    "schedule.groups_per_step=2",
-    "schedule.samples_per_group=4",
+    "schedule.prompts_per_step=2",
+    "schedule.group_size=4",
     "generator.engine=scripted",
     "generator.engine_args={ token_seconds = 0.02 }",
     "weights.probe=false",

@@ -16,7 +16,7 @@ from tests.helpers.engine import needs_fp8_cache
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("local_ray")]
 
-SMALL = ["steps=6", "schedule.groups_per_step=4", "schedule.samples_per_group=4", "generator.kv_cache_gib=0.25"]
+SMALL = ["steps=6", "schedule.prompts_per_step=4", "schedule.group_size=4", "generator.kv_cache_gib=0.25"]
 CHANGES = ["learner.lr=3e-3", "weights.probe_every=1", "routing.trace=off"]
 
 

@@ -31,8 +31,8 @@ from r3async.data.tokens import format_trajectory_id
 
 RULES = Rules(
     steps=4,
-    groups_per_step=1,
-    samples_per_group=2,
+    prompts_per_step=1,
+    group_size=2,
     slots=3,
     age_bound=3,
     window=2,

@@ -11,7 +11,7 @@ from r3async.record.reading import read_json_objects
 
 
 def test_a_run_writes_the_metrics_of_the_catalogue_and_no_others(machine) -> None:
-    settings = ["steps=3", "schedule.groups_per_step=4", "schedule.samples_per_group=4", "weights.directory=/memory"]
+    settings = ["steps=3", "schedule.prompts_per_step=4", "schedule.group_size=4", "weights.directory=/memory"]
     machine.run_dir.mkdir(parents=True)
     with contextlib.suppress(NotTrained):
         machine.train(preset="fully_async", settings=[*settings, "generator.engine=scripted", "weights.probe=false"])

@@ -13,8 +13,8 @@ from r3async.tools.capacity.cluster import Distribution, EngineSpeed, LearnerSpe
 ONE = Model(
     generators=1,
     places=64,
-    groups_per_step=4,
-    samples_per_group=2,
+    prompts_per_step=4,
+    group_size=2,
     max_staleness=0,
     engine=EngineSpeed(0.01),
     learner=LearnerSpeed(3.0),
@@ -110,7 +110,7 @@ def test_every_run_moves_and_keeps_its_bound_on_age(
         learner=LearnerSpeed(0.5, 0.0001, 0.05, 0.05, 0.05, 0.1),
     )
     made = predict(model, steps=12, settle=3, seed=seed)
-    assert made.max_age <= worst_case_staleness(staleness, window, model.groups_per_step * publication)
+    assert made.max_age <= worst_case_staleness(staleness, window, model.prompts_per_step * publication)
     assert 0 <= made.learner_idle <= 1
     assert 0 <= made.engine_idle <= 1
     assert made == predict(model, steps=12, settle=3, seed=seed)

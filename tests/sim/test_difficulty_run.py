@@ -29,7 +29,7 @@ class Graded(Game):
 RUN = [
     "env.name=tests.sim.test_difficulty_run:Graded",
     "steps=60",
-    "schedule.groups_per_step=1",
+    "schedule.prompts_per_step=1",
     "checkpoint.every_steps=5",
     "buffer.durability=disk",
     "schedule.difficulty.groups=2",

@@ -30,8 +30,8 @@ BUDGET = 3
 DYNAMIC = [
     "env.name=tests.sim.test_dynamic_sampling:Flat",
     "steps=15",
-    "schedule.groups_per_step=2",
-    "schedule.samples_per_group=8",
+    "schedule.prompts_per_step=2",
+    "schedule.group_size=8",
     "schedule.max_staleness=3",
     "algorithm.filter_zero_variance=true",
 ]

@@ -11,8 +11,8 @@ from r3async.views.summary import summarize_run
 
 SLOW = "generator.engine_args={ token_seconds = 0.1 }"
 EVALUATED = [
-    "evaluation.every=3",
-    "evaluation.episodes=400",
+    "evaluation.every_steps=3",
+    "evaluation.tasks=400",
     "generator.concurrency=8",
     "checkpoint.every_steps=1",
     SLOW,
@@ -86,7 +86,7 @@ def test_an_evaluation_that_was_cut_off_is_played_with_the_weights_that_are_resu
 
 
 def test_the_row_of_an_evaluation_that_a_resume_takes_back_is_written_again_and_nothing_is_played_twice(machine):
-    quick = ["evaluation.every=3", "evaluation.episodes=2", "checkpoint.every_steps=3", SLOW]
+    quick = ["evaluation.every_steps=3", "evaluation.tasks=2", "checkpoint.every_steps=3", SLOW]
 
     async def late(machine):
         await machine.event("evaluation_finished")
@@ -103,7 +103,7 @@ def test_the_row_of_an_evaluation_that_a_resume_takes_back_is_written_again_and_
 
 
 def test_results_of_steps_that_a_resume_takes_back_are_removed(machine):
-    settings = ["evaluation.every=1", "evaluation.episodes=2", "checkpoint.every_steps=2", SLOW]
+    settings = ["evaluation.every_steps=1", "evaluation.tasks=2", "checkpoint.every_steps=2", SLOW]
 
     async def late(machine):
         await machine.until(lambda: [e for e in machine.events("evaluation_finished") if e["step"] >= 3])

@@ -79,7 +79,7 @@ def test_a_generator_that_is_stopped_for_good_holds_nobody_up(machine, seed):
         await asyncio.sleep(1)
         stopped.append(await machine.freeze("generator-0"))
 
-    settings = ["generator.count=2", "supervise.stop_grace_seconds=2", "evaluation.every=2", "evaluation.episodes=4"]
+    settings = ["generator.count=2", "supervise.stop_grace_seconds=2", "evaluation.every_steps=2", "evaluation.tasks=4"]
     run(machine, stop, *settings, "env.name=tests.sim.test_held_up:Slow")
     assert not machine.events("stalled")
     assert not machine.events("generator_lost")

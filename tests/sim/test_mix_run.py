@@ -12,10 +12,10 @@ MIX = [
     "{ name = 'tests.sim.test_mix_run:Few', label = 'few', max_turns = 1, max_new_tokens = 2 }]",
     "steps=12",
     "schedule.max_staleness=0",
-    "schedule.groups_per_step=4",
+    "schedule.prompts_per_step=4",
     "checkpoint.every_steps=3",
-    "evaluation.every=6",
-    "evaluation.episodes=3",
+    "evaluation.every_steps=6",
+    "evaluation.tasks=3",
     "evaluation.sets.few.env.name=tests.sim.whole:Game",
 ]
 

@@ -33,7 +33,7 @@ def rows_for(name: str, directory: Path) -> list[str]:
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_runs_without_a_model_that_plays_and_keeps_its_bound(machine, name, tmp_path):
     small = rows_for(name, tmp_path)
-    small += ["steps=3", "schedule.groups_per_step=4", "schedule.samples_per_group=4", "weights.directory=/memory"]
+    small += ["steps=3", "schedule.prompts_per_step=4", "schedule.group_size=4", "weights.directory=/memory"]
     settings = [*small, "generator.engine=scripted", "weights.probe=false"]
     settings += ["schedule.tokens_per_step=40"] * (name == "fully_async_long_tail")
     machine.run_dir.mkdir(parents=True)

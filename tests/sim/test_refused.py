@@ -96,7 +96,7 @@ class Rows:
 @SEEDS
 def test_a_bad_row_costs_its_group_and_is_not_posed_again_also_after_a_resume(machine, seed):
     settings = [
-        f"schedule.samples_per_group={SAMPLES}",
+        f"schedule.group_size={SAMPLES}",
         "generator.count=2",
         "generator.concurrency=4",  # groups are played in parts, by both
         "episode.retries=0",

@@ -23,7 +23,7 @@ def test_every_workload_is_a_configuration_that_a_run_takes_and_survives_json():
         config = workload.config(Path("model"))
         assert config_from_dict(config_to_dict(config)) == config
         assert msgspec.json.decode(msgspec.json.encode(workload), type=Workload) == workload == draw_workload(seed)
-        assert workload.rules().slots >= workload.groups_per_step
+        assert workload.rules().slots >= workload.prompts_per_step
 
 
 def test_workloads_differ_in_what_matters():

@@ -30,8 +30,8 @@ SMALL = [
     "episode.max_turns=1",
     "algorithm.credit=trajectory",
     "generator.engine_args={ token_seconds = 0.02 }",
-    "schedule.groups_per_step=2",
-    "schedule.samples_per_group=4",
+    "schedule.prompts_per_step=2",
+    "schedule.group_size=4",
     "supervise.restart_backoff=0.1",
     "observe.timeline=false",
 ]

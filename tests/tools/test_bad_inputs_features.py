@@ -27,18 +27,18 @@ SETTINGS = [
     ("learner.lora.rnak=3", "did you mean `learner.lora.rank`"),
     ("learner.lora.rank=4 learner.backend=scripted", "`lora.rank` needs another backend"),
     # evaluations
-    ("evaluation.every=-1", "`every` must be 0 or more"),
-    ("evaluation.samples=0", "`samples` must be greater than 0"),
+    ("evaluation.every_steps=-1", "`every_steps` must be 0 or more"),
+    ("evaluation.samples_per_task=0", "`samples_per_task` must be greater than 0"),
     ("evaluation.temperature=-1", "`temperature` must be 0 or more"),
-    ("evaluation.temperature=0 evaluation.samples=4", "4 greedy answers to a task are all the same"),
+    ("evaluation.temperature=0 evaluation.samples_per_task=4", "4 greedy answers to a task are all the same"),
     ("evaluation.env.args.letters=3", "name the environment that they are for"),
-    ("evaluation.every=10 evaluation.env.name=revers-text", "did you mean 'reverse-text'"),
+    ("evaluation.every_steps=10 evaluation.env.name=revers-text", "did you mean 'reverse-text'"),
     ("evaluation.sets.a=3", "`evaluation.sets.a` is a section"),
-    ("evaluation.sets.a.samples=0", "[evaluation.sets.a] `samples` must be greater than 0"),
+    ("evaluation.sets.a.samples_per_task=0", "[evaluation.sets.a] `samples_per_task` must be greater than 0"),
     ("evaluation.sets.a.temperatur=0", "did you mean `evaluation.sets.a.temperature`"),
-    ("evaluation.sets.a/b.samples=2", "'a/b' is no name"),
-    ("checkpoint.keep_best=pass@4", "set `evaluation.every`"),
-    ("checkpoint.keep_best=pass@4 evaluation.every=10", "reward_mean, pass@1"),
+    ("evaluation.sets.a/b.samples_per_task=2", "'a/b' is no name"),
+    ("checkpoint.keep_best=pass@4", "set `evaluation.every_steps`"),
+    ("checkpoint.keep_best=pass@4 evaluation.every_steps=10", "reward_mean, pass@1"),
     # dynamic sampling
     ("schedule.replaced_groups=2", "set `algorithm.filter_zero_variance` = true"),
     ("schedule.replaced_groups=-1", "`replaced_groups` must be 0 or more"),
@@ -98,7 +98,7 @@ COMMANDS = [
     ("train quickstart algorithm.distillation.teacher=nowhere", "is not a model directory"),
     ("report nowhere --serve", "no run 'nowhere'"),
     ("report empty --serve --port 99999", "--port"),
-    ("eval nowhere --samples 4", "it is `evaluation.samples` here"),
+    ("eval nowhere --samples-per-task 4", "it is `evaluation.samples_per_task` here"),
 ]
 
 

@@ -52,11 +52,7 @@ def test_the_learner_is_compared_with_a_bare_loop_and_all_else_with_a_bare_engin
 def test_the_peer_has_the_settings_of_our_run(case, tmp_path):
     config = configure(case, PLAN, 3, tmp_path)
     job = peer_job(config, 2, 20)
-    assert (
-        (job["groups"], job["samples"])
-        == (16, 8)
-        == (config.schedule.groups_per_step, config.schedule.samples_per_group)
-    )
+    assert (job["groups"], job["samples"]) == (16, 8) == (config.schedule.prompts_per_step, config.schedule.group_size)
     assert (job["lr"], job["seed"], job["max_turns"]) == (
         {"b": 2e-4}.get(case, 3e-4),
         3,

@@ -21,7 +21,7 @@ FIGURES = {
     "weights/update_seconds": 0.3,
     "reward/mean": 0.5,
 }
-PLAN = Plan([0, 1], steps=12, settle=4, groups_per_step=2, samples_per_group=2)
+PLAN = Plan([0, 1], steps=12, settle=4, prompts_per_step=2, group_size=2)
 
 
 def write_run(directory: Path, config: Config) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
 SECTION = PAGE.split("## Your own")[1].split("\n## ")[0]
-FEWER = "steps=2 schedule.groups_per_step=4 schedule.samples_per_group=4 model.init.max_warm_steps=10 name=shift"
+FEWER = "steps=2 schedule.prompts_per_step=4 schedule.group_size=4 model.init.max_warm_steps=10 name=shift"
 
 
 def test_it_takes_fewer_than_sixty_lines_of_code():
@@ -29,7 +29,7 @@ def test_the_page_takes_a_reader_to_a_trained_environment(tmp_path):
             (tmp_path / re.match(r"# (\S+)", text).group(1)).write_text(text)
             continue
         assert kind == "sh"
-        script = text.replace("train shift.toml", f"train shift.toml {FEWER}").replace("--episodes 64", "--episodes 8")
+        script = text.replace("train shift.toml", f"train shift.toml {FEWER}").replace("--tasks 64", "--tasks 8")
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         done = subprocess.run(
             ["bash", "-ec", script],

@@ -138,7 +138,7 @@ def make_dataset_run(tmp_path, evaluation=""):
     return train
 
 
-async def played(target, monkeypatch, episodes):
+async def played(target, monkeypatch, tasks):
     """The prompts that `r3async eval` posed, and what it told the maker of its engine."""
     chat, told = renderer(), []
     engine = await ready(answer_ids(chat, "yes"))
@@ -148,7 +148,7 @@ async def played(target, monkeypatch, episodes):
         told.append((config, model, seed))
         return engine
 
-    await run_evaluation(target.with_tasks(episodes, 0), make_engine=make)
+    await run_evaluation(target.with_tasks(tasks, 0), make_engine=make)
     texts = {chat.tokenizer.decode([int(t) for t in call.prompt_ids]) for call in engine.requests}
     return texts, told
 
@@ -159,7 +159,7 @@ async def test_eval_poses_the_tasks_of_the_runs_evaluations_each_once_and_builds
     held_out = write_rows(tmp_path / "test.jsonl", *(f"test{i}" for i in range(4)))
     make_dataset_run(tmp_path, f'[evaluation]\nseed = 5\n[evaluation.env]\nname = "{held_out}"\n')
     target = find_evaluation_target("rows", None, None, [], tmp_path)
-    texts, told = await played(target, monkeypatch, episodes=4)
+    texts, told = await played(target, monkeypatch, tasks=4)
     assert [sum(f"test{i}" in text for text in texts) for i in range(4)] == [1, 1, 1, 1]
     assert not any("train" in text for text in texts)
     assert told == [(target.with_tasks(4, 0).config, str(tmp_path / "rows" / "model"), 7)]
@@ -189,7 +189,7 @@ async def test_tasks_that_were_trained_are_not_evaluated_unless_the_model_is_nam
         find_evaluation_target("rows", None, name, ["env.args.reward=contains"], tmp_path),
     ):
         with pytest.raises(ConfigError, match=r"has 6 tasks, and the run trains on all.*`evaluation\.env`"):
-            await played(target, monkeypatch, episodes=4)
+            await played(target, monkeypatch, tasks=4)
     directory = find_evaluation_target(
         str(tmp_path / "rows" / "model"),
         None,
@@ -197,7 +197,7 @@ async def test_tasks_that_were_trained_are_not_evaluated_unless_the_model_is_nam
         ["episode.max_total_tokens=128", "episode.max_prompt_tokens=64"],
         tmp_path,
     )
-    texts, _ = await played(directory, monkeypatch, episodes=6)
+    texts, _ = await played(directory, monkeypatch, tasks=6)
     assert [sum(f"train{i}" in text for text in texts) for i in range(6)] == [1] * 6
 
 
@@ -212,7 +212,7 @@ async def test_a_model_plays_own_rows_with_the_preset_that_trains_them(tmp_path,
     write_rows(tmp_path / "rows.jsonl", *(f"row{i}." for i in range(40)))
     overrides = [f"data={tmp_path / 'rows.jsonl'}", "reward=contains", *keep]
     target = find_evaluation_target(make_model(tmp_path), "math", None, overrides, tmp_path)
-    texts, [(config, *_)] = await played(target, monkeypatch, episodes=None)
+    texts, [(config, *_)] = await played(target, monkeypatch, tasks=None)
     assert sum(f"row{i}." in text for text in texts for i in range(40)) == posed
     assert (config.episode.max_new_tokens, config.env.args["reward"]) == (512, "contains")
 
@@ -229,11 +229,11 @@ async def test_a_runs_model_plays_other_rows_than_those_that_the_run_noted(tmp_p
     config.write_text(config.read_text().replace(f'name = "{train}"', noted))
     write_rows(tmp_path / "new.jsonl", *(f"new{i}" for i in range(4)))
     with pytest.raises(ConfigError, match="the rows are not those that the run began with"):
-        await played(find_evaluation_target("rows", None, None, ["reward=contains"], tmp_path), monkeypatch, episodes=4)
+        await played(find_evaluation_target("rows", None, None, ["reward=contains"], tmp_path), monkeypatch, tasks=4)
     target = find_evaluation_target("rows", None, None, [f"data={tmp_path / 'new.jsonl'}"], tmp_path)
     assert "digest" not in target.config.env.args
     target = msgspec.structs.replace(target, trained_env=None)  # whose rows are not there
-    texts, _ = await played(target, monkeypatch, episodes=4)
+    texts, _ = await played(target, monkeypatch, tasks=4)
     assert sum(f"new{i}" in text for text in texts for i in range(4)) == 4
 
 
@@ -241,7 +241,7 @@ def test_rows_of_which_none_are_kept_for_evaluations_say_what_to_set(tmp_path):
     write_rows(tmp_path / "rows.jsonl", "a", "b", "c")
     config = load_config("math", [f"data={tmp_path / 'rows.jsonl'}", "reward=exact", "data.eval=0"])
     with pytest.raises(
-        ConfigError, match=r"has 3 tasks.*`data\.eval`, as 0\.05.*`evaluation\.every` = 0.*`evaluation\.env`"
+        ConfigError, match=r"has 3 tasks.*`data\.eval`, as 0\.05.*`evaluation\.every_steps` = 0.*`evaluation\.env`"
     ):
         check_environment(config)
 
@@ -250,9 +250,9 @@ def test_a_run_that_would_evaluate_what_it_trains_is_refused_before_it_starts(tm
     train = {"name": write_rows(tmp_path / "train.jsonl", "a", "b")}
     check_environment(config_from_dict({"env": train}))
     with pytest.raises(ConfigError, match="has 2 tasks, and the run trains on all"):
-        check_environment(config_from_dict({"env": train, "evaluation": {"every": 1}}))
+        check_environment(config_from_dict({"env": train, "evaluation": {"every_steps": 1}}))
     test = {"name": write_rows(tmp_path / "test.jsonl", "c")}
-    check_environment(config_from_dict({"env": train, "evaluation": {"every": 1, "env": test}}))
+    check_environment(config_from_dict({"env": train, "evaluation": {"every_steps": 1, "env": test}}))
 
 
 def test_rows_that_training_poses_too_are_not_evaluated_and_the_first_is_named(tmp_path, monkeypatch):
@@ -261,21 +261,21 @@ def test_rows_that_training_poses_too_are_not_evaluated_and_the_first_is_named(t
     with pytest.raises(
         ConfigError, match=r"1 rows of 'dataset:.*test\.jsonl'.* such as .*test\.jsonl.*2.*`data\.eval`"
     ):
-        check_environment(config_from_dict({"env": train, "evaluation": {"every": 1, "env": test}}))
+        check_environment(config_from_dict({"env": train, "evaluation": {"every_steps": 1, "env": test}}))
     sets = {"new": {"env": {"name": write_rows(tmp_path / "new.jsonl", "e")}}, "old": {"env": test}}
     with pytest.raises(ConfigError, match="1 rows of"):
-        check_environment(config_from_dict({"env": train, "evaluation": {"every": 1, "sets": sets}}))
+        check_environment(config_from_dict({"env": train, "evaluation": {"every_steps": 1, "sets": sets}}))
     make_dataset_run(tmp_path)
     other = write_rows(tmp_path / "other.jsonl", "new", "train3")
     with pytest.raises(ConfigError, match="1 rows of"):
         check_target(find_evaluation_target("rows", None, other, [], tmp_path), "model")
     kept = {"name": "dataset", "args": {"path": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "test.jsonl")}}
     kept["args"]["reward"] = "exact"
-    check_environment(config_from_dict({"env": kept, "evaluation": {"every": 1}}))  # leaves "b" out of training
+    check_environment(config_from_dict({"env": kept, "evaluation": {"every_steps": 1}}))  # leaves "b" out of training
 
 
 async def test_the_sets_of_a_run_are_played_and_its_result_is_kept_beside_its_checkpoints(tmp_path, monkeypatch):
-    sets = "[evaluation]\nepisodes = 2\n[evaluation.sets.greedy]\ntemperature = 0\n[evaluation.sets.sampled]\nsamples = 4\n"
+    sets = "[evaluation]\ntasks = 2\n[evaluation.sets.greedy]\ntemperature = 0\n[evaluation.sets.sampled]\nsamples_per_task = 4\n"
     held_out = write_rows(tmp_path / "test.jsonl", *(f"test{i}" for i in range(4)))
     run = make_dataset_run(tmp_path, f'{sets}[evaluation.env]\nname = "{held_out}"\n') and tmp_path / "rows"
     chat, engine = renderer(), await ready(answer_ids(renderer(), "no"))
@@ -294,6 +294,6 @@ async def test_the_sets_of_a_run_are_played_and_its_result_is_kept_beside_its_ch
     assert paths == [run / "checkpoints" / f"evaluation-model-{n}.json" for n in (1, 2)]
     assert json.loads(paths[0].read_text())["result"]["sets"]["sampled"]["passes"]["4"] == [1.0, 1.0, 1.0]
     alone = find_evaluation_target("rows", None, "guess", [], tmp_path).with_tasks(5, 3).config.evaluation
-    assert (alone.sets, alone.episodes, alone.seed) == ({}, 5, 3)
+    assert (alone.sets, alone.tasks, alone.seed) == ({}, 5, 3)
     each = find_evaluation_target("rows", None, None, [], tmp_path).with_tasks(5, None).config.evaluation.resolve_sets()
-    assert [(s.episodes, s.samples) for s in each.values()] == [(5, 1), (5, 4)]
+    assert [(s.tasks, s.samples_per_task) for s in each.values()] == [(5, 1), (5, 4)]

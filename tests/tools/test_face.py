@@ -86,7 +86,7 @@ def test_a_wrong_setting_of_train_and_evaluate_is_named(tmp_path):
 
 async def test_within_a_running_event_loop_as_a_notebooks_both_are_called_alike(tmp_path):
     assert asyncio.get_running_loop().is_running()
-    assert r3async.evaluate(env="reverse-text", policy="oracle", episodes=2, runs=tmp_path).episodes == 2
+    assert r3async.evaluate(env="reverse-text", policy="oracle", tasks=2, runs=tmp_path).episodes == 2
     with pytest.raises(ConfigError, match="`callbacks"):
         r3async.train("quickstart", runs=tmp_path, callbacks=[3])
     assert list(tmp_path.iterdir()) == []
@@ -131,8 +131,8 @@ def test_a_class_and_a_function_stand_where_names_do():
         def oracle(self):
             return "0.25"
 
-    assert r3async.evaluate(environment=Fixed, policy="oracle", episodes=3).reward_mean == 0.25
-    assert r3async.evaluate(env=lambda: Fixed(), policy="oracle", episodes=3).reward_mean == 0.25
+    assert r3async.evaluate(environment=Fixed, policy="oracle", tasks=3).reward_mean == 0.25
+    assert r3async.evaluate(env=lambda: Fixed(), policy="oracle", tasks=3).reward_mean == 0.25
 
 
 def test_a_function_is_a_reward_and_one_that_cannot_be_pickled_is_named(tmp_path):
@@ -141,7 +141,7 @@ def test_a_function_is_a_reward_and_one_that_cannot_be_pickled_is_named(tmp_path
     here = threading.Lock()
     found = r3async.evaluate(
         data={"path": str(rows), "eval": 3}, reward=lambda text, answer: 2.0 * (text == answer), env="dataset", policy="oracle",
-        episodes=3, evaluation={"samples": 2, "pass_reward": 2},
+        tasks=3, evaluation={"samples_per_task": 2, "pass_reward": 2},
     )  # fmt: skip
     assert (found.reward_mean, found.episodes, found.passes["2"][0]) == (2.0, 6, 1.0)
     with pytest.raises(
@@ -151,7 +151,7 @@ def test_a_function_is_a_reward_and_one_that_cannot_be_pickled_is_named(tmp_path
 
 
 def test_evaluate_plays_the_tasks_of_an_environment():
-    found = r3async.evaluate(env="reverse-text", policy="oracle", episodes=4)
+    found = r3async.evaluate(env="reverse-text", policy="oracle", tasks=4)
     assert (found.episodes, found.reward_mean) == (4, 1.0)
 
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 AGENT_PORT = 52365  # Ray's default for the agent that takes jobs
 SMALL = [
     *("steps=1", "generator.engine=scripted", "weights.probe=false", "learner.threads=1"),
-    *("schedule.groups_per_step=2", "schedule.samples_per_group=2"),
+    *("schedule.prompts_per_step=2", "schedule.group_size=2"),
     *("model.init.max_warm_steps=2", "model.init.warm_reward=0"),
 ]
 
@@ -220,7 +220,7 @@ class Sums:
 heard = []
 r3async.train("quickstart", environment=Sums, callbacks=[lambda record: heard.append(record.step)], runs=RUNS, name="job",
     steps=1, model={"init": {"max_warm_steps": 2, "warm_reward": 0}}, learner={"threads": 1}, weights={"probe": False},
-    generator={"engine": "scripted"}, schedule={"groups_per_step": 2, "samples_per_group": 2})
+    generator={"engine": "scripted"}, schedule={"prompts_per_step": 2, "group_size": 2})
 print("heard of", heard)
 """
 

@@ -59,7 +59,7 @@ def test_the_list_begins_with_the_quickstart_and_explains_all():
 def test_a_preset_runs_with_a_model_that_plays_and_keeps_its_bound(tmp_path):
     """That with the most turns, and a row for each. The others: `sim/test_presets_run.py`."""
     name = "stepwise_search"
-    small = ["steps=4", "schedule.groups_per_step=4", "schedule.samples_per_group=4", "generator.kv_cache_gib=0.25"]
+    small = ["steps=4", "schedule.prompts_per_step=4", "schedule.group_size=4", "generator.kv_cache_gib=0.25"]
     small += ["model.init.warm_reward=0.02"]  # a tiny model's first answers will do
     config = load_config(name, small)
     init_model(tmp_path / "init", config)

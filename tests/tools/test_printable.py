@@ -152,7 +152,7 @@ def test_errors_of_any_command(monkeypatch, capsys, raised):
 
 
 def test_eval(monkeypatch, capsys):
-    words = ["r3async", "eval", "--env", "tests.tools.test_printable:Hostile", "--policy", "oracle", "--episodes", "1"]
+    words = ["r3async", "eval", "--env", "tests.tools.test_printable:Hostile", "--policy", "oracle", "--tasks", "1"]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit):
         cli.main()

@@ -230,7 +230,7 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
     assert len(data["series"]["1:x/step"]) == 5
     for part in ("schedule.max_staleness", "seed", "learner: train", "reward, last steps"):
         assert part in page.text
-    assert "samples_per_group" not in page.text, "only settings that differ"
+    assert "group_size" not in page.text, "only settings that differ"
 
 
 def test_runs_of_one_name_are_shown_with_their_directories(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def run(model, rows, root, *changes):
 
 @pytest.mark.parametrize(("lora", "fell"), [([], 0.5), (["learner.lora.rank=4", "learner.lr=2e-2"], 0.2)])
 def test_a_run_learns_and_its_files_are_those_of_a_run(model, rows, tmp_path, lora, fell):
-    done = run(model, rows, tmp_path, "steps=12", "data.eval=6", "evaluation.every=4", "name=a", *lora)
+    done = run(model, rows, tmp_path, "steps=12", "data.eval=6", "evaluation.every_steps=4", "name=a", *lora)
     table = read_json_objects(done / "metrics.jsonl")
     assert [row["step"] for row in table] == list(range(1, 13))
     assert table[-1]["loss/answers"] < table[0]["loss/answers"] - fell

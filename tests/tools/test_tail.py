@@ -379,7 +379,7 @@ async def test_the_screen_may_change_its_size(tmp_path: Path) -> None:
 
 def test_the_age_allowed_counts_groups_that_may_overtake(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, 1)
-    settings = {"max_staleness": 2, "window": 5, "groups_per_step": 2, "steps_per_publication": 1}
+    settings = {"max_staleness": 2, "window": 5, "prompts_per_step": 2, "steps_per_publication": 1}
     config = Config(steps=40)
     for name, value in settings.items():
         setattr(config.schedule, name, value)

@@ -7,11 +7,11 @@ from r3async.config import ScheduleConfig
 from r3async.schedule.admission import AdmissionController, GroupLease, worst_case_staleness
 
 
-def make(max_staleness=1, groups_per_step=2, samples_per_group=2, steps=5, **settings):
+def make(max_staleness=1, prompts_per_step=2, group_size=2, steps=5, **settings):
     schedule = ScheduleConfig(
-        max_staleness=max_staleness, groups_per_step=groups_per_step, samples_per_group=samples_per_group, **settings
+        max_staleness=max_staleness, prompts_per_step=prompts_per_step, group_size=group_size, **settings
     )
-    total = steps * groups_per_step if steps else None
+    total = steps * prompts_per_step if steps else None
     return AdmissionController(schedule, total_groups=total, choose_task=lambda g: 1000 + g)
 
 
@@ -107,13 +107,13 @@ def test_nothing_is_exhausted_before_the_last_group_is_trained():
 
 
 def test_a_group_is_leased_whole_or_when_there_is_room_for_it():
-    admission = make(samples_per_group=8)
+    admission = make(group_size=8)
     assert lease(admission, free=7, max_episodes=16) is None
     assert lease(admission, free=8, max_episodes=16) == (0, tuple(range(8)))
 
 
 def test_a_group_larger_than_a_generator_is_leased_in_parts():
-    admission = make(samples_per_group=8)
+    admission = make(group_size=8)
     assert lease(admission, "a", free=5, max_episodes=5) == (0, (0, 1, 2, 3, 4))
     assert lease(admission, "b", free=2, max_episodes=5) == (0, (5, 6)), (
         "the rest of a torn group goes where there is room"
@@ -125,18 +125,18 @@ def test_a_group_larger_than_a_generator_is_leased_in_parts():
 
 
 def test_a_part_may_be_leased_into_any_room_if_so_configured():
-    admission = make(samples_per_group=8, split="capacity")
+    admission = make(group_size=8, split="capacity")
     assert lease(admission, free=3, max_episodes=16) == (0, (0, 1, 2))
     assert lease(admission, free=16) == (0, (3, 4, 5, 6, 7))
 
 
 def test_idle_generators_share_a_group_where_there_are_fewer_groups_than_generators():
-    admission = make(max_staleness=0, groups_per_step=1, samples_per_group=8)
+    admission = make(max_staleness=0, prompts_per_step=1, group_size=8)
     assert lease(admission, "a", idle_owners=3) == (0, (0, 1, 2))
     assert lease(admission, "b", idle_owners=2) == (0, (3, 4, 5))
     assert lease(admission, "c", idle_owners=1) == (0, (6, 7))
     assert lease(admission, "d", idle_owners=1) is None
-    many = make(max_staleness=0, groups_per_step=3, samples_per_group=8)
+    many = make(max_staleness=0, prompts_per_step=3, group_size=8)
     assert lease(many, "a", idle_owners=3) == (0, tuple(range(8))), "one whole group for each"
 
 
@@ -144,7 +144,7 @@ def test_idle_generators_share_a_group_where_there_are_fewer_groups_than_generat
 
 
 def test_a_lease_names_the_oldest_weights_whose_tokens_cannot_become_too_old():
-    admission = make(max_staleness=1, groups_per_step=2)
+    admission = make(max_staleness=1, prompts_per_step=2)
     named = {}
     for version in range(1, 5):
         while got := admission.lease_group("a", free_episodes=2):
@@ -154,7 +154,7 @@ def test_a_lease_names_the_oldest_weights_whose_tokens_cannot_become_too_old():
 
 
 def test_what_is_leased_again_may_be_played_by_the_weights_that_it_could_be_played_by_before():
-    admission = make(max_staleness=2, groups_per_step=1, window=3, steps=9)
+    admission = make(max_staleness=2, prompts_per_step=1, window=3, steps=9)
     first = [admission.lease_group("a", free_episodes=2).version for _ in range(3)]
     publish(admission, 1, 1)
     assert admission.lease_group("a", free_episodes=2).version == 1
@@ -198,12 +198,12 @@ def test_the_bound_in_closed_form(staleness, window, per_version, bound):
 
 def test_a_resumed_run_plays_what_the_learner_lacks_and_nothing_else():
     """Groups 0 and 1 are trained. Of 2 one episode is here; 3 is whole; 4 and 5, leased after the checkpoint, in part."""
-    admission = make(max_staleness=3, groups_per_step=1, samples_per_group=2, window=4, steps=9)
+    admission = make(max_staleness=3, prompts_per_step=1, group_size=2, window=4, steps=9)
     for _ in range(4):
         lease(admission, "dead")
     publish(admission, 1, 0)
     publish(admission, 2, 1)
-    resumed = make(max_staleness=3, groups_per_step=1, samples_per_group=2, window=4, steps=9)
+    resumed = make(max_staleness=3, prompts_per_step=1, group_size=2, window=4, steps=9)
     resumed.load_state_dict(msgspec.json.decode(msgspec.json.encode(admission.state_dict())), 2)
     here = {2: [1], 3: [0, 1], 5: [0]}
     back = resumed.requeue_after_resume(5, lambda g: [i for i in range(2) if i not in here.get(g, [])])
@@ -214,7 +214,7 @@ def test_a_resumed_run_plays_what_the_learner_lacks_and_nothing_else():
 
 
 def test_a_resumed_run_never_has_more_slots_than_it_was_given():
-    admission = make(max_staleness=1, groups_per_step=2)
+    admission = make(max_staleness=1, prompts_per_step=2)
     back = admission.requeue_after_resume(100, lambda g: [0])
     assert back == [0, 1, 2, 3]
     assert admission.slots_taken == admission.slots == 4

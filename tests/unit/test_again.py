@@ -135,7 +135,7 @@ async def test_a_generator_that_was_out_of_reach_keeps_its_engine_and_plays_for_
     parts = GeneratorFactories(
         partial(made, engines, engine), lambda *args: chat, make_sender=lambda *args, **facts: made(senders, Sender())
     )
-    config = load_config("quickstart", ["schedule.samples_per_group=2", "supervise.silence_seconds=1"])
+    config = load_config("quickstart", ["schedule.group_size=2", "supervise.silence_seconds=1"])
     actor = GeneratorActor(REAL_WORLD, "g", "run", config_to_dict(config), "nowhere", str(tmp_path), parts=parts)
     asked = {"before": 0, "after": 0}
 

@@ -342,7 +342,7 @@ def test_what_an_agent_needs_of_the_run_is_named():
     outside["serving"] = {"enabled": True}
     check_environment(config_from_dict(outside))
     with pytest.raises(ConfigError, match=r"`evaluation\.env\.name`"):
-        check_environment(config_from_dict({**outside, "evaluation": {"every": 1}}))
-    check_environment(config_from_dict({**outside, "evaluation": {"every": 1, "env": {"name": "reverse-text"}}}))
+        check_environment(config_from_dict({**outside, "evaluation": {"every_steps": 1}}))
+    check_environment(config_from_dict({**outside, "evaluation": {"every_steps": 1, "env": {"name": "reverse-text"}}}))
     with pytest.raises(ConfigError, match="no such environment"):
-        check_environment(config_from_dict({"evaluation": {"every": 1, "env": {"name": "revers"}}}))
+        check_environment(config_from_dict({"evaluation": {"every_steps": 1, "env": {"name": "revers"}}}))

@@ -30,10 +30,10 @@ LIMIT = 30.0
 class Received(TrajectoryInbox):
     """Groups of one trajectory in a buffer, without a socket."""
 
-    def __init__(self, window: int, groups_per_step: int, tokens: int = 0):
-        schedule = {"groups_per_step": groups_per_step, "window": window, "tokens_per_step": tokens}
-        self._config = config_from_dict({"schedule": {"samples_per_group": 2, "max_staleness": 3, **schedule}})
-        self.buffer, self._slot_count, self._arrival = GroupBuffer(1, window), 4 * groups_per_step, asyncio.Event()
+    def __init__(self, window: int, prompts_per_step: int, tokens: int = 0):
+        schedule = {"prompts_per_step": prompts_per_step, "window": window, "tokens_per_step": tokens}
+        self._config = config_from_dict({"schedule": {"group_size": 2, "max_staleness": 3, **schedule}})
+        self.buffer, self._slot_count, self._arrival = GroupBuffer(1, window), 4 * prompts_per_step, asyncio.Event()
         self.receiver = SimpleNamespace(release_trajectory=lambda name: None)  # type: ignore[assignment]
 
 

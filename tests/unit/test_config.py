@@ -1,5 +1,6 @@
 """A configuration is refused by key and with the right spelling, before anything heavy is imported."""
 
+import operator
 import subprocess
 import sys
 import tomllib
@@ -16,6 +17,7 @@ from r3async.config import (
     load_config,
     parse_override,
 )
+from r3async.config.load import REMOVED_KEYS
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,7 @@ def test_a_file_extends_a_preset_and_circles_are_refused(tmp_path):
     config = load_config(str(child))
     base = load_config("quickstart")
     assert (config.steps, config.schedule.max_staleness) == (7, 0)
-    assert config.schedule.groups_per_step == base.schedule.groups_per_step
+    assert config.schedule.prompts_per_step == base.schedule.prompts_per_step
     child.write_text(f'extends = "{child}"\n')
     with pytest.raises(ConfigError, match="circle"):
         load_config(str(child))
@@ -105,11 +107,11 @@ def test_another_environment_does_not_inherit_the_arguments_of_the_one_before(tm
     [
         ({"evaluation": {"sets": {"a b": {}}}}, "'a b' is no name"),
         (
-            {"evaluation": {"sets": {"a": {"temperature": 0, "samples": 3}}}},
+            {"evaluation": {"sets": {"a": {"temperature": 0, "samples_per_task": 3}}}},
             r"`sets\.a`: `temperature` = 0 is greedy, and 3",
         ),
-        ({"evaluation": {"temperature": 0, "samples": 3}}, "`temperature` = 0 is greedy"),
-        ({"evaluation": {"sets": {"a": {"sample": 1}}}}, r"did you mean `evaluation\.sets\.a\.samples`"),
+        ({"evaluation": {"temperature": 0, "samples_per_task": 3}}, "`temperature` = 0 is greedy"),
+        ({"evaluation": {"sets": {"a": {"sample": 1}}}}, r"did you mean `evaluation\.sets\.a\.samples_per_task`"),
         ({"evaluation": {"sets": {"a": 3}}}, r"`evaluation\.sets\.a` is a section"),
         ({"evaluation": {"sets": 3}}, "holds sections by name"),
         ({"evaluation": {"env": {"args": {"x": 1}}}}, r"\[evaluation\.env\] `args` without `name`"),
@@ -117,18 +119,18 @@ def test_another_environment_does_not_inherit_the_arguments_of_the_one_before(tm
             {"episode": {"temperature": 0}},
             r"`episode\.temperature` must be greater than 0.*`evaluation\.temperature` = 0",
         ),
-        ({"checkpoint": {"keep_best": "reward_mean"}}, r"needs evaluations: set `evaluation\.every`"),
+        ({"checkpoint": {"keep_best": "reward_mean"}}, r"needs evaluations: set `evaluation\.every_steps`"),
         (
-            {"checkpoint": {"keep_best": "pass@8"}, "evaluation": {"every": 1, "samples": 4}},
+            {"checkpoint": {"keep_best": "pass@8"}, "evaluation": {"every_steps": 1, "samples_per_task": 4}},
             "'pass@8' is no figure of the evaluations: reward_mean, pass@1, pass@2, pass@4$",
         ),
         (
             {
                 "checkpoint": {"keep_best": "reward_mean"},
-                "evaluation": {"every": 3},
+                "evaluation": {"every_steps": 3},
                 "schedule": {"steps_per_publication": 2},
             },
-            "`evaluation.every` = 3 must be a multiple",
+            "`evaluation.every_steps` = 3 must be a multiple",
         ),
     ],
 )
@@ -138,13 +140,19 @@ def test_evaluations_that_cannot_be_are_refused(settings, message):
 
 
 def test_a_set_of_evaluations_differs_in_what_it_names():
-    sets = {"greedy": {"temperature": 0}, "other": {"env": {"name": "guess"}, "samples": 8, "seed": 3}}
+    sets = {"greedy": {"temperature": 0}, "other": {"env": {"name": "guess"}, "samples_per_task": 8, "seed": 3}}
     config = config_from_dict(
-        {"evaluation": {"every": 2, "episodes": 5, "sets": sets}, "checkpoint": {"keep_best": "other/pass@8"}}
+        {"evaluation": {"every_steps": 2, "tasks": 5, "sets": sets}, "checkpoint": {"keep_best": "other/pass@8"}}
     )
     greedy, other = config.evaluation.resolve_sets().values()
-    assert (greedy.temperature, greedy.episodes, greedy.samples, greedy.env.name) == (0, 5, 1, "")
-    assert (other.temperature, other.episodes, other.samples, other.env.name, other.seed) == (None, 5, 8, "guess", 3)
+    assert (greedy.temperature, greedy.tasks, greedy.samples_per_task, greedy.env.name) == (0, 5, 1, "")
+    assert (other.temperature, other.tasks, other.samples_per_task, other.env.name, other.seed) == (
+        None,
+        5,
+        8,
+        "guess",
+        3,
+    )
     assert config_from_dict(tomllib.loads(config_to_toml(config))) == config
 
 
@@ -154,3 +162,13 @@ def test_a_set_of_evaluations_differs_in_what_it_names():
 def test_a_target_alone_shortens_steps_above_it(words, bound):
     config = load_config("quickstart", [f"algorithm.rollout_kl.{word}" for word in words])
     assert config.algorithm.rollout_kl.update_limit == bound
+
+
+RENAMED = {old: now.split("`")[1] for old, now in REMOVED_KEYS.items() if now.startswith("it is `")}
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_a_setting_with_a_new_name_is_refused_by_the_old_one_and_the_new_one_exists(old):
+    with pytest.raises(ConfigError, match=f"unknown key `{old}`: it is `{RENAMED[old]}` now"):
+        load_config("quickstart", [f"{old}=1"])
+    operator.attrgetter(RENAMED[old])(load_config("quickstart"))

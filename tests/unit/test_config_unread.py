@@ -54,12 +54,12 @@ IN_VAIN = [
     (["weights.relay=false", "weights.backend=shared_memory"], "weights.backend"),
     (["transport.trusted_network=true"], "nccl"),
     (["buffer.disk_bytes=1000"], "buffer.durability"),
-    (["observe.project=mine"], "observe.sinks"),
-    (["observe.wandb_mode=online", 'observe.sinks=["mlflow"]'], "wandb"),
+    (["log.project=mine"], "log.to"),
+    (["log.wandb_mode=online", 'log.to=["mlflow"]'], "wandb"),
     (["observe.prometheus_host=127.0.0.2"], "prometheus_port"),
     (["serving.model_name=mine"], "serving.enabled"),
     (["serving.max_sessions=3", "env.name=agent:a:b"], "serving.enabled"),
-    (["evaluation.samples=8"], "evaluation.every"),
+    (["evaluation.samples_per_task=8"], "evaluation.every_steps"),
     (["model.init.layers=2", "model.path=org/name"], "model.path"),
     (["model.init.warm_reward=0.2", "model.init.max_warm_steps=0"], "max_warm_steps"),
     (["sft.epochs=3"], "r3async sft"),
@@ -92,11 +92,11 @@ READ = [
         "algorithm.loss_args.x=1",
         "algorithm.ppo.clip_low=0.1",
     ],
-    ["evaluation.every=5", "evaluation.samples=8"],
-    ["evaluation.every=0"],
+    ["evaluation.every_steps=5", "evaluation.samples_per_task=8"],
+    ["evaluation.every_steps=0"],
     ["serving.enabled=false"],
     ["serving.unrewarded=0", "env.name=agent:a:b"],
-    ["serving.unrewarded=0", "evaluation.every=1", "evaluation.env.name=agent:a:b"],
+    ["serving.unrewarded=0", "evaluation.every_steps=1", "evaluation.env.name=agent:a:b"],
     ["algorithm.rollout_kl.target=0.01", "algorithm.rollout_kl.gain=0.5"],
 ]
 
@@ -144,8 +144,8 @@ def test_a_file_is_refused_for_what_it_sets_in_vain_and_may_be_turned_off_from_t
 
 def test_a_file_may_be_of_several_commands(tmp_path):
     path = tmp_path / "mine.toml"
-    path.write_text('extends = "quickstart"\n[sft]\nepochs = 2.0\n[evaluation]\nsamples = 4\n')
-    assert load_config(str(path)).evaluation.samples == 4
+    path.write_text('extends = "quickstart"\n[sft]\nepochs = 2.0\n[evaluation]\nsamples_per_task = 4\n')
+    assert load_config(str(path)).evaluation.samples_per_task == 4
 
 
 def test_the_configuration_of_a_run_is_taken_whatever_it_has(tmp_path):
@@ -163,7 +163,7 @@ def test_each_command_takes_its_own(tmp_path):
     load_command_config("math_1b", ["model.init.layers=2"], "init-model")
     with pytest.raises(ConfigError, match=r"`generator\.count` has no effect here: `r3async train` reads it"):
         load_command_config("quickstart", ["generator.count=3"], "sft")
-    apply_overrides(Config(), ["evaluation.samples=8"], "eval")
+    apply_overrides(Config(), ["evaluation.samples_per_task=8"], "eval")
     with pytest.raises(ConfigError, match=r"`schedule\.window` has no effect here: training reads it"):
         apply_overrides(Config(), ["schedule.window=8"], "eval")
 

@@ -294,7 +294,7 @@ async def test_rewards_by_name_come_with_the_trajectory_into_the_row_of_the_step
 async def test_an_evaluation_has_means_by_name(dataset):
     env = dataset({"prompt": "1+1?", "answer": "2"}, ["own.py:plain", {"fn": "own.py:only", "weight": 0.5}])
     config = EnvConfig(name="played")
-    made = await evaluate_without_model(config, lambda: env, "oracle", EvaluationConfig(episodes=2), max_turns=1)
+    made = await evaluate_without_model(config, lambda: env, "oracle", EvaluationConfig(tasks=2), max_turns=1)
     assert made.reward_mean == 1.5
     assert made.metrics == {"reward/only": 1.0, "reward/plain": 1.0}
     assert describe_result(made, "oracle", {"": config})[-2:] == [

@@ -230,7 +230,7 @@ def test_rows_that_evaluation_poses_are_left_out_of_training_and_counted(tmp_pat
     made = env(tmp_path / "rows.jsonl", eval=str(tmp_path / "eval.jsonl"))
     assert prompts(made) == [[row["prompt"]] for row in ROWS[4:]]
     assert load_task_splits(resolve_data_config(made)).dropped_overlap == 4
-    check_environment(load_config("quickstart", {"evaluation.every": 2, "data": made.args, "reward": "exact"}))
+    check_environment(load_config("quickstart", {"evaluation.every_steps": 2, "data": made.args, "reward": "exact"}))
     with pytest.raises(ConfigError, match="leaves no row to train, of 4"):
         prompts(env(tmp_path / "eval.jsonl", eval=str(tmp_path / "rows.jsonl")))
 

@@ -90,7 +90,7 @@ def test_a_game_of_textarena_is_trained_on_by_the_whole_pipeline(tmp_path):
                 "[env]\nname = 'textarena:GuessTheNumber-v0'",
                 "[episode]\nmax_turns = 3\nmax_new_tokens = 8\nmax_prompt_tokens = 768\nmax_total_tokens = 1024",
                 "[generator]\ndtype = 'float32'\nconcurrency = 8\nkv_cache_gib = 0.25",
-                "[schedule]\ngroups_per_step = 2\nsamples_per_group = 2",
+                "[schedule]\nprompts_per_step = 2\ngroup_size = 2",
                 "[learner]\ndtype = 'float32'\nmax_tokens_per_micro_batch = 8192",
             ]
         )

@@ -55,13 +55,13 @@ def test_the_figures_of_an_evaluation():
 
 async def test_the_oracle_earns_all_the_policy_what_its_answers_are_worth_and_all_play_the_same_tasks():
     factory = build_environment_factory(REVERSE)
-    oracle = await evaluate_without_model(REVERSE, factory, "oracle", EvaluationConfig(episodes=5, seed=1), max_turns=9)
+    oracle = await evaluate_without_model(REVERSE, factory, "oracle", EvaluationConfig(tasks=5, seed=1), max_turns=9)
     assert (oracle.reward_mean, oracle.turns_mean, oracle.stop_reasons) == (
         pytest.approx(1.0),
         3,
         {"env_done": (5, pytest.approx(1.0))},
     )
-    cut = await evaluate_without_model(REVERSE, factory, "oracle", EvaluationConfig(episodes=2, seed=1), max_turns=2)
+    cut = await evaluate_without_model(REVERSE, factory, "oracle", EvaluationConfig(tasks=2, seed=1), max_turns=2)
     assert (cut.turns_mean, list(cut.stop_reasons)) == (2, ["turns"])
 
     chat, seeds, said_so_far = renderer(), [], []
@@ -79,7 +79,7 @@ async def test_the_oracle_earns_all_the_policy_what_its_answers_are_worth_and_al
 
     engine = await ready(answer_ids(chat, "zzzz"))
     values = {"trained_env": REVERSE, "concurrency": 2, "progress": said_so_far.append}
-    tasks = EvaluationConfig(episodes=5, seed=1)
+    tasks = EvaluationConfig(tasks=5, seed=1)
     result = await evaluate_set(REVERSE, Watched, engine, chat, EPISODE, ServingConfig(), tasks, **values)
     assert sorted(seeds) == sorted(evaluation_seed(1, i) for i in range(5))
     assert len(said_so_far) == result.episodes == 5
@@ -93,17 +93,17 @@ async def test_an_environment_without_such_a_policy_is_named():
             return []
 
     with pytest.raises(ConfigError, match=r"--policy oracle.*'mine' has no oracle\(\)"):
-        await evaluate_without_model(EnvConfig(name="mine"), Mute, "oracle", EvaluationConfig(episodes=1), max_turns=1)
+        await evaluate_without_model(EnvConfig(name="mine"), Mute, "oracle", EvaluationConfig(tasks=1), max_turns=1)
 
 
 @given(st.integers(1, 40), st.integers(0, 3), st.integers(1, 120))
 def test_evaluation_poses_each_of_a_number_of_tasks_once_at_most(size, seed, episodes):
     seeds = [
-        task.task_seed for task in build_evaluation_tasks(REVERSE, size, EvaluationConfig(episodes=episodes, seed=seed))
+        task.task_seed for task in build_evaluation_tasks(REVERSE, size, EvaluationConfig(tasks=episodes, seed=seed))
     ]
     assert set(seeds) <= set(range(size))
     assert len(set(seeds)) == len(seeds) == min(episodes, size)
-    longer = build_evaluation_tasks(REVERSE, size, EvaluationConfig(episodes=episodes + 7, seed=seed))
+    longer = build_evaluation_tasks(REVERSE, size, EvaluationConfig(tasks=episodes + 7, seed=seed))
     assert [task.task_seed for task in longer[: len(seeds)]] == seeds
 
 
@@ -143,7 +143,7 @@ def test_what_passes_is_a_setting_and_k_goes_as_far_as_every_task_has_episodes()
 async def test_samples_and_temperature_of_a_set_reach_the_engine_and_its_tasks():
     chat = renderer()
     engine = await ready(answer_ids(chat, "zzzz"))
-    tasks = EvaluationConfig(episodes=3, samples=4, temperature=0.5)
+    tasks = EvaluationConfig(tasks=3, samples_per_task=4, temperature=0.5)
     how = {"trained_env": REVERSE, "concurrency": 8}
     made = await evaluate_set(
         REVERSE, build_environment_factory(REVERSE), engine, chat, EPISODE, ServingConfig(), tasks, **how
@@ -153,7 +153,7 @@ async def test_samples_and_temperature_of_a_set_reach_the_engine_and_its_tasks()
     assert len({call.request_id for call in engine.requests}) == len(engine.requests), (
         "episodes of a task share no name"
     )
-    greedy = EvaluationConfig(episodes=3, temperature=0)
+    greedy = EvaluationConfig(tasks=3, temperature=0)
     await evaluate_set(
         REVERSE, build_environment_factory(REVERSE), engine, chat, EPISODE, ServingConfig(), greedy, **how
     )

@@ -34,7 +34,7 @@ class Events:
 
 
 def evaluator(tmp_path, answer, dead=False, **settings):
-    config = config_from_dict({"evaluation": {"every": 2, **settings}, "supervise": {"stop_grace_seconds": 0.3}})
+    config = config_from_dict({"evaluation": {"every_steps": 2, **settings}, "supervise": {"stop_grace_seconds": 0.3}})
     events = Events()
     fleet = Fleet(config, events, {"g": StandIn(evaluate=answer)})
     fleet["g"].health.mark_loaded()
@@ -288,7 +288,7 @@ async def test_one_that_takes_long_lets_the_next_one_out_and_a_stopped_run_waits
 
 
 async def test_a_run_without_evaluations_asks_for_none(tmp_path):
-    it, events = evaluator(tmp_path, None, every=0)
+    it, events = evaluator(tmp_path, None, every_steps=0)
     it.resume_evaluations(0, 0)
     for step in range(1, 5):
         it.evaluate_if_due(step, 0)
@@ -339,8 +339,8 @@ def made(monkeypatch):
 
 async def play_run(made, directory, evaluations, groups=3):
     """What a generator delivers of `groups` leases at S = 0, with evaluations beside each or without."""
-    settings = {"every": 1 if evaluations else 0, "episodes": 6, "seed": 0}
-    config = load_config("quickstart", ["schedule.samples_per_group=2", "schedule.max_staleness=0"])
+    settings = {"every_steps": 1 if evaluations else 0, "tasks": 6, "seed": 0}
+    config = load_config("quickstart", ["schedule.group_size=2", "schedule.max_staleness=0"])
     config = msgspec.structs.replace(config, evaluation=config_from_dict({"evaluation": settings}).evaluation)
     chat, sender = renderer(), Learner()
 

@@ -36,7 +36,7 @@ class Lacks(StandIn):
 def conductor(tmp_path, monkeypatch) -> Conductor:
     """Of two generators with weights, and one slot."""
     monkeypatch.setattr(r3async.actors.conductor, "prepare_process", lambda *args: None)
-    settings = ["schedule.groups_per_step=1", "schedule.samples_per_group=2", "schedule.max_staleness=0", "steps=9"]
+    settings = ["schedule.prompts_per_step=1", "schedule.group_size=2", "schedule.max_staleness=0", "steps=9"]
     made = Conductor(
         REAL_WORLD,
         "run",
@@ -205,7 +205,7 @@ class Playing:
 
     def __init__(self, *settings: str):
         self.asked, self.clock, self.playing_count = Asked(), Clock(), 0
-        config = load_config("quickstart", ["generator.concurrency=4", "schedule.samples_per_group=2", *settings])
+        config = load_config("quickstart", ["generator.concurrency=4", "schedule.group_size=2", *settings])
         self._ended: list[EpisodeEnd] = []
         self._ends: dict[tuple[int, int], asyncio.Event] = {}
         self.leasing = LeaseClient(
@@ -286,7 +286,7 @@ async def report(g: Playing, answering: int) -> None:
 
 
 async def test_a_heartbeat_has_the_free_places_and_overtakes_the_call_that_waits():
-    g = Playing("schedule.samples_per_group=4")
+    g = Playing("schedule.group_size=4")
     running = asyncio.create_task(g.leasing.run(lambda: False))
     await g.looks()
     g.asked.reply(0, [GroupLease(0, 0, (0, 1))])  # the rest of a group
@@ -307,7 +307,7 @@ async def test_a_heartbeat_has_the_free_places_and_overtakes_the_call_that_waits
 
 
 async def test_of_many_generators_each_calls_less_often():
-    g = Playing("generator.count=512", "schedule.groups_per_step=512")
+    g = Playing("generator.count=512", "schedule.prompts_per_step=512")
     running = asyncio.create_task(g.leasing.run(lambda: False))
     await g.looks()
     g.asked.reply(0, [GroupLease(0, 0, (0, 1))])

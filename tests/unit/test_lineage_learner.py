@@ -50,7 +50,7 @@ class Heard(TrajectoryInbox):
         config = config_from_dict(
             {
                 "buffer": {"durability": "disk", **buffer},
-                "schedule": {"groups_per_step": 1, "samples_per_group": 2, "max_staleness": 3},
+                "schedule": {"prompts_per_step": 1, "group_size": 2, "max_staleness": 3},
                 "transport": {"ack_timeout": 0.5},
                 "episode": {"max_total_tokens": 8192, "max_prompt_tokens": 4096},
             }

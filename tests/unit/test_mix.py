@@ -223,7 +223,7 @@ async def test_rows_of_several_files_are_noted_and_evaluated_each_by_its_label(m
         rows = [f'{{"prompt": "{name} {i}", "answer": "{i}"}}\n' for i in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("".join(rows))
     entries = '{ data = { path = "sums.jsonl", eval = 5 }, reward = "number", weight = 2 }, { data = "words.jsonl" }'
-    config = apply_overrides(mixed, [f"env=[{entries}, {{ name = 'guess' }}]", "evaluation.every=1"])
+    config = apply_overrides(mixed, [f"env=[{entries}, {{ name = 'guess' }}]", "evaluation.every_steps=1"])
     said: list[str] = []
     noted = add_row_digests(config, said.append)
     assert [each.label for each in resolve_envs(noted)] == ["guess", "sums", "words"]
@@ -237,7 +237,7 @@ async def test_rows_of_several_files_are_noted_and_evaluated_each_by_its_label(m
     assert sets["sums"].env.args["part"] == "eval"
     with pytest.raises(ConfigError, match="trains on all of them"):  # none of words.jsonl is left
         check_environment(config)
-    check_environment(apply_overrides(config, ["evaluation.every=0"]))
+    check_environment(apply_overrides(config, ["evaluation.every_steps=0"]))
 
 
 def test_what_is_named_to_be_evaluated_is(mixed):

@@ -219,10 +219,8 @@ def test_a_step_counts_its_groups_without_contrast():
 
 @pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl"])
 def test_groups_of_one_are_refused_where_they_are_compared_with_nobody(advantage):
-    data = {"schedule": {"samples_per_group": 1}, "algorithm": {"advantage": advantage}}
-    with pytest.raises(
-        ConfigError, match=r"`schedule\.samples_per_group` = 1 .*`algorithm\.advantage`.*set .*2 or more"
-    ):
+    data = {"schedule": {"group_size": 1}, "algorithm": {"advantage": advantage}}
+    with pytest.raises(ConfigError, match=r"`schedule\.group_size` = 1 .*`algorithm\.advantage`.*set .*2 or more"):
         config_from_dict(data)
     data["algorithm"]["advantage"] = "reinforce_pp"
-    assert config_from_dict(data).schedule.samples_per_group == 1
+    assert config_from_dict(data).schedule.group_size == 1

@@ -78,7 +78,7 @@ def test_empty_places_are_summed_over_generators_and_their_restarts():
 
 
 def test_places_that_slots_could_never_fill_are_not_idle():
-    schedule = ScheduleConfig(max_staleness=2, groups_per_step=4, samples_per_group=8)
+    schedule = ScheduleConfig(max_staleness=2, prompts_per_step=4, group_size=8)
     assert useful_concurrency(schedule, generators=2) == 32
     schedule.max_staleness = 0
     assert useful_concurrency(schedule, generators=1) == 32

@@ -70,8 +70,10 @@ def episode_of(group: int, episode: int, lengths: list[int]) -> Trajectory:
 
 
 def test_more_minibatches_than_groups_are_refused():
-    with pytest.raises(ConfigError, match=r"`minibatches_per_step` = 3 is more than `groups_per_step` = 2: a group is"):
-        config_from_dict({"schedule": {"groups_per_step": 2, "samples_per_group": 8, "minibatches_per_step": 3}})
+    with pytest.raises(
+        ConfigError, match=r"`minibatches_per_step` = 3 is more than `prompts_per_step` = 2: a group is"
+    ):
+        config_from_dict({"schedule": {"prompts_per_step": 2, "group_size": 8, "minibatches_per_step": 3}})
 
 
 @pytest.mark.parametrize("minibatches", [1, 3])

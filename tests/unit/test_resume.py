@@ -56,7 +56,7 @@ def test_settings_of_training_may_differ_and_are_named():
     [
         ("seed", 2, "`seed` was 1 and is 2"),
         ("env__args", {"letters": 5}, "`env.args.letters` was None and is 5"),
-        ("schedule__groups_per_step", 8, "`schedule.groups_per_step` was 16 and is 8"),
+        ("schedule__prompts_per_step", 8, "`schedule.prompts_per_step` was 16 and is 8"),
         ("learner__backend", "torch", "`learner.backend` was 'megatron' and is 'torch'"),
         ("model__path", "/other", "`model.path` was '' and is '/other'"),
     ],
@@ -153,7 +153,7 @@ def test_records_go_back_to_the_step(tmp_path):
     ],
 )
 def test_leases_that_do_not_add_up_are_refused(changes, message):
-    schedule = ScheduleConfig(max_staleness=1, groups_per_step=2, samples_per_group=2)
+    schedule = ScheduleConfig(max_staleness=1, prompts_per_step=2, group_size=2)
     admission = AdmissionController(schedule, choose_task=lambda group: group)
     state = run_state(3, version=3, consumed=0, admission=admission.state_dict() | {"version": 3})
     restore_admission(admission, state)

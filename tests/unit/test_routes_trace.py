@@ -40,7 +40,7 @@ from tests.helpers.routes import EXPERTS, ID, LAYERS, experts
 
 
 def traced(mode: str = "all", **routing) -> Config:
-    return config_from_dict({"routing": {"trace": mode, **routing}, "schedule": {"groups_per_step": 4}})
+    return config_from_dict({"routing": {"trace": mode, **routing}, "schedule": {"prompts_per_step": 4}})
 
 
 # --- which trajectories
@@ -51,7 +51,7 @@ def test_the_plan_is_a_question_of_the_id_alone() -> None:
     assert parse_episode_id("score#1") is None
     plan = TraceFilter(traced("sample", trace_every=3))
     wanted = [g for g in range(30) if plan.should_trace(f"g{g:08d}e0000t2")]
-    assert wanted == [0, 12, 24], "groups_per_step = 4, every third step"
+    assert wanted == [0, 12, 24], "prompts_per_step = 4, every third step"
     assert not plan.should_trace("g00000012e0001")
     assert not plan.should_trace("score#1")
     assert not TraceFilter(traced("off")).should_trace(ID)

@@ -227,8 +227,8 @@ class LeasesToTheStale(AdmissionController):
 
 
 class WiderWindow(GroupBuffer):
-    def __init__(self, samples_per_group, window):
-        super().__init__(samples_per_group, window + 1)
+    def __init__(self, group_size, window):
+        super().__init__(group_size, window + 1)
 
 
 class ForgetsWhatOvertook(GroupBuffer):

@@ -44,7 +44,7 @@ def planted() -> Config:
     """With a secret wherever there may be one."""
     agent = {"name": "agent-command", "args": {"command": ["python"], "environment": {"API_KEY": PLANTED}}}
     return config_from_dict(
-        {"serving": {"enabled": True, "token": PLANTED}, "env": agent, "evaluation": {"every": 1, "env": agent}}
+        {"serving": {"enabled": True, "token": PLANTED}, "env": agent, "evaluation": {"every_steps": 1, "env": agent}}
     )
 
 
@@ -172,7 +172,7 @@ def test_a_wrong_secret_is_refused_without_being_shown():
         config_from_dict({"serving": {"token": [PLANTED]}})
     assert PLANTED not in str(refused.value)
     with pytest.raises(ConfigError, match="MLFLOW_TRACKING_PASSWORD") as refused:
-        config_from_dict({"observe": {"mlflow_uri": f"https://me:{PLANTED}@host/"}})
+        config_from_dict({"log": {"mlflow_uri": f"https://me:{PLANTED}@host/"}})
     assert PLANTED not in str(refused.value)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from r3async.config import ObserveConfig, load_config
+from r3async.config import LogConfig, load_config
 from r3async.record.sinks import EpisodeExample, make_episode_example, open_sinks
 from r3async.tools.outlets import MetricsForwarder
 
@@ -38,7 +38,7 @@ def start(name: str, run_dir: Path, rows: Sequence[dict], options: dict, seed: i
     """A start of the run, which hands on these rows, then a late evaluation and an example."""
     run_dir.mkdir(exist_ok=True)
     reported: list[str] = []
-    config = ObserveConfig(sinks=[name], **options)
+    config = LogConfig(to=[name], **options)
     with open_sinks(config, run_dir, {"seed": seed, "learner": {"lr": 1e-4}}, reported.append, timeout=120.0) as sinks:
         for row in rows:
             sinks.write(row)
@@ -151,7 +151,7 @@ def test_wandb_is_asked_for_the_run_that_an_earlier_start_had(tmp_path, monkeypa
     monkeypatch.setattr(wandb, "init", init)
     for _ in range(2):
         reported: list[str] = []
-        config = ObserveConfig(sinks=["wandb"], wandb_mode=mode)
+        config = LogConfig(to=["wandb"], wandb_mode=mode)
         open_sinks(config, tmp_path, {}, reported.append, timeout=60.0).close()
         assert "no W&B here" in reported[0]
     assert asked[0] == asked[1] == (asked[0][0], "allow", mode)

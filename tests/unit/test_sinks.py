@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from r3async.config import ConfigError, ObserveConfig, config_from_dict, config_to_toml, load_config
+from r3async.config import ConfigError, LogConfig, ObserveConfig, config_from_dict, config_to_toml, load_config
 from r3async.record.sinks import (
     SINK_BACKENDS,
     SINK_PACKAGES,
@@ -95,15 +95,15 @@ def test_a_sink_that_fails_is_left_out_and_the_others_go_on():
 
 def test_a_missing_package_is_refused_with_the_pip_command_before_anything_starts(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"observe\.sinks.*'mlflow'.*pip install mlflow-skinny"):
-        check_sinks(ObserveConfig(sinks=["mlflow"]))
+    with pytest.raises(ConfigError, match=r"log\.to.*'mlflow'.*pip install mlflow-skinny"):
+        check_sinks(LogConfig(to=["mlflow"]))
 
 
 @pytest.mark.parametrize(
     ("override", "part"),
     [
-        ('observe.sinks=["tensorbord"]', "observe.sinks"),
-        ('observe.sinks=["wandb", "wandb"]', "twice"),
+        ('log.to=["tensorbord"]', "log.to"),
+        ('log.to=["wandb", "wandb"]', "twice"),
         ("observe.prometheus_port=70000", "prometheus_port"),
     ],
 )

@@ -303,7 +303,7 @@ def test_what_senders_make_a_learner_hold_is_bounded_whatever_they_claim(rng, ac
 async def test_a_sender_that_says_group_0_over_and_over_takes_no_more_than_its_episodes_may():
     """As it was seen: 12.5 GiB were granted of a credit of 0.25."""
     settings = TransportConfig(ack_timeout=60.0, credit_bytes=2**20, max_message_bytes=2**20)
-    claims = functools.partial(is_trajectory_of_group, samples_per_group=4)
+    claims = functools.partial(is_trajectory_of_group, group_size=4)
     inbox = Inbox(hold=True)
 
     def never(trajectories: Sequence[Trajectory]) -> dict[int, str]:
@@ -327,7 +327,7 @@ async def test_a_sender_that_says_group_0_over_and_over_takes_no_more_than_its_e
 
 
 async def test_a_name_that_is_not_of_the_group_is_refused_with_the_reason():
-    claims = functools.partial(is_trajectory_of_group, samples_per_group=4)
+    claims = functools.partial(is_trajectory_of_group, group_size=4)
     async with (
         receiving(Inbox(), is_expected=lambda group, name: claims(group, name)) as (_, endpoint),
         raw_dealer(endpoint) as peer,

@@ -37,7 +37,7 @@ def settings(backend: str = "megatron", **changes: Any) -> Config:
             "learner": {"backend": backend, "dtype": "float32", "lr": 1e-2, "parallel": {"dp": changes.pop("dp", 1)}},
             "algorithm": {"rollout_kl": {"coef": 0.1, "max": LIMIT} | changes},
             "routing": {"min_recorded_fraction": 0.0},
-            "schedule": {"samples_per_group": len(LENGTHS), "groups_per_step": 1},
+            "schedule": {"group_size": len(LENGTHS), "prompts_per_step": 1},
             "episode": {"max_total_tokens": 1024, "max_prompt_tokens": 256},
         }
     )

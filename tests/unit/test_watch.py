@@ -63,7 +63,7 @@ class Run:
             generator.health.mark_installed(0, 0)
             generator.process = 21, "far"
         self.admission = AdmissionController(
-            ScheduleConfig(max_staleness=0, groups_per_step=1, samples_per_group=4), choose_task=lambda group: 0
+            ScheduleConfig(max_staleness=0, prompts_per_step=1, group_size=4), choose_task=lambda group: 0
         )
         self.loads = {name: self.load() for name in named}
         self.resting = False

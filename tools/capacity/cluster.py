@@ -99,8 +99,8 @@ class Model(msgspec.Struct, frozen=True):
 
     generators: int
     places: int
-    groups_per_step: int
-    samples_per_group: int
+    prompts_per_step: int
+    group_size: int
     max_staleness: int
     engine: EngineSpeed
     learner: LearnerSpeed
@@ -226,8 +226,8 @@ class Cluster:
         self._serial = itertools.count()
         schedule = ScheduleConfig(
             max_staleness=model.max_staleness,
-            groups_per_step=model.groups_per_step,
-            samples_per_group=model.samples_per_group,
+            prompts_per_step=model.prompts_per_step,
+            group_size=model.group_size,
             steps_per_publication=model.steps_per_publication,
             window=model.window,
         )
@@ -340,7 +340,7 @@ class Cluster:
         self.generated += episode.tokens
         arrived = self._arrived.setdefault(episode.group, {})
         arrived[episode.index] = episode
-        if len(arrived) == self.model.samples_per_group:
+        if len(arrived) == self.model.group_size:
             self._complete[episode.group] = True
             self._train()
         self._after(0.0, lambda: self._lease(engine))
@@ -374,7 +374,7 @@ class Cluster:
         if group in self._consumed:
             return []
         have = self._arrived.get(group, {})
-        return [i for i in range(self.model.samples_per_group) if i not in have]
+        return [i for i in range(self.model.group_size) if i not in have]
 
     # -- leases --------------------------------------------------------------------------------------------------
 
@@ -419,20 +419,20 @@ class Cluster:
 
     def _train(self) -> None:
         model = self.model
-        if self._busy or len(self._complete) < model.groups_per_step:
+        if self._busy or len(self._complete) < model.prompts_per_step:
             return
-        at_most = model.groups_per_step
+        at_most = model.prompts_per_step
         if model.tokens_per_step:
             left = model.steps_per_publication - self._since[0]
             at_most = max_groups_for_step(
-                slots=self._slots, groups_per_step=at_most, steps_left=left, consumed_since=self._since[1]
+                slots=self._slots, prompts_per_step=at_most, steps_left=left, consumed_since=self._since[1]
             )
         chosen: list[int] = []
         tokens = 0
         for group in itertools.islice(self._consumed.trainable_groups(self._complete.__contains__), at_most):
             chosen.append(group)
             tokens += sum(e.tokens for e in self._arrived[group].values())
-            if len(chosen) == at_most or (len(chosen) >= model.groups_per_step and tokens >= model.tokens_per_step):
+            if len(chosen) == at_most or (len(chosen) >= model.prompts_per_step and tokens >= model.tokens_per_step):
                 break
         else:
             return
@@ -574,5 +574,5 @@ def predict(model: Model, *, steps: int = 32, settle: int = 8, seed: int = 0, en
     The figures are those of the steps after the first `settle`, in which the pipeline fills. With `ends`, the run
     has only these steps: nothing beyond their need is generated, so engines are idle towards the end.
     """
-    groups = steps * model.groups_per_step if ends and not model.tokens_per_step else None
+    groups = steps * model.prompts_per_step if ends and not model.tokens_per_step else None
     return Cluster(model, seed, groups).run(steps, settle)

@@ -78,8 +78,8 @@ def estimate(config: Config, *, generators: int, ranks: int, hardware: Hardware 
     return Model(
         generators=generators,
         places=config.generator.concurrency,
-        groups_per_step=schedule.groups_per_step,
-        samples_per_group=schedule.samples_per_group,
+        prompts_per_step=schedule.prompts_per_step,
+        group_size=schedule.group_size,
         max_staleness=schedule.max_staleness,
         steps_per_publication=schedule.steps_per_publication,
         window=schedule.window,
@@ -148,8 +148,8 @@ def fit(config: Config, rows: Sequence[Mapping[str, Any]], spans: Sequence[Span]
     return Model(
         generators=config.generator.count,
         places=config.generator.concurrency,
-        groups_per_step=schedule.groups_per_step,
-        samples_per_group=schedule.samples_per_group,
+        prompts_per_step=schedule.prompts_per_step,
+        group_size=schedule.group_size,
         max_staleness=schedule.max_staleness,
         steps_per_publication=schedule.steps_per_publication,
         window=schedule.window,

@@ -71,8 +71,8 @@ def marin() -> Case:
     model = Model(
         generators=8,
         places=32,
-        groups_per_step=128,
-        samples_per_group=4,
+        prompts_per_step=128,
+        group_size=4,
         max_staleness=0,
         engine=EngineSpeed(0.0),
         learner=LearnerSpeed(7.9, pause=20.95, waits=True),
@@ -104,8 +104,8 @@ def verl(cards: int, shared: float, trained: float, points: dict[str, tuple[floa
     model = Model(
         generators=cards,
         places=groups * samples // cards,
-        groups_per_step=groups,
-        samples_per_group=samples,
+        prompts_per_step=groups,
+        group_size=samples,
         max_staleness=0,
         engine=EngineSpeed(0.0),
         learner=LearnerSpeed(trained),
@@ -116,7 +116,7 @@ def verl(cards: int, shared: float, trained: float, points: dict[str, tuple[floa
         model,
         generators=half,
         places=2 * groups * samples // half,
-        groups_per_step=groups // 4,
+        prompts_per_step=groups // 4,
         steps_per_publication=4,
     )
     return Case(
@@ -170,8 +170,8 @@ def areal() -> Case:
     shared = Model(
         generators=cards,
         places=groups * samples // cards,
-        groups_per_step=groups,
-        samples_per_group=samples,
+        prompts_per_step=groups,
+        group_size=samples,
         max_staleness=0,
         engine=EngineSpeed(0.0),
         learner=LearnerSpeed(tokens / most * ranks / cards),

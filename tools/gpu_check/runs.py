@@ -17,8 +17,8 @@ import numpy as np
 from .place import Place
 
 SMALL = (
-    *("schedule.groups_per_step=2", "schedule.samples_per_group=4", "model.init.max_warm_steps=2"),
-    *("model.init.warm_reward=0", "learner.threads=1", "evaluation.every=0", "generator.kv_cache_gib=0.25"),
+    *("schedule.prompts_per_step=2", "schedule.group_size=4", "model.init.max_warm_steps=2"),
+    *("model.init.warm_reward=0", "learner.threads=1", "evaluation.every_steps=0", "generator.kv_cache_gib=0.25"),
 )
 
 

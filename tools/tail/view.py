@@ -158,7 +158,7 @@ def _format_slots(run: FollowedRun, metric: Metric) -> GaugeText:
 
 
 def _format_buffer(run: FollowedRun, metric: Metric) -> GaugeText:
-    return _format_filled(run.metrics.last_value(metric.name), run.get_setting("schedule.groups_per_step"), "ready")
+    return _format_filled(run.metrics.last_value(metric.name), run.get_setting("schedule.prompts_per_step"), "ready")
 
 
 def _format_filled(number: float | None, total: int | None, label: str) -> GaugeText:

@@ -87,6 +87,7 @@ lint: install ## ruff, mypy, what may pass the seam to the world by, what may im
 	@$(VENV)/ruff format --check .
 	@$(VENV)/mypy
 	@$(VENV)/python -m dev.lint.seam
+	@$(VENV)/python -m dev.lint.references
 	@$(VENV)/lint-imports --no-logo
 	@$(VENV)/python -m dev.pages.reference --check
 

@@ -447,7 +447,7 @@ class RemoteRanks:
     def train_minibatches(
         self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], *, version: int, trace: bool = False
     ) -> list[MinibatchResult]:
-        """Implement `trainer.RankGroup.train_minibatches`."""
+        """Implement `trainer.LearnerRanks.train_minibatches`."""
         given = [[[m[rank]] for m in minibatches] for rank in range(self._config.learner.parallel.dp)]
         answers: list[list[MinibatchResult]] = self._run_step("train_minibatches", given, version=version, trace=trace)
         return [

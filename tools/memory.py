@@ -335,7 +335,7 @@ def count_layer_activations(shape: ModelShape, index: int, *, own_kernels: bool 
     The first number is for attention and norms, the second for what `recompute = "selective"` recomputes.
 
     Args:
-        own_kernels: Experts are ours (`learner.experts`), not those of transformers.
+        own_kernels: Experts are ours (`learner.kernels`), not those of transformers.
     """
     a, g, d, h = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.hidden_size
     attention = 2 * h + (a + 2 * g) * d + 2 * (a + g) * d + a * d

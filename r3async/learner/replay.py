@@ -1,7 +1,7 @@
 """Rollout routing replay: a model's routers use the recorded experts (R3, arXiv 2510.11370). Shared by all backends.
 
 Replay fixes the *selection* of experts. Their gate weights come from the learner's own scores at the replayed ids, so
-the router still receives gradient. A backend's router calls `RoutingReplay.choose_experts` to know which experts to
+the router still receives gradient. A backend's router calls `MicroBatchRoutes.choose_experts` to know which experts to
 use, and nothing else.
 
 The micro-batch that a router serves is known at every moment, in any order of forward and backward passes:

@@ -139,7 +139,7 @@ def test_nobody_needs_more_than_the_package_to_write_the_reference(tmp_path):
 
 
 def test_every_file_of_the_sources_that_a_page_names_exists():
-    """`folder/file.py`, from the top of the repository, the package or the tests; a bare `file.py` in a table of
+    """A path, from the top of the repository, the package or the tests; a bare `file.py` in a table of
     docs/architecture.md is in the folder of its row."""
     named = re.compile(r"`((?!runs/)(?:\w+/)+\w+\.(?:py|toml|sh))(?:::\w+)?`")
     for page in PAGES:

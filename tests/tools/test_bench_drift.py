@@ -130,7 +130,7 @@ def test_the_page_has_the_tables_of_the_report_kept_beside_it_and_they_show_what
 def test_a_small_measurement_of_real_runs(tmp_path):
     words = ["bench", "drift", "--quick", "--json", "--keep", str(tmp_path / "kept")]
     done = subprocess.run(
-        [sys.executable, "-m", "r3async", *words],
+        [sys.executable, "-m", "dev", *words],
         capture_output=True,
         text=True,
         timeout=880,

@@ -185,6 +185,10 @@ def plan(
             say=typer.echo,
             note=_print_note,
         )
+    if generators or staleness or ranks or lost or picture is not None:
+        raise ConfigError(
+            "`--generators`, `--staleness`, `--ranks`, `--lost` and `--picture` are of a prediction: add `--capacity`"
+        )
     if preset is None:
         raise ConfigError("`plan` needs a preset's name or a TOML file; `r3async presets` lists the presets")
     from .plan import print_plan

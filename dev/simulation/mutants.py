@@ -41,7 +41,6 @@ from r3async.transport.spool import Spool
 from r3async.untrusted import MalformedError
 from r3async.weights import delta
 from r3async.weights import fetch as relay
-from r3async.weights import fetch as tcp
 from r3async.weights.fetch import HostVersionCache, IncomingStream, TcpReceiver
 from r3async.world import files as disk_waits
 from r3async.world.files import write_atomically
@@ -449,10 +448,10 @@ def chunk_out_of_order(arrived: Any) -> Any:
 
 
 plant("lost_chunk_never_asked_again", "What of the weights was lost on its way is not asked for again.", (
-    tcp, "RETRY_SECONDS", lambda _: 1e6,
+    relay, "RETRY_SECONDS", lambda _: 1e6,
 ))  # fmt: skip
 plant("silent_parent_waited_for", "A host that sends nothing any more is waited for.", (
-    tcp, "MAX_SILENCE_SECONDS", lambda _: 1e6,
+    relay, "MAX_SILENCE_SECONDS", lambda _: 1e6,
 ))  # fmt: skip
 
 

@@ -4,6 +4,7 @@ refused."""
 from __future__ import annotations
 
 import functools
+import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -181,7 +182,9 @@ def _field_types(section_type: type) -> dict[str, Any]:
 
 def _make_unknown_key_error(path: str, key: str, inner: Any, names: Sequence[str]) -> ConfigError:
     prefix = f"{path}." if path else ""
-    if (now := REMOVED_KEYS.get(f"{prefix}{key}")) is not None:
+    # A set has the keys of `[evaluation]`, and had them under the same names.
+    known_as = re.sub(r"^evaluation\.sets\.[^.]+\.", "evaluation.", f"{prefix}{key}")
+    if (now := REMOVED_KEYS.get(known_as)) is not None:
         return ConfigError(f"unknown key `{prefix}{key}`: {now}")
     whole = f"{prefix}{key}"
     while isinstance(inner, Mapping) and len(inner) == 1:  # extend the name while the table has a single key

@@ -49,6 +49,8 @@ def test_durations_of_a_run_are_taken_and_the_run_itself_is_predicted(tmp_path: 
     [
         ([], "a preset's name or a TOML file"),
         (["--capacity"], "needs a preset"),
+        (["quickstart", "--generators", "8"], "add `--capacity`"),
+        (["quickstart", "--picture", "p.svg"], "add `--capacity`"),
         (["quickstart", "--capacity", "--staleness", "few"], "whole numbers"),
         (["quickstart", "--capacity", "--hardware", "abacus"], "must be one of h100"),
         (["quickstart", "--capacity", "--steps", "3"], "at least 12"),

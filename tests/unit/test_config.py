@@ -172,3 +172,9 @@ def test_a_setting_with_a_new_name_is_refused_by_the_old_one_and_the_new_one_exi
     with pytest.raises(ConfigError, match=f"unknown key `{old}`: it is `{RENAMED[old]}` now"):
         load_config("quickstart", [f"{old}=1"])
     operator.attrgetter(RENAMED[old])(load_config("quickstart"))
+
+
+@pytest.mark.parametrize(("old", "new"), [("episodes", "tasks"), ("samples", "samples_per_task")])
+def test_a_set_of_evaluations_refuses_an_old_name_with_the_new_one(old, new):
+    with pytest.raises(ConfigError, match=f"unknown key `evaluation.sets.a.{old}`: it is `evaluation.{new}` now"):
+        load_config("quickstart", [f"evaluation.sets.a.{old}=3"])

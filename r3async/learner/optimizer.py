@@ -458,12 +458,12 @@ class HostMoments:
             yield
         finally:
             for name in OFFLOADED_MOMENTS:
-                _local_part(self._adam.state[parameter][name]).untyped_storage().resize_(0)
+                to_local(self._adam.state[parameter][name]).untyped_storage().resize_(0)
 
     def offload_moments(self, parameter: Tensor) -> None:
         """Move a parameter's moments to the host."""
         for name in OFFLOADED_MOMENTS:
-            moment = _local_part(self._adam.state[parameter][name])
+            moment = to_local(self._adam.state[parameter][name])
             host = self._host_values.setdefault(parameter, {})
             if name not in host:
                 host[name] = torch.empty(moment.shape, dtype=moment.dtype, pin_memory=moment.is_cuda)
@@ -476,7 +476,7 @@ class HostMoments:
 
     def _load_to_device(self, parameter: Tensor) -> None:
         for name, values in self.get_moments(parameter).items():
-            moment = _local_part(self._adam.state[parameter][name])
+            moment = to_local(self._adam.state[parameter][name])
             moment.untyped_storage().resize_(values.numel() * values.element_size())
             moment.copy_(values)
 
@@ -491,10 +491,6 @@ class HostMoments:
             held += parameter.numel()
         if bucket:
             yield bucket
-
-
-def _local_part(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 # Load balancing without a loss term (arXiv 2408.15664; DeepSeek-V3, Moonlight, GLM-4.5): experts are chosen by their

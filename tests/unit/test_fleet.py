@@ -9,9 +9,10 @@ from functools import partial
 import msgspec
 import pytest
 
-from r3async.actors.conductor import Conductor, FleetMembership
+from r3async.actors.conductor import Conductor
 from r3async.actors.delivery import choose_weight_backend
 from r3async.actors.leasing import LeaseAnswer, LeaseCall, LeaseDispatcher
+from r3async.actors.membership import FleetMembership
 from r3async.actors.process import ActorNotLoaded, RunFailed
 from r3async.config import config_to_dict, load_config
 from r3async.rollout.engine import InstallReport

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from r3async.actors.fleet import Fleet, StallMonitor
+from r3async.actors.fleet import Fleet
 from r3async.actors.process import ProcessLost, RunFailed
+from r3async.actors.stalls import StallMonitor
 from r3async.config import ScheduleConfig, load_config
 from r3async.schedule.admission import AdmissionController
 from r3async.schedule.health import Stall
@@ -326,7 +327,7 @@ async def test_while_storage_waits_no_generator_is_blamed_and_the_run_waits(run,
 
 
 async def test_who_does_not_answer_is_asked_by_signal(run, monkeypatch):
-    monkeypatch.setattr("r3async.actors.fleet.DUMP_TIMEOUT_SECONDS", 0.01)
+    monkeypatch.setattr("r3async.actors.stalls.DUMP_TIMEOUT_SECONDS", 0.01)
     run.handles[0].deaf = run.handles[1].deaf = True
     run.first.process = 21, "near"
     assert await run.watch._dump_all_stacks("why") == ["generator-0", "generator-1"]

@@ -4,8 +4,7 @@ versions of the weights and records each step. It never touches a payload."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,10 @@ from r3async.untrusted import decode_msgpack
 from r3async.world import ActorLostError, ActorRef, World
 from r3async.world.appending import AppendFile
 from r3async.world.files import RETRY_SECONDS, is_disk_error
-from r3async.world.stages import create_stage_task, in_stage, stage
+from r3async.world.stages import create_stage_task, stage
 
 from .delivery import choose_weight_backend, zero_delivery_metrics
-from .fleet import Fleet, FleetGenerator, LearnerAddress
+from .fleet import Fleet, LearnerAddress
 from .installer import VersionInstaller
 from .leasing import LeaseAnswer, LeaseCall, LeaseDispatcher
 from .membership import FleetMembership
@@ -84,25 +83,17 @@ class Conductor:
             # If steps take groups until they have enough tokens, the total number of groups is not known beforehand.
             total_groups=None if schedule.takes_extra_groups else self.config.steps * schedule.prompts_per_step,
             choose_task=self.task_source.choose_task,
-            on_change=lambda: self.dispatcher.serve_soon(),
         )
         self.lag_meter, self._stage_seconds = LagMeter(world.processes), StageTimer("conductor", world.processes)
         self.pacing = PaceMonitor(schedule, self.events.warning, clock)
         self._processes = {"conductor": (world.processes.pid, world.processes.host)}
-        self.delivery_due = asyncio.Event()
-        """Event that is set when there may be weights to deliver."""
-        self.fleet = Fleet(self.config, self.events, generators, clock, self._wake_waiters)
-        resting = lambda: self.stop_requested  # noqa: E731
-        self.dispatcher = LeaseDispatcher(self.admission, self.fleet, resting)
-        known = self.config, self.events, self.fleet, self.dispatcher
-        self.membership = FleetMembership(
-            *known, self._requeue_leases, self._handle_fleet_resize, resting, world.actors.kill_actor, clock
-        )
-        revive = self.membership.revive_generator
-        self.evaluator = Evaluator(
-            self.config, self.run_dir, self.events, self.fleet, revive_generator=revive, world=world
-        )
         self._stop_requested = asyncio.Event()
+        self.fleet = Fleet(self.config, self.events, generators, clock)
+        self.dispatcher = LeaseDispatcher(self.admission, self.fleet, learner, self._stop_requested)
+        self.membership = FleetMembership(
+            world, self.config, self.events, self.fleet, self.dispatcher, self._stop_requested
+        )
+        self.evaluator = Evaluator(self.config, self.run_dir, self.events, self.fleet, world=world)
         self._actor_stop_seconds = STOP_SECONDS_WHILE_LOADING
         """Seconds that the actors may take to end. While they load, there is no work that they have to finish."""
         self._phase = "starting"
@@ -192,7 +183,8 @@ class Conductor:
         """Request that the run finish the running step, write a checkpoint and end. Returns at once."""
         if not self.stop_requested:
             self._stop_requested.set()
-            self.dispatcher.serve_soon()
+            # Calls that wait for leases are answered: there will be none.
+            self.fleet.leases_due.set()
             self.events.warning("stop_requested")
             await self.learner.call("interrupt_wait")
 
@@ -208,111 +200,134 @@ class Conductor:
         # Every row has this event loop's lag, measured from the start.
         self.lag_meter.start()
         # The time that this task takes is booked to the stage "steps".
-        return await in_stage("steps", self._run_phases())
+        with stage("steps"):
+            # What goes on beside the steps. A failure of any of it ends the steps at once.
+            background: list[asyncio.Task[None]] = []
+            try:
+                # Load learner and engines, and install the first weights: nothing can be played or trained before.
+                installer = await await_or_stopped(self._stop_requested, self._start_actors())
+                if installer is None:
+                    # The stop came during loading: no step was made in this start, so there is nothing to save.
+                    self.events.info("run_finished", steps=self.step, stopped=True, model=None)
+                    return {"steps": self.step, "model": "", "stopped": True}
+                self._phase = "training"
+                # From now on the actors have work that they have to finish when they are asked to end.
+                self._actor_stop_seconds = self.config.supervise.stop_grace_seconds
+                # The time spent loading must not lower the rates of the first row.
+                self.step_rows.restart_clock()
+                # Deliver versions in a task of its own: training never waits for an installation.
+                delivering = create_stage_task("deliver", self._deliver_versions(installer))
+                # Detect a run in which no process fails but nothing progresses.
+                watching = create_stage_task("watch", self._build_stall_monitor(installer).run())
+                # End the run as soon as too many tasks have failed.
+                background += [delivering, watching, create_stage_task("watch", self.task_source.raise_when_failed())]
+                # Start the generators and restart those that are lost, from now on and beside the steps.
+                background.append(create_stage_task("deliver", self.membership.run()))
+                # Answer calls that wait for leases, when there is something to lease.
+                background.append(create_stage_task("lease", self.dispatcher.run()))
+                # Begin the evaluation that was due at this step, if it is not there; it is played beside training.
+                self.evaluator.resume_evaluations(self.step, self.version)
 
-    async def _run_phases(self) -> dict[str, Any]:
-        background: list[asyncio.Task[None]] = []
-        try:
-            # Load learner and engines, and install the first weights: nothing can be played or trained before.
-            installer = await self._load_unless_stopped()
-            if installer is None:
-                # The stop came during loading: no step was made in this start, so there is nothing to save.
-                self.events.info("run_finished", steps=self.step, stopped=True, model=None)
-                return {"steps": self.step, "model": "", "stopped": True}
-            self._phase = "training"
-            # The time spent loading must not lower the rates of the first row.
-            self.step_rows.restart_clock()
-            # Deliver versions in a task of its own: training never waits for an installation.
-            delivering = create_stage_task("deliver", self._deliver_versions(installer))
-            # Detect a run in which no process fails but nothing progresses.
-            watching = create_stage_task("watch", self._build_stall_monitor(installer).run())
-            # End the run as soon as too many tasks have failed.
-            background += [delivering, watching, create_stage_task("watch", self.task_source.raise_when_failed())]
-            # Start the generators and restart those that are lost, from now on and beside the steps.
-            background.append(create_stage_task("deliver", self.membership.run()))
-            # Begin the evaluation that was due at this step, if it is not there; it is played beside training.
-            self.evaluator.resume_evaluations(self.step, self.version)
-            # Make all steps; a failure of a background task ends them.
-            await self._train_steps(installer, list(background))
-            self._phase = "writing a checkpoint"
-            # Checkpoint the last step first, so that whatever fails from here on can be resumed.
-            await await_guarded(self._begin_last_checkpoint(), [delivering])
-            watching.cancel()  # the phases that follow have limits of their own
-            # Every step gets its row, which is written when its weights are delivered.
-            await self._finish_delivery(delivering)
-            # Save the model and wait until the checkpoint is written, before the learner ends.
-            given = (
-                self.config,
-                self.learner,
-                self.run_dir,
-                self._write_sizes.checkpoint_bytes,
-                partial(setattr, self, "_phase"),
-            )
-            updates = await save_final_model(*given) if self.step else 0
-            self._phase = "evaluating"
-            # Evaluate the last weights while the engines that have them still live.
-            undone = await self.evaluator.finish_evaluations(self.step, self.version, lambda: self.stop_requested)
-            # A stop request that came when everything was done has stopped nothing.
-            stopped = self.stop_requested and (undone or self.step < self.config.steps)
-            # A run without an update in which most episodes failed has failed, and was not merely idle.
-            if not updates and not stopped and (failure := self._update_monitor.describe_failure()):
-                raise RunFailed(f"{failure}. The last one: {self.task_source.last_failure}")
-            # The event and the result have the same fields.
-            ended = {
-                "steps": self.step,
-                "stopped": stopped,
-                "updates": updates,
-                "without_update": self._update_monitor.describe_no_updates(),
-                "model": str(self.run_dir / "model") if updates else None,
-            }
-            self.events.info("run_finished", **ended)
-            return ended
-        except Exception as error:
-            # Name the innermost cause, in the record and to the driver.
-            cause = describe_root_cause(error, self.run_dir)
-            self.events.error("run_failed", error=cause)
-            # After the loss of a process the driver may restart the run from its newest checkpoint.
-            raise (ProcessLost if isinstance(error, ActorLostError) else RunFailed)(cause) from error
-        finally:
-            # From here on nothing is leased, and a loss of a generator restarts nothing.
-            self._stop_requested.set()
-            self._phase = "ending the actors"
-            self.lag_meter.stop()
-            # Cancel evaluation and background tasks before the actors that they call end.
-            await self.evaluator.cancel()
-            for left in background:
-                left.cancel()
-            await asyncio.gather(*background, return_exceptions=True)
-            # End the actors in order, within a limit: the driver kills those that do not end.
-            await stop_actors([*(g.handle for g in self.fleet), self.learner], self._actor_stop_seconds, self.events)
-            # The records are complete only when what is kept in memory is in the files.
-            await self.world.record_flusher.finish_writes(self.config.supervise.stop_grace_seconds)
-            self._phase = "ended"
+                publishing: asyncio.Task[None] | None = None
+                # `next_version` is the version that the next step makes, or has a part in.
+                next_version = self.version + 1
+                while self.step < self.config.steps and not self.stop_requested:
+                    # The last step publishes its weights even if their version has fewer steps than usual.
+                    last = self.step + 1 == self.config.steps
+                    # If a generator is due to be probed with this version, the learner scores the probe's text with it, too.
+                    scored = installer.needs_probe_scores(next_version)
+                    # Train one step; meanwhile a failure of a background task ends the run.
+                    step = await await_guarded(
+                        self.learner.call("train_step", is_last=last, with_probe_scores=scored), background
+                    )
+                    # The learner was interrupted while it waited for groups: a stop was requested.
+                    if step is None:
+                        break
+                    self.step, self.version = self.step + 1, step["version"]
+                    # The leases of these groups are over; their slots stay taken until the version is published.
+                    self.admission.step_trained(self.version, step["groups"])
+                    # Rewards of a task decide how often it is posed again (`schedule.difficulty`).
+                    self.task_source.record_scores(step["groups"], step["scores"])
+                    # Free the slots before the weights arrive: new leases begin at once and wait for them at their engine.
+                    if step["new_weights"]:
+                        self.admission.version_published(self.version)
+                    # Serve the generators that wait for leases.
+                    self.fleet.leases_due.set()
+                    # Keep the row until its version is delivered: it has the delivery's figures, too.
+                    self._add_row(step)
+                    # An evaluation runs beside training, so it only begins here.
+                    self.evaluator.evaluate_if_due(self.step, self.version)
+                    # Without new weights, the next step is part of the same version.
+                    if step["new_weights"]:
+                        next_version = self.version + 1
+                        # At most one copy waits: the learner has written it before it copied the next, so this wait is short.
+                        if publishing is not None:
+                            await await_guarded(publishing, background)
+                        # Write and deliver the new version beside the next step. If it cannot be written, the run ends at
+                        # once, and not only at the next version.
+                        publishing = asyncio.create_task(self._publish_version(installer, self.version))
+                        background.append(publishing)
+                        # Checkpoint between two steps, and only where a version is complete.
+                        if self._checkpoint_due(self.step):
+                            await await_guarded(self._begin_checkpoint(), background)
+
+                # The last version must be published before its delivery can be finished.
+                if publishing is not None:
+                    await publishing
+                self._phase = "writing a checkpoint"
+                # Checkpoint the last step first, so that whatever fails from here on can be resumed.
+                await await_guarded(self._begin_last_checkpoint(), [delivering])
+                watching.cancel()  # the phases that follow have limits of their own
+                # Every step gets its row, which is written when its weights are delivered.
+                await self._finish_delivery(delivering)
+                # Save the model and wait until the checkpoint is written, before the learner ends.
+                updates = await self._save_model() if self.step else 0
+                self._phase = "evaluating"
+                # Evaluate the last weights while the engines that have them still live.
+                undone = await self.evaluator.finish_evaluations(self.step, self.version, self._stop_requested)
+                # A stop request that came when everything was done has stopped nothing.
+                stopped = self.stop_requested and (undone or self.step < self.config.steps)
+                # A run without an update in which most episodes failed has failed, and was not merely idle.
+                if not updates and not stopped and (failure := self._update_monitor.describe_failure()):
+                    raise RunFailed(f"{failure}. The last one: {self.task_source.last_failure}")
+                # The event and the result have the same fields.
+                ended = {
+                    "steps": self.step,
+                    "stopped": stopped,
+                    "updates": updates,
+                    "without_update": self._update_monitor.describe_no_updates(),
+                    "model": str(self.run_dir / "model") if updates else None,
+                }
+                self.events.info("run_finished", **ended)
+                return ended
+            except Exception as error:
+                # Name the innermost cause, in the record and to the driver.
+                cause = describe_root_cause(error, self.run_dir)
+                self.events.error("run_failed", error=cause)
+                # After the loss of a process the driver may restart the run from its newest checkpoint.
+                raise (ProcessLost if isinstance(error, ActorLostError) else RunFailed)(cause) from error
+            finally:
+                # From here on nothing is leased, and a loss of a generator restarts nothing.
+                self._stop_requested.set()
+                self._phase = "ending the actors"
+                self.lag_meter.stop()
+                # Cancel evaluation and background tasks before the actors that they call end.
+                await self.evaluator.cancel()
+                for left in background:
+                    left.cancel()
+                await asyncio.gather(*background, return_exceptions=True)
+                # End the actors in order, within a limit: the driver kills those that do not end.
+                await self._stop_actors()
+                # The records are complete only when what is kept in memory is in the files.
+                await self.world.record_flusher.finish_writes(self.config.supervise.stop_grace_seconds)
+                self._phase = "ended"
 
     # -- start ---------------------------------------------------------------------------------------------------
 
-    def _wake_waiters(self) -> None:
-        """Wake the delivery and the calls that wait for leases: a generator may need weights, or there may be work for
-        it."""
-        self.delivery_due.set()
-        self.dispatcher.serve_soon()
-
-    async def _load_unless_stopped(self) -> VersionInstaller | None:
-        """Load and start everything that the first step needs. Returns None, and waits no longer, if a stop is
-        requested meanwhile."""
-        installer = await await_or_stopped(self._stop_requested, self._start_actors())
-        if installer is not None:
-            self._actor_stop_seconds = self.config.supervise.stop_grace_seconds
-        return installer
-
     async def _start_actors(self) -> VersionInstaller:
-        self._phase = "loading learner and engine"
-        config, failure = self.config, "the learner did not load"
-        learner = asyncio.ensure_future(
-            call_with_limit(config, "learner.start_timeout", self.learner, "start", failure=failure)
-        )
-        learner.add_done_callback(lambda _: setattr(self, "_phase", "loading engine"))
-        info, infos = await asyncio.gather(learner, self.fleet.load_engines())
+        """Load and start everything that the first step needs. Returns the installer of weights."""
+        config, self._phase = self.config, "loading learner and engine"
+        info, infos = await asyncio.gather(self._load_learner(), self.fleet.load_engines())
         check_shares_run_directory(info, self.run_dir)
         self._write_sizes = WriteSizes(*info["written"])
         self._processes["learner"] = info["pid"], info["host"]
@@ -330,10 +345,13 @@ class Conductor:
         self.membership.begin_membership(installer, self.world.actors.current_actor(), infos[0], hosts)
         return installer
 
-    def _handle_fleet_resize(self) -> None:
-        """Count the devices anew and wake waiting calls after a generator has joined or left."""
-        self.step_rows.devices = DeviceCounts.from_config(self.config, len(self.fleet.generators))
-        self._wake_waiters()
+    async def _load_learner(self) -> dict[str, Any]:
+        """Have the learner load. Returns what it reports about itself."""
+        report: dict[str, Any] = await call_with_limit(
+            self.config, "learner.start_timeout", self.learner, "start", failure="the learner did not load"
+        )
+        self._phase = "loading engine"
+        return report
 
     async def _resume_run(self, newest_group: int) -> None:
         """Continue where the checkpoint left off, or without one at the beginning. Episodes of untrained groups that
@@ -353,7 +371,7 @@ class Conductor:
         self._phase = "delivering weights"
         published = await self.learner.call("publish_version")
         known = self.config, self.events, self.fleet, self.learner, way, tokens, published
-        installer = VersionInstaller(*known, world=self.world, on_work=self._wake_waiters)
+        installer = VersionInstaller(*known, world=self.world)
         await installer.install_first_version()
         self.admission.version_published(published.version)
         self._write_delivered_rows(published.version, zero_delivery_metrics())  # of a resumed run's last step
@@ -361,63 +379,13 @@ class Conductor:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    async def _train_steps(self, installer: VersionInstaller, background: list[asyncio.Task[None]]) -> None:
-        """Make steps until all are made or a stop is requested. Raises what a background task fails with.
-
-        A version is written, and then delivered, beside the steps that follow it.
-        """
-        # `version` is the one that the next step makes, or has a part in.
-        publishing, version = None, self.version + 1
-        while self.step < self.config.steps and not self.stop_requested:
-            # The last step publishes its weights even if their version has fewer steps than usual.
-            last = self.step + 1 == self.config.steps
-            # If a generator is due to be probed with this version, the learner scores the probe's text with it, too.
-            scored = installer.needs_probe_scores(version)
-            # Train one step; meanwhile a failure of a background task ends the run.
-            result = await await_guarded(
-                self.learner.call("train_step", is_last=last, with_probe_scores=scored), background
-            )
-            # The learner was interrupted while it waited for groups: a stop was requested.
-            if result is None:
-                break
-            # Free slots, record the step and begin a due evaluation, before the next step is asked for.
-            self._finish_step(result)
-            # Without new weights, the next step is part of the same version.
-            version = self.version + result["new_weights"]
-            if result["new_weights"]:
-                # At most one copy waits: the learner has written it before it copied the next, so this wait is short.
-                if publishing is not None:
-                    await await_guarded(publishing, background)
-                # Write and deliver the new version beside the next step.
-                publishing = asyncio.create_task(self._publish_version(installer, self.version))
-                # If it cannot be written, the run ends at once, and not only at the next version.
-                background.append(publishing)
-                # Checkpoint between two steps, and only where a version is complete.
-                if self._checkpoint_due(self.step):
-                    await await_guarded(self._begin_checkpoint(), background)
-        # The last version must be published before its delivery can be finished.
-        if publishing is not None:
-            await publishing
-
-    def _finish_step(self, result: dict[str, Any]) -> None:
-        metrics, groups = result["metrics"], result["groups"]
-        self.step, self.version = self.step + 1, result["version"]
-        # The leases of these groups are over; their slots stay taken until the version is published.
-        self.admission.step_trained(self.version, groups)
-        # Rewards of a task decide how often it is posed again (`schedule.difficulty`).
-        self.task_source.record_scores(groups, result["scores"])
-        # Free the slots before the weights arrive: new leases begin at once and wait for them at their engine.
-        if result["new_weights"]:
-            self.admission.version_published(self.version)
-        # Say who waited for whom in this step.
-        metrics |= self.pacing.record_step(self.step, len(groups), metrics)
-        # Keep the row until its version is delivered: it has the delivery's figures, too.
-        self.step_rows.add(self.step, self.version, metrics, result["previews"])
-        # Too many skipped steps in a row end the run.
+    def _add_row(self, step: dict[str, Any]) -> None:
+        """Add the row of a step. Raises `RunFailed` if too many steps in a row were skipped."""
+        # Who waited for whom in this step.
+        metrics = step["metrics"] | self.pacing.record_step(self.step, len(step["groups"]), step["metrics"])
+        self.step_rows.add(self.step, self.version, metrics, step["previews"])
         if reason := self._update_monitor.record_step(self.step, metrics):
             raise RunFailed(reason)
-        # An evaluation runs beside training, so it only begins here.
-        self.evaluator.evaluate_if_due(self.step, self.version)
 
     async def _begin_checkpoint(self) -> None:
         """Begin a checkpoint of the run as it is between two steps. A checkpoint that cannot be begun, for example
@@ -468,16 +436,16 @@ class Conductor:
         published = await self.learner.call("write_version", installer.versions_in_use)
         self.step_rows.update_pending(version, {"weights/write_seconds": published.seconds})
         installer.newest_published = published
-        self.delivery_due.set()
+        self.fleet.weights_due.set()
 
     async def _deliver_versions(self, installer: VersionInstaller) -> None:
         """Install the newest weights in every generator that answers, and write the rows of the steps that made them.
         Runs until cancelled."""
         while True:
             # A new version, or a generator that may lack one, wakes this loop.
-            await self.delivery_due.wait()
+            await self.fleet.weights_due.wait()
             # Clear before looking, so that what changes meanwhile leads to another look.
-            self.delivery_due.clear()
+            self.fleet.weights_due.clear()
             version = installer.newest_published.version
             # It may have been woken for nothing.
             if not installer.needs_delivery and not self.step_rows.has_pending(version):
@@ -495,7 +463,7 @@ class Conductor:
         that every step has its row. Raises what the delivery failed with."""
         deadline = self.world.clock.monotonic() + RPC_SECONDS
         while not self.step_rows.is_empty and self.world.clock.monotonic() < deadline:
-            self.delivery_due.set()
+            self.fleet.weights_due.set()
             await await_guarded(asyncio.sleep(0.05), [delivering])
         self._write_delivered_rows(self.version, zero_delivery_metrics())
 
@@ -508,6 +476,7 @@ class Conductor:
             **self.dispatcher.collect_metrics(),
             **self.task_source.collect_metrics(self.admission.groups_leased),
         }
+        self.step_rows.devices = DeviceCounts.from_config(self.config, len(self.fleet.generators))
         self.dispatcher.cpu_seconds.add("conductor", self.world.processes.cpu_seconds(), "conductor")
         stages = self.dispatcher.stage_seconds.totals | self._stage_seconds.total_seconds()
         self.step_rows.write_delivered(
@@ -516,50 +485,39 @@ class Conductor:
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def _build_stall_monitor(self, installer: VersionInstaller) -> StallMonitor:
-        known: dict[str, Any] = {"fleet": self.fleet, "admission": self.admission, "learner": self.learner}
-        return StallMonitor(
-            *(self.world, self.config, self.run_dir, self.events),
-            **known,
-            load_reports=self.dispatcher.load_reports,
-            newest_version=lambda: installer.newest_published.version,
-            write_seconds=self.config.weights.resolve_write_timeout(self._write_sizes.version_bytes),
-            is_resting=lambda: self.stop_requested or self.evaluator.is_running,
+    async def _save_model(self) -> int:
+        """Have the learner save the model and finish the last checkpoint. Returns how many updates made the weights."""
+        self._phase = "saving the model"
+        model, failure = str(self.run_dir / "model"), "the model was not saved"
+        updates: int = await call_with_limit(
+            self.config, "learner.start_timeout", self.learner, "save_model", model, failure=failure
         )
+        self._phase = "writing a checkpoint"
+        setting, failure = "checkpoint.write_timeout", "the last checkpoint was not written"
+        seconds = self.config.checkpoint.resolve_write_timeout(self._write_sizes.checkpoint_bytes) + RPC_SECONDS
+        await call_with_limit(self.config, setting, self.learner, "finish_checkpoint", failure=failure, seconds=seconds)
+        return updates
 
-    async def _requeue_leases(self, generator: FleetGenerator) -> list[int]:
-        """Take back the leases of a generator, less the episodes that the learner has. Returns the groups that are
-        leased again."""
-        self.dispatcher.forget_generator(generator.generator_id)
-        missing = await self.learner.call("missing_episodes", self.admission.list_leased_groups(generator.generator_id))
-        return self.admission.requeue_leases(generator.generator_id, lambda g: missing.get(g, []))
+    async def _stop_actors(self) -> None:
+        """Ask the actors to end in order, and wait for it as long as they may take."""
+        actors, seconds = [*(g.handle for g in self.fleet), self.learner], self._actor_stop_seconds
+        ended = asyncio.gather(*(actor.call("stop") for actor in actors), return_exceptions=True)
+        try:
+            await asyncio.wait_for(ended, seconds)
+        except TimeoutError:
+            self.events.warning("actors_did_not_stop", seconds=seconds)
 
-
-# The end of a run: the conductor has the model saved, and ends the actors in order.
-
-
-async def save_final_model(
-    config: Config, learner: ActorRef, run_dir: Path, checkpoint_bytes: int, set_phase: Callable[[str], object]
-) -> int:
-    """Have the learner save the model and finish the last checkpoint. Returns how many updates made the weights.
-
-    `set_phase(phase)` is called with the phase that begins, as text for the live line.
-    """
-    set_phase("saving the model")
-    model, failure = str(run_dir / "model"), "the model was not saved"
-    updates = await call_with_limit(config, "learner.start_timeout", learner, "save_model", model, failure=failure)
-    set_phase("writing a checkpoint")
-    setting, failure = "checkpoint.write_timeout", "the last checkpoint was not written"
-    seconds = config.checkpoint.resolve_write_timeout(checkpoint_bytes) + RPC_SECONDS
-    await call_with_limit(config, setting, learner, "finish_checkpoint", failure=failure, seconds=seconds)
-    return updates
-
-
-async def stop_actors(actors: Sequence[ActorRef], seconds: float, events: Any) -> None:
-    """Ask the actors to end in order, and wait `seconds` at most. If they take longer, `events` (a structlog logger)
-    gets a warning."""
-    ended = asyncio.gather(*(actor.call("stop") for actor in actors), return_exceptions=True)
-    try:
-        await asyncio.wait_for(ended, seconds)
-    except TimeoutError:
-        events.warning("actors_did_not_stop", seconds=seconds)
+    def _build_stall_monitor(self, installer: VersionInstaller) -> StallMonitor:
+        return StallMonitor(
+            self.world,
+            self.config,
+            self.run_dir,
+            self.events,
+            fleet=self.fleet,
+            dispatcher=self.dispatcher,
+            installer=installer,
+            evaluator=self.evaluator,
+            learner=self.learner,
+            write_seconds=self.config.weights.resolve_write_timeout(self._write_sizes.version_bytes),
+            stop_requested=self._stop_requested,
+        )

@@ -1,5 +1,4 @@
-"""The conductor's deliveries: it installs weights in its generators, compares them with the learner's by a probe, and
-restarts generators that are lost."""
+"""The conductor's deliveries: it installs weights in its generators and compares them with the learner's by a probe."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from r3async.config import Config
 from r3async.rollout.engine import InstallReport
-from r3async.schedule.health import HealthState, RestartsExhausted
+from r3async.schedule.health import HealthState
 from r3async.weights.probe import (
     FAILED_MODEL_DIRECTORY,
     ProbeResult,
@@ -57,10 +56,6 @@ class InstallFailed(ActorLostError):
         return not isinstance(self.cause, OSError)
 
 
-class GeneratorRestartsExhausted(RunFailed):
-    """A generator was lost more often than it may be restarted."""
-
-
 class VersionInstaller:
     """The conductor's installer of versions in generators. Lives on its event loop, from the first version on.
 
@@ -73,7 +68,6 @@ class VersionInstaller:
         learner_address: Address of the learner, to which generators connect.
         probe_tokens: Tokens of the probe's text, if there is a probe.
         newest_published: Newest version of the `learner`, the only one that is still delivered.
-        on_work: Called when `deliver_newest` has something to do again.
     """
 
     def __init__(
@@ -86,7 +80,6 @@ class VersionInstaller:
         probe_tokens: Sequence[int] | None,
         newest_published: Published,
         world: World = REAL_WORLD,
-        on_work: Callable[[], object] = lambda: None,
     ):
         self._config, self._events, self.fleet, self._learner, self.learner_address = (
             config,
@@ -96,7 +89,7 @@ class VersionInstaller:
             learner_address,
         )
         self._probe_tokens, self.newest_published = probe_tokens, newest_published
-        self._world, self._clock, self._on_work = world, world.clock.monotonic, on_work
+        self._world, self._clock = world, world.clock.monotonic
         self._shared_offer: tuple[Published, Any] | None = None
         self._scored_version = newest_published.version
         """Last version with which the learner was asked to score the probe's text."""
@@ -130,7 +123,7 @@ class VersionInstaller:
 
     async def install_first_version(self) -> None:
         """Connect all generators, and deliver the first version in the same way as every later one. Raises what an
-        installation raised. Generators that are lost meanwhile are left to `supervise_generator`."""
+        installation raised. Generators that are lost meanwhile are left to `FleetMembership`."""
         await asyncio.gather(*(self._connect_and_install(g) for g in self.fleet))
 
     async def _connect_and_install(self, generator: FleetGenerator) -> None:
@@ -204,7 +197,7 @@ class VersionInstaller:
         self._ended_deliveries[generator_id] = None
         if not task.cancelled():
             task.exception()  # mark it as retrieved; `_collect_delivery` handles it
-        self._on_work()
+        self.fleet.announce_change()  # `deliver_newest` has something to do again
 
     @staticmethod
     def _collect_delivery(
@@ -383,116 +376,12 @@ class VersionInstaller:
                 raise TimeoutError
         return call.result()
 
-    # -- supervision ---------------------------------------------------------------------------------------------
-
-    async def supervise_generator(
-        self,
-        generator: FleetGenerator,
-        conductor: ActorRef,
-        *,
-        is_stopping: Callable[[], bool],
-        requeue_leases: Callable[[FleetGenerator], Awaitable[list[int]]],
-    ) -> None:
-        """Keep one generator playing until it has nothing more to play, or is lost while it leaves.
-
-        After a loss its leases are taken back; the restarted process installs current weights before it plays.
-        `requeue_leases(generator)` takes them back and returns the groups that are leased again. Raises
-        `GeneratorRestartsExhausted` after `generator.max_restarts`, and what the generator itself raised.
-        """
-        while True:
-            try:
-                if generator.state is HealthState.LOST:
-                    await self._restart_generator(generator)
-                await generator.handle.call("run", conductor)
-                generator.is_finished = True
-                return
-            except ProcessLost:
-                raise
-            except ActorLostError as error:
-                if is_stopping():
-                    return
-                self.fleet.mark_lost(generator)  # before anything is awaited, so that it gets no more leases
-                self.fleet.report_lost(generator, error, await requeue_leases(generator))
-                if generator.is_leaving:
-                    return
-
     async def install_until_current(self, generator: FleetGenerator) -> None:
         """Install the current weights in a generator that has loaded its engine and is connected."""
         # A version that is published meanwhile frees slots when the others have it: this generator may not play with an
         # older one.
         while generator.state is HealthState.STALE:
             await self._install_newest(generator)
-
-    async def _restart_generator(self, generator: FleetGenerator) -> None:
-        """Wait for the process to be restarted, load the engine, install the current weights.
-
-        The process itself is restarted at once. The back-off comes here, before the engine is loaded: what it loads may
-        be what kills it. If only the connection was lost, the process lives: it has its engine, and ends what it plays,
-        because others play that now.
-        """
-        health, began, wait, process = (
-            generator.health,
-            self._clock(),
-            generator.health.seconds_to_restart,
-            generator.process,
-        )
-        try:
-            health.begin_restart()
-        except RestartsExhausted as error:
-            raise GeneratorRestartsExhausted(
-                f"{generator.generator_id} was lost {generator.restarts + 1} times (generator.max_restarts = "
-                f"{self._config.generator.max_restarts}), the last time by: {generator.last_loss_reason or 'its end'}; see "
-                f"logs/{generator.generator_id}.log"
-            ) from error
-        await asyncio.sleep(wait)
-        await self._reload_engine(generator)
-        if generator.process == process:
-            self.fleet.undo_loss(generator)
-        await self.install_until_current(generator)
-        self._on_work()
-        if generator.process == process:
-            seconds = round(self._clock() - began, 1)
-            self._events.warning(
-                "generator_recovered", generator=generator.generator_id, pid=generator.pid, seconds=seconds
-            )
-            return
-        self._events.warning(
-            "generator_restarted",
-            generator=generator.generator_id,
-            pid=generator.pid,
-            restarts=generator.restarts,
-            version=generator.version,
-            waited=round(wait, 2),
-            seconds=round(self._clock() - began, 2),
-        )
-
-    async def _reload_engine(self, generator: FleetGenerator) -> None:
-        """Have a restarted process load its engine and connect. A failure of this counts as another loss."""
-        try:
-            await self._wait_until_alive(generator, self._clock() + self._config.generator.start_timeout)
-            await self.fleet.load_engine(generator)
-            await self.connect_generator(generator)
-        except ActorLostError:
-            raise
-        except Exception as error:
-            await end_process(self._world, generator.handle, *generator.process)
-            raise ActorLostError(f"{generator.generator_id} was restarted and did not load: {error}") from error
-
-    async def _wait_until_alive(self, generator: FleetGenerator, deadline: float) -> None:
-        """Wait until an actor that is being restarted answers a call; until then its calls fail at once. Raises
-        `RunFailed` or `ActorLostError` after `deadline`."""
-        while True:
-            try:
-                await generator.handle.call("describe_process", timeout=RPC_SECONDS)
-                return
-            except Exception as error:
-                if self._clock() > deadline:
-                    if isinstance(error, ActorLostError):
-                        raise
-                    raise RunFailed(
-                        f"{generator.generator_id} was restarted and did not answer in time (generator.start_timeout)"
-                    ) from error
-                await asyncio.sleep(0.5)
 
 
 # The probe: does an engine with new weights answer like the learner did with them?

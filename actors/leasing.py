@@ -327,10 +327,10 @@ class _WaitingCall:
 
 
 class LeaseDispatcher:
-    """The conductor's end of leasing. Lives on its event loop. While `is_stopping()` is True, nothing is leased."""
+    """The conductor's end of leasing. Lives on its event loop. After `stop_requested` nothing is leased."""
 
-    def __init__(self, admission: AdmissionController, fleet: Fleet, is_stopping: Callable[[], bool]):
-        self._admission, self._fleet, self._stopping = admission, fleet, is_stopping
+    def __init__(self, admission: AdmissionController, fleet: Fleet, learner: ActorRef, stop_requested: asyncio.Event):
+        self.admission, self._fleet, self._learner, self._stop_requested = admission, fleet, learner, stop_requested
         self.load_reports: dict[str, dict[str, float]] = {}
         """Statistics that each generator reported last. `playing` includes what it was leased since."""
         self.cpu_seconds = CounterGrowth()
@@ -339,7 +339,13 @@ class LeaseDispatcher:
         """Processor time of generators by stage, and the wall time of their event loops, by metric."""
         self._waiting_calls: dict[str, _WaitingCall] = {}
         """Waiting calls, at most one of each generator, in the order in which they came."""
-        self._serve_scheduled = False
+
+    async def run(self) -> None:
+        """Serve the calls that wait whenever `Fleet.leases_due` is set, until cancelled."""
+        while True:
+            await self._fleet.leases_due.wait()
+            self._fleet.leases_due.clear()
+            self._serve_waiting()
 
     async def answer_call(self, call: LeaseCall) -> LeaseAnswer:
         """Lease up to `call.free` episodes, or wait until there is one. A later call of the same generator ends an
@@ -347,7 +353,7 @@ class LeaseDispatcher:
         generator = self._fleet[call.generator_id]
         self._answer_waiting(call.generator_id)
         self._record_call(call)
-        leases = self._lease_groups(generator, call.free) if self._admission.can_lease() else []
+        leases = self._lease_groups(generator, call.free) if self.admission.can_lease() else []
         if not leases and call.free and call.wait > 0 and self._has_more and not generator.is_leaving:
             leases = await self._wait_for_leases(call)
         return LeaseAnswer(leases, self._has_more and not generator.is_leaving, len(self._fleet.generators))
@@ -357,11 +363,24 @@ class LeaseDispatcher:
         self._fleet.stop_leasing(generator_id)
         self._answer_waiting(generator_id)
 
-    def serve_soon(self) -> None:
-        """Schedule a look at the waiting calls. Call this when there may be something to lease, or nothing any more."""
-        if self._waiting_calls and not self._serve_scheduled:
-            self._serve_scheduled = True
-            asyncio.get_running_loop().call_soon(self._serve_waiting)
+    async def find_missing(self, generator: FleetGenerator) -> dict[int, list[int]]:
+        """Return the episodes that the learner lacks, by group, of the groups that a generator was leased."""
+        groups = self.admission.list_leased_groups(generator.generator_id)
+        missing: dict[int, list[int]] = await self._learner.call("missing_episodes", groups)
+        return missing
+
+    def requeue_leases(self, generator: FleetGenerator, missing: Mapping[int, Sequence[int]]) -> list[int]:
+        """Take back the leases of a generator, less the episodes that the learner has (all but the `missing` ones).
+        Returns the groups that are leased again."""
+        again = self.admission.requeue_leases(generator.generator_id, lambda group: missing.get(group, []))
+        self._fleet.leases_due.set()
+        return again
+
+    async def requeue_lost(self, generator: FleetGenerator) -> list[int]:
+        """Forget a generator whose process has ended, and take back its leases. Returns the groups that are leased
+        again."""
+        self.forget_generator(generator.generator_id)
+        return self.requeue_leases(generator, await self.find_missing(generator))
 
     def forget_generator(self, generator_id: str) -> None:
         """Forget the call and the reports of a generator whose process has ended. They do not apply to its next
@@ -381,7 +400,7 @@ class LeaseDispatcher:
     @property
     def _has_more(self) -> bool:
         """True if something is left to play, now or later."""
-        return not self._stopping() and not self._admission.is_exhausted
+        return not self._stop_requested.is_set() and not self.admission.is_exhausted
 
     def _record_call(self, call: LeaseCall) -> None:
         name, self.load_reports[call.generator_id] = call.generator_id, call.stats
@@ -407,11 +426,10 @@ class LeaseDispatcher:
 
     def _serve_waiting(self) -> None:
         """Answer waiting calls in order, as far as there is something to lease, and all of them if nothing is left."""
-        self._serve_scheduled = False
         for name, waiting in list(self._waiting_calls.items()):
             if not self._has_more:
                 self._answer_waiting(name)
-            elif not self._admission.can_lease():
+            elif not self.admission.can_lease():
                 return
             elif leases := self._lease_groups(self._fleet[name], waiting.free_episodes):
                 self._answer_waiting(name, leases)
@@ -422,8 +440,8 @@ class LeaseDispatcher:
         name, leases = generator.generator_id, list[GroupLease]()
         others = len(self._fleet.ready_ids) - (name in self._fleet.ready_ids)
         load = self.load_reports[name]
-        while not self._stopping() and generator.can_lease:
-            lease = self._admission.lease_group(
+        while not self._stop_requested.is_set() and generator.can_lease:
+            lease = self.admission.lease_group(
                 name, free_episodes=free_episodes, max_episodes=int(load["limit"]), idle_owners=1 + others
             )
             if lease is None:
@@ -431,8 +449,8 @@ class LeaseDispatcher:
             leases.append(lease)
             free_episodes -= len(lease.episode_indices)
             load["playing"] += len(lease.episode_indices)
-            if others and len(lease.episode_indices) < self._admission.group_size:
-                self.serve_soon()  # the other shares are for generators that wait
+            if others and len(lease.episode_indices) < self.admission.group_size:
+                self._fleet.leases_due.set()  # the other shares are for generators that wait
                 break
         if leases:
             self._fleet.set_idle(name, False)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from r3async.config import Config
-from r3async.schedule.health import HealthState
-from r3async.world import ActorRef
+from r3async.schedule.health import HealthState, RestartsExhausted
+from r3async.world import ActorLostError, ActorRef, World
 from r3async.world.stages import create_stage_task
 
 from .delivery import check_can_join
 from .fleet import Fleet, FleetGenerator
-from .installer import GeneratorRestartsExhausted, VersionInstaller
+from .installer import VersionInstaller
 from .leasing import LeaseDispatcher
-from .process import ProcessLost, RunFailed
+from .process import RPC_SECONDS, ProcessLost, RunFailed, end_process
 
 LEAVE_STOP_SECONDS = 10.0
 """Seconds that a generator which leaves may take to end in order."""
@@ -31,39 +31,34 @@ class _StartContext(NamedTuple):
     hosts: set[str]
 
 
+class GeneratorRestartsExhausted(RunFailed):
+    """A generator was lost more often than it may be restarted."""
+
+
 class FleetMembership:
-    """The generators that play, join and leave during the run. Lives on the conductor's event loop.
+    """The generators that play, are restarted, join and leave during the run. Lives on the conductor's event loop.
 
     Args:
         events: A structlog logger.
-        requeue_leases: `requeue_leases(generator)` takes back its leases and returns the groups that are leased again.
-        on_resize: Called when a generator has joined or left.
-        is_stopping: `is_stopping()` is True when the run is ending.
-        clock: Clock in seconds.
+        stop_requested: After it, a generator that is lost is not restarted.
     """
 
     def __init__(
         self,
+        world: World,
         config: Config,
         events: Any,
         fleet: Fleet,
-        dispatch: LeaseDispatcher,
-        requeue_leases: Callable[[FleetGenerator], Awaitable[list[int]]],
-        on_resize: Callable[[], object],
-        is_stopping: Callable[[], bool],
-        kill: Callable[[ActorRef], object],
-        clock: Callable[[], float],
+        dispatcher: LeaseDispatcher,
+        stop_requested: asyncio.Event,
     ):
-        self._config, self._events, self._kill, self._clock = config, events, kill, clock
-        self._fleet, self._dispatch = fleet, dispatch
-        self._is_stopping, self._requeue_leases, self._on_resize = is_stopping, requeue_leases, on_resize
+        self._world, self._config, self._events, self._clock = world, config, events, world.clock.monotonic
+        self._fleet, self._dispatcher, self._stop_requested = fleet, dispatcher, stop_requested
         self._start_context: _StartContext | None = None
         self._playing_begun = asyncio.Event()
         self.excluded_ids: list[str] = []
         """Ids of generators that were lost too often, and without which the run goes on."""
         self._play_tasks: dict[str, asyncio.Task[None]] = {}
-        self._task_ended = asyncio.Event()
-        """Event that is set when one of `_play_tasks` may have ended."""
 
     def begin_membership(
         self, installer: VersionInstaller, conductor: ActorRef, reference_report: Mapping[str, Any], hosts: set[str]
@@ -92,48 +87,44 @@ class FleetMembership:
         try:
             while True:
                 # Clear before looking, so that a task that ends meanwhile leads to another look.
-                self._task_ended.clear()
-                for name, task in list(self._play_tasks.items()):
+                self._fleet.restarts_due.clear()
+                for generator in list(self._fleet):
+                    playing = self._play_tasks.get(generator.generator_id)
                     # A cancelled task is a generator that leaves, which `remove_generator` handles.
-                    if task.done() and not task.cancelled():
-                        self._handle_ended(name, task)
-                await self._task_ended.wait()
+                    if playing is not None and playing.done() and not playing.cancelled():
+                        self._handle_ended(generator, playing)
+                    # A generator that still plays is restarted when it is lost, without a request.
+                    generator.is_restart_requested = False
+                await self._fleet.restarts_due.wait()
         finally:
             # Without this loop nobody would handle their losses.
             for task in self._play_tasks.values():
                 task.cancel()
             await asyncio.gather(*self._play_tasks.values(), return_exceptions=True)
 
-    def _handle_ended(self, name: str, ended: asyncio.Task[None]) -> None:
-        """Exclude a generator that was lost too often, if another one still plays. Raises what it failed with, if that
-        ends the run."""
+    def _handle_ended(self, generator: FleetGenerator, ended: asyncio.Task[None]) -> None:
+        """Exclude a generator that was lost too often, if another one still plays, and restart one that is needed again
+        (`Fleet.request_restart`). Raises what it failed with, if that ends the run."""
+        name = generator.generator_id
         try:
             ended.result()
         except GeneratorRestartsExhausted as error:
-            if not any(g.generator_id != name and not g.is_finished and not g.is_leaving for g in self._fleet):
+            if not any(g is not generator and not g.is_finished and not g.is_leaving for g in self._fleet):
                 raise
-            generator = self._fleet[name]
             self._events.error("generator_excluded", generator=name, pid=generator.pid, error=str(error))
             self.excluded_ids.append(name)
-            self._kill(generator.handle)
+            self._world.actors.kill_actor(generator.handle)
             self._drop_generator(generator)
+        else:
+            if generator.is_restart_requested:
+                self._fleet.mark_lost(generator)
+                generator.is_finished = False
+                self._start_playing(generator)
 
     def _start_playing(self, generator: FleetGenerator) -> None:
-        start = self._context
-        playing = start.installer.supervise_generator(
-            generator, start.conductor, is_stopping=self._is_stopping, requeue_leases=self._requeue_leases
-        )
-        task = self._play_tasks[generator.generator_id] = create_stage_task("deliver", playing)
-        task.add_done_callback(lambda _: self._task_ended.set())
-
-    def revive_generator(self, generator: FleetGenerator) -> None:
-        """Restart a lost generator that is needed again, if it had nothing more to play: then nobody else restarts
-        it."""
-        playing = self._play_tasks.get(generator.generator_id)
-        if playing is not None and playing.done():
-            self._fleet.mark_lost(generator)
-            generator.is_finished = False
-            self._start_playing(generator)
+        playing = create_stage_task("deliver", self._supervise_generator(generator))
+        playing.add_done_callback(lambda _: self._fleet.restarts_due.set())
+        self._play_tasks[generator.generator_id] = playing
 
     async def add_generator(self, generator_id: str, handle: ActorRef) -> str:
         """Admit a process that was just started: have it load, install the current weights and be probed, then lease.
@@ -165,7 +156,7 @@ class FleetMembership:
             seconds=round(self._clock() - before, 2),
         )
         self._start_playing(generator)
-        self._on_resize()
+        self._fleet.announce_change()
         return ""
 
     def _check_compatible(self, report: Mapping[str, Any]) -> None:
@@ -187,7 +178,7 @@ class FleetMembership:
         if generator is None:
             return
         before, playing = self._clock(), self._play_tasks.get(generator_id)
-        self._dispatch.stop_leasing(generator_id)
+        self._dispatcher.stop_leasing(generator_id)
         if playing is not None:
             await asyncio.wait([playing], timeout=self._config.supervise.leave_seconds)
             playing.cancel()
@@ -196,8 +187,8 @@ class FleetMembership:
         self._fleet.mark_lost(generator)  # it gets no more weights, which a stopped engine would not install
         with contextlib.suppress(Exception):
             await generator.handle.call("stop", timeout=LEAVE_STOP_SECONDS)
-        self._kill(generator.handle)  # before others play what it was leased
-        again = await self._requeue_leases(generator)
+        self._world.actors.kill_actor(generator.handle)  # before others play what it was leased
+        again = await self._dispatcher.requeue_lost(generator)
         self._drop_generator(generator)
         seconds_taken = round(self._clock() - before, 2)
         facts = {"pid": generator.pid, "finished": finished, "leased_again": again, "seconds": seconds_taken}
@@ -207,6 +198,102 @@ class FleetMembership:
         self._play_tasks.pop(generator.generator_id, None)
         if generator.state is not HealthState.LOST:
             self._fleet.mark_lost(generator)
-        self._dispatch.forget_generator(generator.generator_id)
+        self._dispatcher.forget_generator(generator.generator_id)
         self._fleet.remove(generator.generator_id)
-        self._on_resize()
+        self._fleet.announce_change()
+
+    # -- restarts ------------------------------------------------------------------------------------------------
+
+    async def _supervise_generator(self, generator: FleetGenerator) -> None:
+        """Keep one generator playing until it has nothing more to play, or is lost while it leaves.
+
+        After a loss its leases are taken back; the restarted process installs current weights before it plays. Raises
+        `GeneratorRestartsExhausted` after `generator.max_restarts`, and what the generator itself raised.
+        """
+        while True:
+            try:
+                if generator.state is HealthState.LOST:
+                    await self._restart_generator(generator)
+                await generator.handle.call("run", self._context.conductor)
+                generator.is_finished = True
+                return
+            except ProcessLost:
+                raise
+            except ActorLostError as error:
+                if self._stop_requested.is_set():
+                    return
+                self._fleet.mark_lost(generator)  # before anything is awaited, so that it gets no more leases
+                self._fleet.report_lost(generator, error, await self._dispatcher.requeue_lost(generator))
+                if generator.is_leaving:
+                    return
+
+    async def _restart_generator(self, generator: FleetGenerator) -> None:
+        """Wait for the process to be restarted, load the engine, install the current weights.
+
+        The process itself is restarted at once. The back-off comes here, before the engine is loaded: what it loads may
+        be what kills it. If only the connection was lost, the process lives: it has its engine, and ends what it plays,
+        because others play that now.
+        """
+        health, began, wait, process = (
+            generator.health,
+            self._clock(),
+            generator.health.seconds_to_restart,
+            generator.process,
+        )
+        try:
+            health.begin_restart()
+        except RestartsExhausted as error:
+            raise GeneratorRestartsExhausted(
+                f"{generator.generator_id} was lost {generator.restarts + 1} times (generator.max_restarts = "
+                f"{self._config.generator.max_restarts}), the last time by: {generator.last_loss_reason or 'its end'}; see "
+                f"logs/{generator.generator_id}.log"
+            ) from error
+        await asyncio.sleep(wait)
+        await self._reload_engine(generator)
+        if generator.process == process:
+            self._fleet.undo_loss(generator)
+        await self._context.installer.install_until_current(generator)
+        self._fleet.announce_change()  # it may lack weights that were published meanwhile
+        if generator.process == process:
+            seconds = round(self._clock() - began, 1)
+            self._events.warning(
+                "generator_recovered", generator=generator.generator_id, pid=generator.pid, seconds=seconds
+            )
+            return
+        self._events.warning(
+            "generator_restarted",
+            generator=generator.generator_id,
+            pid=generator.pid,
+            restarts=generator.restarts,
+            version=generator.version,
+            waited=round(wait, 2),
+            seconds=round(self._clock() - began, 2),
+        )
+
+    async def _reload_engine(self, generator: FleetGenerator) -> None:
+        """Have a restarted process load its engine and connect. A failure of this counts as another loss."""
+        try:
+            await self._wait_until_alive(generator, self._clock() + self._config.generator.start_timeout)
+            await self._fleet.load_engine(generator)
+            await self._context.installer.connect_generator(generator)
+        except ActorLostError:
+            raise
+        except Exception as error:
+            await end_process(self._world, generator.handle, *generator.process)
+            raise ActorLostError(f"{generator.generator_id} was restarted and did not load: {error}") from error
+
+    async def _wait_until_alive(self, generator: FleetGenerator, deadline: float) -> None:
+        """Wait until an actor that is being restarted answers a call; until then its calls fail at once. Raises
+        `RunFailed` or `ActorLostError` after `deadline`."""
+        while True:
+            try:
+                await generator.handle.call("describe_process", timeout=RPC_SECONDS)
+                return
+            except Exception as error:
+                if self._clock() > deadline:
+                    if isinstance(error, ActorLostError):
+                        raise
+                    raise RunFailed(
+                        f"{generator.generator_id} was restarted and did not answer in time (generator.start_timeout)"
+                    ) from error
+                await asyncio.sleep(0.5)

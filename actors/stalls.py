@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from r3async.config import Config
-from r3async.schedule.admission import AdmissionController
 from r3async.schedule.health import HealthState, Stall, Watchdog
 from r3async.world import ActorRef, World
 
 from .fleet import Fleet, FleetGenerator
+from .installer import VersionInstaller
+from .leasing import LeaseDispatcher
 from .process import RPC_SECONDS, PolledCall, ProcessLost, RunFailed, end_process
+from .tasks import Evaluator
 
 STALL_CHECK_SECONDS = 2.0
 """Maximum seconds between two looks at all stages."""
@@ -43,11 +45,8 @@ class StallMonitor:
 
     Args:
         learner: The learner's actor.
-        load_reports: Statistics that each generator reported last.
-        newest_version: `newest_version()` returns the newest version that engines should have.
         write_seconds: Seconds that writing one version may take.
-        is_resting: While `is_resting()` is True, work that nobody has begun is not a stall: the run is ending, or
-            generators evaluate.
+        stop_requested: After it, as during an evaluation, work that nobody has begun is not a stall.
     """
 
     def __init__(
@@ -58,16 +57,16 @@ class StallMonitor:
         events: Any,
         *,
         fleet: Fleet,
-        admission: AdmissionController,
+        dispatcher: LeaseDispatcher,
+        installer: VersionInstaller,
+        evaluator: Evaluator,
         learner: ActorRef,
-        load_reports: Mapping[str, Mapping[str, float]],
-        newest_version: Callable[[], int],
         write_seconds: float,
-        is_resting: Callable[[], bool] = lambda: False,
+        stop_requested: asyncio.Event,
     ):
         self.world, self.config, self.run_dir, self.events = world, config, run_dir, events
-        self._fleet, self._admission, self._learner, self._load_reports = fleet, admission, learner, load_reports
-        self._newest_version, self._is_resting, self._clock = newest_version, is_resting, world.clock.monotonic
+        self._fleet, self._dispatcher, self._installer, self._evaluator = fleet, dispatcher, installer, evaluator
+        self._learner, self._stop_requested, self._clock = learner, stop_requested, world.clock.monotonic
         self._learner_status: dict[str, Any] = {}
         """Status that the learner reported last."""
         self._status_call = PolledCall(partial(learner.call, "get_status"))
@@ -102,7 +101,7 @@ class StallMonitor:
         """Begin to take back the leases of a generator that is silent for too long, so that it does not hold up its
         groups. One generator at a time, because the learner has to be asked what it lacks."""
         for generator in self._fleet.find_overdue():
-            if self._admission.list_leased_groups(generator.generator_id) and (
+            if self._dispatcher.admission.list_leased_groups(generator.generator_id) and (
                 self._requeue_task is None or self._requeue_task.done()
             ):
                 self._requeue_task = asyncio.create_task(self._requeue_silent(generator))
@@ -110,15 +109,22 @@ class StallMonitor:
     async def _requeue_silent(self, generator: FleetGenerator) -> None:
         """Take back the leases of a silent generator, less the episodes that the learner has. It may still play: of two
         episodes, the one that arrives first counts."""
-        name = generator.generator_id
         with contextlib.suppress(Exception):  # a loss of the learner is noticed elsewhere
-            missing = await self._learner.call("missing_episodes", self._admission.list_leased_groups(name))
+            missing = await self._dispatcher.find_missing(generator)
             if generator.state is HealthState.SUSPECT:
-                again = self._admission.requeue_leases(name, lambda group: missing.get(group, []))
-                silent = round(generator.health.silent_seconds, 1)
+                again = self._dispatcher.requeue_leases(generator, missing)
                 self.events.warning(
-                    "leases_returned", generator=name, pid=generator.pid, seconds=silent, leased_again=again
+                    "leases_returned",
+                    generator=generator.generator_id,
+                    pid=generator.pid,
+                    seconds=round(generator.health.silent_seconds, 1),
+                    leased_again=again,
                 )
+
+    @property
+    def _is_resting(self) -> bool:
+        """True while work that nobody has begun is not a stall: the run is ending, or generators evaluate."""
+        return self._stop_requested.is_set() or self._evaluator.is_running
 
     # -- observations --------------------------------------------------------------------------------------------
 
@@ -139,15 +145,14 @@ class StallMonitor:
             LEARNER_ANSWERING, self._status_call.answer_count, int(self._status_call.is_pending)
         )
         weights_wait = bool(status.get("weights_wait"))  # then nothing is published, and a step waits for it
-        self.watchdog.observe_stage(f"{STORING_STAGE}/weights", self._newest_version(), int(weights_wait))
+        newest_version = self._installer.newest_published.version
+        self.watchdog.observe_stage(f"{STORING_STAGE}/weights", newest_version, int(weights_wait))
         self.watchdog.observe_stage("training", status.get("steps", 0), int(doing == "training" and not weights_wait))
-        self.watchdog.observe_stage(
-            "publishing", self._newest_version(), int(bool(status.get("writing")) and not weights_wait)
-        )
+        self.watchdog.observe_stage("publishing", newest_version, int(bool(status.get("writing")) and not weights_wait))
         done, with_work = self.watchdog.total_others(besides=RUN_STAGE)
         # Nobody has work although the learner waits for groups: an episode was lost, or somebody does not continue.
         loading = any(not g.is_live for g in self._fleet)
-        stuck = not with_work and doing == "waiting" and not loading and not self._is_resting()
+        stuck = not with_work and doing == "waiting" and not loading and not self._is_resting
         self.watchdog.observe_stage(RUN_STAGE, done, int(stuck))
 
     def _forget_generator(self, name: str) -> None:
@@ -165,16 +170,16 @@ class StallMonitor:
             installing, generator.answered_calls, generator.open_calls, generator.answer_seconds + RPC_SECONDS / 2
         )
         self.watchdog.observe_stage(storing, generator.version, int(generator.is_waiting_for_disk))
-        load = self._load_reports.get(name)
+        load = self._dispatcher.load_reports.get(name)
         if load is None or not generator.is_live:  # it has not begun to play
             self.watchdog.forget_stage(playing)
             self.watchdog.forget_stage(sending)
             return
         # A generator that is full, or installs new weights, need not lease what it could.
-        free = self._admission.can_lease() and not load["playing"] and not generator.is_leaving
+        free = self._dispatcher.admission.can_lease() and not load["playing"] and not generator.is_leaving
         plays = int(load["playing"] - load.get("held", 0))  # the others wait for weights
         done = int(load["generated_tokens"] + load.get("ended", 0))
-        self.watchdog.observe_stage(playing, done, plays or int(free and not self._is_resting()))
+        self.watchdog.observe_stage(playing, done, plays or int(free and not self._is_resting))
         self.watchdog.observe_stage(
             sending, int(load.get("acknowledged", 0)), int(load.get("unacknowledged", 0)) * may_send
         )

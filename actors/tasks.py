@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +169,7 @@ class Evaluator:
 
     One generator plays an evaluation, with the weights of the step, and with newer ones as they are installed. If it is
     lost, or does not answer for `supervise.silence_seconds`, another one plays the evaluation from the beginning, or
-    the same one when it is back: a generator that had nothing more to play is brought back by `revive_generator`.
+    the same one when it is back: a generator that had nothing more to play is restarted (`Fleet.request_restart`).
 
     `run_dir/evaluation.jsonl` gets an object for each evaluation, `{"step", "time", "evaluation/reward_mean", …}`: the
     newest step when it began, and the versions of the weights that sampled it. The whole result is in a file beside the
@@ -183,10 +183,9 @@ class Evaluator:
         events: Any,
         fleet: Fleet,
         *,
-        revive_generator: Callable[[FleetGenerator], object] = lambda generator: None,
         world: World = REAL_WORLD,
     ):
-        self.config, self.settings, self._revive_generator = config, config.evaluation, revive_generator
+        self.config, self.settings = config, config.evaluation
         self._disk_wait = DiskRetrier(world, events.warning, "evaluation_not_kept", "evaluation_kept")
         self._world, self._clock, self._events, self._fleet = world, world.clock, events, fleet
         self._run_dir, self._file = run_dir, AppendFile(run_dir / EVALUATION_FILE, world=world)
@@ -292,7 +291,7 @@ class Evaluator:
         try:
             await generator.handle.call("describe_process")
         except ActorLostError:
-            self._revive_generator(generator)
+            self._fleet.request_restart(generator)
         else:
             self._fleet.note_answer(generator)
 
@@ -308,7 +307,7 @@ class Evaluator:
                 except (GeneratorSilent, ActorLostError) as error:
                     left[name] = self._clock.monotonic()
                     if lost := isinstance(error, ActorLostError):
-                        self._revive_generator(generator)
+                        self._fleet.request_restart(generator)
                     else:
                         hearing.append(asyncio.create_task(self._wait_for_answer(generator)))
                     hint = "it was lost" if lost else "it does not answer"
@@ -361,24 +360,24 @@ class Evaluator:
                 await asyncio.Event().wait()
             await asyncio.sleep(PING_SECONDS)
 
-    async def finish_evaluations(self, step: int, version: int, is_stopping: Callable[[], bool]) -> bool:
+    async def finish_evaluations(self, step: int, version: int, stop_requested: asyncio.Event) -> bool:
         """Finish the evaluations after the run's last step: wait for the one that runs, then evaluate the last weights
         if that has not been done.
 
         A run that is stopped begins no evaluation, and waits `supervise.stop_grace_seconds` at most. Returns True if
         something was left undone for that reason.
         """
-        await self._wait_for_running(is_stopping)
-        if self.settings.every_steps and step and self._last_step != step and not is_stopping():
+        await self._wait_for_running(stop_requested)
+        if self.settings.every_steps and step and self._last_step != step and not stop_requested.is_set():
             self._begin_evaluation(step, version)
-            await self._wait_for_running(is_stopping)
+            await self._wait_for_running(stop_requested)
         return bool(self.settings.every_steps and step) and (self._last_step != step or self._abandoned)
 
-    async def _wait_for_running(self, is_stopping: Callable[[], bool]) -> None:
+    async def _wait_for_running(self, stop_requested: asyncio.Event) -> None:
         deadline: float | None = None
         while self._task is not None and not self._task.done():
             await asyncio.wait([self._task], timeout=EVALUATION_POLL_SECONDS)
-            if is_stopping() and deadline is None:
+            if stop_requested.is_set() and deadline is None:
                 deadline = self._clock.monotonic() + self.config.supervise.stop_grace_seconds
             if deadline is not None and self._clock.monotonic() > deadline:
                 self._events.warning(

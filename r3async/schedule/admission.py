@@ -120,7 +120,6 @@ class AdmissionController:
     Args:
         choose_task: Function that returns the task seed of a group.
         total_groups: Number of groups after which leasing ends, if known.
-        on_change: Function that is called when there may be more to lease, or nothing any more.
     """
 
     def __init__(
@@ -129,14 +128,13 @@ class AdmissionController:
         *,
         choose_task: Callable[[int], int],
         total_groups: int | None = None,
-        on_change: Callable[[], object] = lambda: None,
     ):
         self.group_size = schedule.group_size
         self.slots = count_slots(schedule)
         self.total_groups = total_groups
         self.version = 0
         """Version that was published last, or is about to be: engines will have it."""
-        self._split_mode, self._on_change = schedule.split, on_change
+        self._split_mode = schedule.split
         self._choose_task = choose_task
         self._next_group = 0
         self._consumed = ConsumedGroups(schedule.window)
@@ -249,7 +247,6 @@ class AdmissionController:
             if lacking:
                 self._waiting_episodes[group] = tuple(sorted(lacking.union(self._waiting_episodes.get(group, ()))))
                 back.append(group)
-        self._on_change()
         return back
 
     def requeue_after_resume(self, newest_group: int, missing_episodes: Callable[[int], Sequence[int]]) -> list[int]:
@@ -283,7 +280,6 @@ class AdmissionController:
             self._waiting_episodes.pop(group, None)  # taken back from its owner, but arrived after all
             self._leases_by_group.pop(group, None)
         self._unpublished[version] = self._unpublished.get(version, 0) + len(groups)
-        self._on_change()
 
     def version_published(self, version: int) -> None:
         """Free the slots of the groups that `version` was trained from.
@@ -304,7 +300,6 @@ class AdmissionController:
                 len(self._trained_by_version) > 1 and self._trained_by_version[0][1] + self.slots <= self.oldest_group
             ):
                 del self._trained_by_version[0]
-        self._on_change()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 

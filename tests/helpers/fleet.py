@@ -9,8 +9,11 @@ import numpy as np
 from r3async.actors.delivery import Published
 from r3async.actors.fleet import Fleet, LearnerAddress
 from r3async.actors.installer import VersionInstaller
-from r3async.config import load_config
+from r3async.actors.leasing import LeaseDispatcher
+from r3async.actors.membership import FleetMembership
+from r3async.config import ScheduleConfig, load_config
 from r3async.rollout.engine import InstallReport
+from r3async.schedule.admission import AdmissionController
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.probe import SampledProbe
 from r3async.weights.publish import TransferOffer
@@ -128,6 +131,20 @@ async def loaded(handles):
     assert tokens == TOKENS
     way = LearnerAddress("tcp://learner", "shared_memory")
     return VersionInstaller(config, fleet.events, fleet, Learner(), way, tokens, published(0), Outside(clock))
+
+
+def membership(installer):
+    """Return the membership of the installer's generators, which were leased nothing."""
+    world, fleet, stop_requested = installer._world, installer.fleet, asyncio.Event()
+    admission = AdmissionController(ScheduleConfig(), choose_task=lambda group: 0)
+
+    async def missing_episodes(groups):
+        return {}
+
+    dispatcher = LeaseDispatcher(admission, fleet, StandIn(missing_episodes=missing_episodes), stop_requested)
+    made = FleetMembership(world, fleet.config, fleet.events, fleet, dispatcher, stop_requested)
+    made.begin_membership(installer, StandIn(), {}, set())
+    return made
 
 
 async def deliver(installer, version):

@@ -50,7 +50,7 @@ def lines(tmp_path):
 
 
 async def settle(it):
-    await asyncio.wait_for(it._wait_for_running(lambda: False), 5)
+    await asyncio.wait_for(it._wait_for_running(asyncio.Event()), 5)
 
 
 async def test_a_run_that_has_loaded_begins_evaluations_without_reading_files(tmp_path, monkeypatch):
@@ -79,9 +79,9 @@ async def test_evaluations_are_due_every_so_many_steps_and_after_the_last(tmp_pa
         it.evaluate_if_due(step, 0)
         await settle(it)
     assert [line["step"] for line in lines(tmp_path)] == [0, 2, 4]
-    await it.finish_evaluations(5, 0, lambda: False)
+    await it.finish_evaluations(5, 0, asyncio.Event())
     assert [line["step"] for line in lines(tmp_path)] == [0, 2, 4, 5]
-    await it.finish_evaluations(5, 0, lambda: False)
+    await it.finish_evaluations(5, 0, asyncio.Event())
     assert len(lines(tmp_path)) == 4
     assert lines(tmp_path)[0]["evaluation/reward_mean"] == 0.5
     assert {"step", "time", "evaluation/version_min", "evaluation/version_max", "evaluation/episodes"} <= set(
@@ -190,7 +190,7 @@ async def test_a_generator_that_stops_answering_in_an_evaluation_is_left_for_ano
 @pytest.mark.parametrize("lost", [True, False], ids=["it was lost", "it does not answer"])
 async def test_a_generator_that_comes_back_plays_its_evaluation_again(tmp_path, lost):
     """With the weights of the step, and not with those that it has meanwhile."""
-    tries, revived, back = [], [], asyncio.Event()
+    tries, back = [], asyncio.Event()
 
     async def answer():
         tries.append(fleet["g"].version)
@@ -206,7 +206,6 @@ async def test_a_generator_that_comes_back_plays_its_evaluation_again(tmp_path, 
     it, events = evaluator(tmp_path, None)
     it.config = config_from_dict({"supervise": {"silence_seconds": 0.1}})
     it._fleet = fleet = Fleet(it.config, events, {"g": StandIn(evaluate=answer, describe_process=whereabouts)})
-    it._revive_generator = lambda generator: revived.append(generator.generator_id)
     health = fleet["g"].health
     health.mark_loaded()
     health.mark_installed(3, 3)
@@ -225,7 +224,7 @@ async def test_a_generator_that_comes_back_plays_its_evaluation_again(tmp_path, 
     back.set()
     await settle(it)
     assert tries == [3, 3]
-    assert revived == ["g"] * lost
+    assert fleet["g"].is_restart_requested == fleet.restarts_due.is_set() == lost
     told = [(event, fields.get("hint")) for event, fields in events.reported]
     assert told == [
         ("evaluation_moved", "it was lost" if lost else "it does not answer"),
@@ -263,7 +262,7 @@ async def test_an_evaluation_that_fails_is_an_event_and_no_more(tmp_path):
     it, events = evaluator(tmp_path, answer)
     it.evaluate_if_due(2, 0)
     await settle(it)
-    await it.finish_evaluations(2, 0, lambda: False)
+    await it.finish_evaluations(2, 0, asyncio.Event())
     assert [(e, f["step"]) for e, f in events.reported] == [("evaluation_failed", 2)]
     assert "the environment is away" in events.reported[0][1]["error"]
     it, events = evaluator(tmp_path, answer, dead=True, timeout=0.3)
@@ -281,9 +280,11 @@ async def test_one_that_takes_long_lets_the_next_one_out_and_a_stopped_run_waits
     it.evaluate_if_due(2, 0)
     it.evaluate_if_due(4, 0)
     assert events.reported == [("evaluation_skipped", {"step": 4, "running_since_step": 2})]
-    await asyncio.wait_for(it.finish_evaluations(4, 0, lambda: True), 3)
+    stop_requested = asyncio.Event()
+    stop_requested.set()
+    await asyncio.wait_for(it.finish_evaluations(4, 0, stop_requested), 3)
     assert events.reported[-1][0] == "evaluation_abandoned"
-    await it.finish_evaluations(4, 0, lambda: True)
+    await it.finish_evaluations(4, 0, stop_requested)
     assert len(events.reported) == 2
 
 
@@ -292,7 +293,7 @@ async def test_a_run_without_evaluations_asks_for_none(tmp_path):
     it.resume_evaluations(0, 0)
     for step in range(1, 5):
         it.evaluate_if_due(step, 0)
-    await it.finish_evaluations(4, 0, lambda: False)
+    await it.finish_evaluations(4, 0, asyncio.Event())
     await it.cancel()
     assert (events.reported, it._task) == ([], None)
 

@@ -12,7 +12,6 @@ import pytest
 from r3async.actors.conductor import Conductor
 from r3async.actors.delivery import choose_weight_backend
 from r3async.actors.leasing import LeaseAnswer, LeaseCall, LeaseDispatcher
-from r3async.actors.membership import FleetMembership
 from r3async.actors.process import ActorNotLoaded, RunFailed
 from r3async.config import config_to_dict, load_config
 from r3async.rollout.engine import InstallReport
@@ -22,7 +21,7 @@ from r3async.weights.publish import TransferOffer
 from r3async.world import ActorLostError
 from r3async.world.files import DiskRetrier
 from r3async.world.real import REAL_WORLD
-from tests.helpers.fleet import TOKENS, deliver, loaded, published, sampled, scores
+from tests.helpers.fleet import TOKENS, deliver, loaded, membership, published, sampled, scores
 from tests.helpers.world import StandIn
 
 
@@ -96,7 +95,7 @@ async def test_a_restarted_generator_waits_for_its_hosts_disk_and_is_named(insta
     handle, generator = handles["generator-0"], fleet["generator-0"]
     handle.wrong["install_version"] = OSError(errno.ENOSPC, "No space left on device")
     generator.health.mark_lost()
-    reviving = asyncio.create_task(installer._restart_generator(generator))
+    reviving = asyncio.create_task(membership(installer)._restart_generator(generator))
     while len(handle.asked("install_version")) < 5:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     generator.health._clock.now += 10_000
@@ -119,10 +118,10 @@ async def test_a_restarted_generator_that_does_not_load_is_lost_once_more(instal
     handle.wrong["start"] = RuntimeError("CUDA error: device unavailable")
     generator.health.mark_lost()
     with pytest.raises(ActorLostError, match="generator-0 was restarted and did not load: CUDA error"):
-        await installer._restart_generator(generator)
+        await membership(installer)._restart_generator(generator)
     fleet.mark_lost(generator)
     del handle.wrong["start"]
-    await installer._restart_generator(generator)
+    await membership(installer)._restart_generator(generator)
     assert (generator.state, generator.restarts) == ("healthy", 2)
 
 
@@ -132,21 +131,11 @@ async def test_a_run_goes_on_without_a_generator_that_was_lost_too_often_and_end
     for handle in handles.values():
         handle.wrong["run"] = ActorLostError("it was killed")
 
-    async def lost(generator):
-        return []
-
-    ended, forgotten = [], []
-    dispatch = StandIn(forget_generator=forgotten.append)
-    known = installer._config, fleet.events, fleet, dispatch
-    members = FleetMembership(
-        *known, lost, lambda: None, lambda: False, ended.append, fleet["generator-0"].health._clock
-    )
-    members.begin_membership(installer, StandIn(), {}, set())
+    members = membership(installer)
     fleet["generator-1"].health._max_restarts = 4
     with pytest.raises(RunFailed, match=r"generator-1 was lost 5 times .*, the last time by: it was killed"):
         await asyncio.wait_for(members.run(), 30)
-    assert forgotten == ["generator-0"]
-    assert ended == [handles["generator-0"]]
+    assert installer._world.killed == [(handles["generator-0"], False)]
     (excluded,) = [facts for event, facts in fleet.events.seen if event == "generator_excluded"]
     assert excluded["generator"] == "generator-0"
     assert "generator-0 was lost 3 times (generator.max_restarts = 2)" in excluded["error"]
@@ -181,7 +170,7 @@ async def test_the_first_installation_of_a_process_has_the_time_that_its_bytes_t
     await installer.deliver_newest()
     assert generator.answer_seconds == pytest.approx(120 + 122)
     generator.health.mark_lost()
-    await installer._restart_generator(generator)
+    await membership(installer)._restart_generator(generator)
     assert generator.answer_seconds == pytest.approx(120 + 305)
 
 
@@ -210,7 +199,7 @@ async def test_a_restarted_generator_installs_the_newest_version_only_and_is_pro
     generator = fleet["generator-0"]
     generator.health.mark_lost()
     generator.probed_version = -1
-    await installer._restart_generator(generator)
+    await membership(installer)._restart_generator(generator)
     assert fresh.asked("install_version") == [("install_version", 5)]
     assert fresh.asked("score_tokens")
     assert (generator.state, generator.version) == ("healthy", 5)
@@ -220,7 +209,7 @@ async def test_a_restarted_generator_does_not_play_before_it_has_what_the_others
     fresh, generator = handles["generator-0"], fleet["generator-0"]
     generator.health.mark_lost()
     fresh.may_install.clear()
-    reviving = asyncio.create_task(installer._restart_generator(generator))
+    reviving = asyncio.create_task(membership(installer)._restart_generator(generator))
     await asyncio.sleep(0.1)
     await deliver(installer, 1)
     assert (generator.state, generator.health.can_lease) == ("stale", False)
@@ -293,7 +282,7 @@ async def test_a_restarted_generator_is_probed_with_what_it_has_or_the_next_vers
         generator.health.mark_lost()
         generator.probed_version = -1
         assert installer.needs_probe_scores(3)
-        await installer._restart_generator(generator)
+        await membership(installer)._restart_generator(generator)
         assert (generator.state, generator.version, generator.probed_version) == ("healthy", 2, probed)
     fresh.calls.clear()
     assert installer.needs_probe_scores(4), "3 was published, and not asked to be scored in time"
@@ -426,14 +415,14 @@ async def test_a_generator_that_is_lost_again_and_again_waits_longer_each_time_a
     generator = fleet["generator-0"]
     for _ in range(2):
         generator.health.mark_lost()
-        await installer._restart_generator(generator)
+        await membership(installer)._restart_generator(generator)
     waits = [facts["waited"] for event, facts in fleet.events.seen if event == "generator_restarted"]
     assert waits == [0.02, 0.04]
     generator.health.mark_lost()
     fleet.report_lost(generator, ActorLostError("no kernel image"), [])
     message = r"generator-0 was lost 3 times \(generator\.max_restarts = 2\), the last time by: no kernel image"
     with pytest.raises(RunFailed, match=message):
-        await installer._restart_generator(generator)
+        await membership(installer)._restart_generator(generator)
 
 
 async def test_one_whose_connection_broke_goes_on_with_its_process_and_nothing_was_restarted(installer, fleet, handles):
@@ -441,21 +430,21 @@ async def test_one_whose_connection_broke_goes_on_with_its_process_and_nothing_w
     handle.lives, generator.generated_tokens = True, 30
     for _ in range(3):  # more often than a process may be restarted
         fleet.mark_lost(generator)
-        await installer._restart_generator(generator)
+        await membership(installer)._restart_generator(generator)
         assert (generator.state, generator.version, generator.restarts) == ("healthy", 0, 0)
         assert (generator.generated_tokens, fleet.generated_tokens) == (30, 30)
     ended = [event for event in fleet.events.names() if event.startswith("generator_")]
     assert ended == ["generator_recovered"] * 3
     handle.lives = False
     fleet.mark_lost(generator)
-    await installer._restart_generator(generator)
+    await membership(installer)._restart_generator(generator)
     assert (generator.restarts, generator.generated_tokens, fleet.generated_tokens) == (1, 0, 30)
 
 
 async def test_one_that_leaves_while_weights_are_delivered_ends_neither_the_delivery_nor_the_run(
     installer, fleet, handles
 ):
-    handle, ended = handles["generator-0"], []
+    handle = handles["generator-0"]
     answer = handle.answer
     handle.may_install.clear()
 
@@ -466,21 +455,14 @@ async def test_one_that_leaves_while_weights_are_delivered_ends_neither_the_deli
         handle.may_install.set()
         await asyncio.sleep(0.01)
 
-    async def lost(generator):
-        return []
-
     handle.answer = stopping
-    dispatch = StandIn(stop_leasing=lambda name: None, forget_generator=lambda name: None)
-    known = installer._config, fleet.events, fleet, dispatch
-    members = FleetMembership(
-        *known, lost, lambda: None, lambda: False, ended.append, fleet["generator-0"].health._clock
-    )
+    members = membership(installer)
     members._playing_begun.set()
     delivering = asyncio.create_task(deliver(installer, 1))
     await asyncio.sleep(0.01)
     await members.remove_generator("generator-0")
     assert await delivering is not None
-    assert ended == [handle]
+    assert installer._world.killed == [(handle, False)]
     assert [(g.generator_id, g.version) for g in fleet] == [("generator-1", 1)]
 
 
@@ -499,7 +481,7 @@ async def test_only_a_healthy_generator_is_leased_episodes(fleet, tmp_path, monk
     monkeypatch.setattr("r3async.actors.conductor.prepare_process", lambda *args: None)
     conductor = Conductor(REAL_WORLD, "run", config_to_dict(fleet.config), str(tmp_path), StandIn(), {})
     conductor.fleet, generator = fleet, fleet["generator-0"]
-    conductor.dispatcher = LeaseDispatcher(conductor.admission, fleet, lambda: False)
+    conductor.dispatcher = LeaseDispatcher(conductor.admission, fleet, StandIn(), asyncio.Event())
     stats = dict.fromkeys(("generated_tokens", "places_empty", "places_all", "engine_idle", "engine_all", "playing"), 0)
 
     async def leases():

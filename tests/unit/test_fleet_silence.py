@@ -57,8 +57,6 @@ async def fall_silent(fleet, name):
 async def test_one_that_falls_silent_in_a_delivery_holds_nobody_up_and_gets_the_newest_when_it_wakes(
     installer, fleet, handles, impatient
 ):
-    wakes = []
-    installer._on_work = lambda: wakes.append(1)
     handles["generator-0"].may_install.clear()
     delivering = asyncio.create_task(deliver(installer, 1))
     await asyncio.sleep(0.05)
@@ -71,7 +69,9 @@ async def test_one_that_falls_silent_in_a_delivery_holds_nobody_up_and_gets_the_
     assert installer.versions_in_use == [1], "what a stopped engine reads stays"
     assert not installer.needs_delivery, "it is being given what it needs"
     handles["generator-0"].may_install.set()
-    await until(lambda: wakes and installer.needs_delivery)
+    fleet.weights_due.clear()
+    await asyncio.wait_for(fleet.weights_due.wait(), 10)
+    assert installer.needs_delivery
     await installer.deliver_newest()
     assert [(g.state, g.version) for g in fleet] == [("healthy", 2), ("healthy", 2)]
     assert handles["generator-0"].asked("install_version") == [("install_version", v) for v in (0, 1, 2)]

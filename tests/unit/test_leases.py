@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,7 @@ class Lacks(StandIn):
 
 
 @pytest.fixture
-def conductor(tmp_path, monkeypatch) -> Conductor:
+async def conductor(tmp_path, monkeypatch) -> AsyncIterator[Conductor]:
     """Of two generators with weights, and one slot."""
     monkeypatch.setattr(r3async.actors.conductor, "prepare_process", lambda *args: None)
     settings = ["schedule.prompts_per_step=1", "schedule.group_size=2", "schedule.max_staleness=0", "steps=9"]
@@ -49,7 +50,9 @@ def conductor(tmp_path, monkeypatch) -> Conductor:
         generator.health.mark_loaded()
         generator.health.mark_installed(0, 0)
     made.admission.version_published(0)
-    return made
+    serving = asyncio.create_task(made.dispatcher.run())
+    yield made
+    serving.cancel()
 
 
 async def lease(
@@ -75,6 +78,7 @@ def train(conductor: Conductor, version: int) -> None:
     for generator in conductor.fleet:
         generator.health.mark_installed(version, version)
     conductor.admission.version_published(version)
+    conductor.fleet.leases_due.set()
 
 
 async def test_who_waits_is_given_what_becomes_free(conductor):
@@ -98,7 +102,7 @@ async def test_a_later_call_ends_an_earlier_one_which_leases_nothing(conductor):
 async def test_what_returns_from_a_lost_one_goes_to_who_waits_and_not_to_its_own_call(conductor):
     assert (await lease(conductor, "a"))[0] == [0]
     of_the_dead, b = await waiting(conductor, "a"), await waiting(conductor, "b")
-    await conductor._requeue_leases(conductor.fleet["a"])
+    await conductor.dispatcher.requeue_lost(conductor.fleet["a"])
     assert await asyncio.wait_for(b, LIMIT) == ([0], True)
     assert (await asyncio.wait_for(of_the_dead, LIMIT))[0] == []
     assert (conductor.admission.list_leased_groups("a"), conductor.admission.list_leased_groups("b")) == ([], [0])
@@ -126,9 +130,12 @@ async def test_who_waits_is_served_before_it_has_the_weights(conductor):
     await lease(conductor, "a")
     b = await waiting(conductor, "b")
     conductor.admission.step_trained(1, [0])
-    await asyncio.sleep(0)
+    conductor.fleet.leases_due.set()
+    for _ in range(5):
+        await asyncio.sleep(0)
     assert not b.done()
     conductor.admission.version_published(1)
+    conductor.fleet.leases_due.set()
     assert await asyncio.wait_for(b, LIMIT) == ([1], True)
     assert {generator.version for generator in conductor.fleet} == {0}
 

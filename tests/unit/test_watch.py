@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from r3async.actors.fleet import Fleet
+from r3async.actors.leasing import LeaseDispatcher
 from r3async.actors.process import ProcessLost, RunFailed
 from r3async.actors.stalls import StallMonitor
 from r3async.config import ScheduleConfig, load_config
@@ -66,8 +67,10 @@ class Run:
         self.admission = AdmissionController(
             ScheduleConfig(max_staleness=0, prompts_per_step=1, group_size=4), choose_task=lambda group: 0
         )
-        self.loads = {name: self.load() for name in named}
-        self.resting = False
+        self.stop_requested, self.evaluator = asyncio.Event(), SimpleNamespace(is_running=False)
+        self.dispatcher = LeaseDispatcher(self.admission, self.fleet, self.learner, self.stop_requested)
+        self.loads = self.dispatcher.load_reports
+        self.loads.update({name: self.load() for name in named})
         self.world = Outside(self.clock)
         self.watch = StallMonitor(
             self.world,
@@ -75,12 +78,12 @@ class Run:
             tmp_path,
             logger,
             fleet=self.fleet,
-            admission=self.admission,
+            dispatcher=self.dispatcher,
+            installer=SimpleNamespace(newest_published=SimpleNamespace(version=0)),
+            evaluator=self.evaluator,
             learner=self.learner,
-            load_reports=self.loads,
-            newest_version=lambda: 0,
             write_seconds=200.0,
-            is_resting=lambda: self.resting,
+            stop_requested=self.stop_requested,
         )
         self.watch._learner_status = self.learner.says
         self.first = self.fleet["generator-0"]
@@ -138,13 +141,13 @@ def test_slow_episodes_are_no_stall(run, counter):
 def test_a_generator_that_does_not_take_what_there_is_to_play_is_named_unless_the_run_rests(tmp_path):
     run = Run(tmp_path)
     run.loads["generator-1"] = run.load(playing=1)
-    run.resting = True
+    run.evaluator.is_running = True
 
     def play(second):
         run.loads["generator-1"] = run.load(playing=1, ended=second)
 
     assert run.after(2 * STALL, play) == []
-    run.resting = False
+    run.evaluator.is_running = False
     assert run.after(STALL + 10, play) == ["playing/generator-0"]
 
 
@@ -183,9 +186,9 @@ def test_what_has_a_limit_of_its_own_is_given_that(run, stage):
 
 def test_a_learner_that_waits_while_nobody_has_work_is_a_stall_of_the_run(run):
     run.learner.says["doing"] = "waiting"
-    run.resting = True
+    run.evaluator.is_running = True
     assert run.after(3 * STALL) == []  # an evaluation
-    run.resting = False
+    run.evaluator.is_running = False
     run.loads["generator-0"] = run.load(playing=3)
     assert run.after(STALL + 10) == ["playing/generator-0"]  # whoever has work is to blame
     run.loads["generator-0"] = run.load(playing=0)
@@ -314,7 +317,7 @@ async def test_while_storage_waits_no_generator_is_blamed_and_the_run_waits(run,
     """It was `sending` that stalled, and generators were killed for it one after the other."""
     run.loads["generator-0"] = run.loads["generator-1"] = run.load(unacknowledged=3)
     run.learner.says |= {"doing": "waiting", "storing": {"why": "No space left", "seconds": 1.0, "full": full}}
-    run.resting = full  # then a checkpoint is on its way
+    run.evaluator.is_running = full  # then a checkpoint is on its way
     assert run.after(STALL - 10) == []
     assert run.after(20) == ([] if full else ["storing"])
     if not full:

@@ -205,6 +205,21 @@ class RemoteLearner(StandIn):
             "scores": [],
         }
 
+    async def begin_checkpoint(self, state):
+        return 0.0
+
+    async def save_model(self, directory):
+        return self.steps
+
+    async def finish_checkpoint(self):
+        pass
+
+    async def get_status(self):
+        return {}
+
+    async def stop(self):
+        pass
+
     async def write_version(self, versions_in_use):
         version = len(self.written) + 1
         await asyncio.sleep(0.03)
@@ -245,14 +260,13 @@ def installer(conductor, monkeypatch):
 
 
 async def train(conductor, installer, learner):
-    conductor.learner = learner
-    delivering = asyncio.create_task(conductor._deliver_versions(installer))
-    try:
-        await asyncio.wait_for(conductor._train_steps(installer, [delivering]), LIMIT)
-        await asyncio.wait_for(conductor._finish_delivery(delivering), LIMIT)
-    finally:
-        delivering.cancel()
-    return conductor.step
+    async def start():
+        conductor.membership.begin_membership(installer, StandIn(), {}, set())
+        return installer
+
+    conductor.learner, conductor._start_actors = learner, start
+    ended = await asyncio.wait_for(conductor.run(), LIMIT)
+    return ended["steps"]
 
 
 async def test_the_last_weights_are_delivered_and_every_step_has_its_row(conductor, installer, tmp_path):
@@ -268,7 +282,7 @@ async def test_the_last_weights_are_delivered_and_every_step_has_its_row(conduct
 
 @pytest.mark.parametrize("version", [2, 5])
 async def test_what_could_not_be_written_stops_the_training_with_its_reason(conductor, installer, version):
-    with pytest.raises(OSError, match=f"version {version} could not be written"):
+    with pytest.raises(RunFailed, match=f"OSError: version {version} could not be written"):
         await train(conductor, installer, RemoteLearner(fails=version))
 
 

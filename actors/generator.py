@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 
 from r3async.config import Config, EnvConfig, config_from_dict, config_to_dict, resolve_envs
-from r3async.data.mixed import split_seed
 from r3async.data.tokens import Trajectory
 from r3async.envs import EnvironmentFactory
 from r3async.envs.factory import build_environment_factory
@@ -26,7 +25,7 @@ from r3async.record.timeline import LagMeter, StageTimer, Timeline, time_engine_
 from r3async.rollout.agents import is_agent, open_agent_player
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engine import CorruptWeightsError, Engine, InstallReport, build_engine, sample_probe
-from r3async.rollout.episode import EpisodeTask, GroupPlayer, build_failed_trajectory
+from r3async.rollout.episode import EpisodeTask, RetryingPlayer, build_failed_trajectory
 from r3async.rollout.evaluation import Evaluation, count_tasks_by_part, drop_long_prompts, evaluate_sets
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import EpisodeEnd
@@ -37,7 +36,7 @@ from r3async.weights.probe import SampledProbe
 from r3async.weights.publish import TransferOffer, WeightReceiver
 from r3async.world import ActorRef, World
 from r3async.world.sockets import ClientKeys, TransportError, resolve_generator_keys
-from r3async.world.stages import create_stage_task, in_stage, stage
+from r3async.world.stages import create_stage_task, stage
 
 from .delivery import build_weight_receiver
 from .leasing import LeaseClient, VersionGate
@@ -131,10 +130,13 @@ class GeneratorActor:
         self._failure_reason = ""
         """Reason why the run cannot continue; empty while it can."""
         self._stopping = False
-        self._wake_leasing: Callable[[], object] = lambda: None
-        """Function that wakes the running lease client (`LeaseClient.wake_loop`)."""
+        self._woken = asyncio.Event()
+        """Event that wakes the loop of `run`: an episode is over, the engine has new weights, or the run cannot go
+        on."""
         self._open_episodes: Counter[int] = Counter()
         """Number of episodes by group that were leased to this generator and have not ended."""
+        self._undelivered_episodes: set[tuple[int, int]] = set()
+        """Group index and episode index of each episode that has begun and is not sent yet."""
         self._send_tasks: dict[asyncio.Task[None], None] = {}
 
     def _require_ready(self, part: T | None) -> T:
@@ -212,7 +214,7 @@ class GeneratorActor:
         for evaluation in self._evaluation_tasks:
             evaluation.cancel()
         self._stopping = True
-        self._wake_leasing()
+        self._woken.set()
         await asyncio.sleep(PLAY_END_SECONDS)
         if self._connection is not None:
             await self._connection.sender.close()
@@ -253,7 +255,7 @@ class GeneratorActor:
                     self._events.warning("weights_fetched_again", version=manifest.version, error=str(error))
         ended = clock.time()
         self._timeline.add_span("pause", ended - report.pause_seconds, ended, version=manifest.version)
-        self._wake_leasing()
+        self._woken.set()
         return msgspec.structs.replace(report, fetch_seconds=fetched)
 
     async def find_weight_differences(self) -> list[TensorMismatch]:
@@ -287,11 +289,12 @@ class GeneratorActor:
         All turns of an episode, and its retries, are played by this engine. Raises `TransportError` if the learner
         rejects the trajectory that stands for a failed episode: its group could never be complete.
         """
-        config, posed = self.config, resolve_envs(self.config)
+        config, world = self.config, self.world
         # An earlier call may have left counts, and its episodes end with it.
         self._open_episodes.clear()
+        self._undelivered_episodes.clear()
         # Record the routes of traced trajectories as the engine returns them.
-        recorded = record_engine_routes(self._engine, self.run_dir, self.generator_id, config, world=self.world)
+        recorded = record_engine_routes(self._engine, self.run_dir, self.generator_id, config, world=world)
         # Let episodes begin at once, and their first answers wait for the weights that their lease names.
         engine = VersionGate(time_engine_calls(recorded, self._timeline))
         # Keep the endpoint for agents up, where there is one, for as long as episodes are played.
@@ -304,83 +307,118 @@ class GeneratorActor:
             generator_id=self.generator_id,
             report=self._events.warning,
             directory=self.run_dir,
-            world=self.world,
+            world=world,
         ) as play:
-            # The player makes trajectories out of leases, and retries failed episodes.
-            player = GroupPlayer(
-                factory=self._get_env_factory(self.config.env),
+            player = RetryingPlayer(
+                factory=self._get_env_factory(config.env),
                 engine=engine,
                 renderer=self._renderer,
-                settings=self.config.episode,
+                settings=config.episode,
                 generator_id=self.generator_id,
-                deliver_trajectory=self._send_trajectory,
                 report=self._events.warning,
                 play_episode=play,
-                on_episode_end=self._add_episode_end,
-                clock=self.world.clock.time,
-                settings_of_task=lambda seed: posed[split_seed(seed, len(posed))[0]].episode,
+                clock=world.clock.time,
+                task_settings=[env.episode for env in resolve_envs(config)],
+                raise_failures=False,
             )
-            # The client fetches leases from the conductor and starts the player on each; this is the loop.
             leasing = LeaseClient(
                 config,
-                self.world.clock.monotonic,
+                world.clock.monotonic,
                 engine,
-                player,
                 generator_id=self.generator_id,
-                process=(self.world.processes.pid, self.world.processes.host),
+                process=(world.processes.pid, world.processes.host),
                 conductor=conductor,
-                play_lease=lambda lease: self._play_lease(player, lease),
-                ended_episodes=self._ended_episodes,
-                events=self._unsent_events,
-                collect_load=lambda: self._collect_load(player),
-                raise_failure=self._raise_failure,
+                woken=self._woken,
             )
-            # Ends of episodes, new weights and failures wake the loop at once.
-            self._wake_leasing = leasing.wake_loop
-            with stage("lease"):
-                await leasing.run(lambda: self._stopping)
+            playing: list[asyncio.Task[None]] = []
+            try:
+                with stage("lease"):
+                    while (leasing.has_more or playing or leasing.open_calls) and not self._stopping:
+                        # Call the conductor when a group fits, and otherwise as a heartbeat.
+                        if leasing.is_call_due:
+                            leasing.begin_call(self._collect_load(player), *self._take_reports())
+                        # Sleep until an answer, the end of an episode or new weights have come, or a look is due.
+                        await leasing.wait_for_change()
+                        # The engine may have new weights, for which first answers wait.
+                        engine.release_ready()
+                        # Begin to play what was leased.
+                        for lease in leasing.take_leases():
+                            engine.require_version(lease)
+                            playing.append(self._start_lease(leasing, player, lease))
+                        # Raise what a lease failed with.
+                        for ended in [task for task in playing if task.done()]:
+                            playing.remove(ended)
+                            ended.result()
+                        # A rejected stand-in ends the loop: its group could never be complete.
+                        self._raise_failure()
+            finally:
+                # What is left has no loop that would handle its end.
+                for left in (*playing, *leasing.open_calls):
+                    left.cancel()
+                await asyncio.gather(*playing, *leasing.open_calls, return_exceptions=True)
             # The last trajectories are still on their way: only what is acknowledged is safe at the learner.
             await self._sender.flush(config.transport.ack_timeout)
             # A rejection may have come while the sender was flushed.
             self._raise_failure()
             # Report the last ends of episodes and events: nobody calls the conductor after this.
-            await leasing.send_last_report()
+            if self._ended_episodes or self._unsent_events:
+                await leasing.send_last_report(self._collect_load(player), *self._take_reports())
 
-    def _collect_load(self, player: GroupPlayer) -> dict[str, float]:
+    def _take_reports(self) -> tuple[list[EpisodeEnd], list[bytes]]:
+        """Return the ends of episodes and the events to report, which from now on are reported."""
+        ended, self._ended_episodes[:] = list(self._ended_episodes), []
+        events, self._unsent_events[:] = list(self._unsent_events), []
+        return ended, events
+
+    def _collect_load(self, player: RetryingPlayer) -> dict[str, float]:
         processes = self.world.processes
-        return {
-            "playing": player.playing_count,
-            "ended": player.attempt_count,
-            "unacknowledged": self._sender.unacknowledged,
-            "acknowledged": self._sender.acked,
-            **{f"lag_{name}": value for name, value in self._lag_meter.collect_metrics().items()},
-            "cpu_seconds": (mine := processes.cpu_seconds()),
-            "engine_cpu_seconds": processes.cpu_seconds(getattr(self._engine, "process_ids", ())) - mine,
-            **self._stage_seconds.total_seconds(),
-        }
+        with stage("metrics"):
+            return {
+                "ended": player.attempt_count,
+                "unacknowledged": self._sender.unacknowledged,
+                "acknowledged": self._sender.acked,
+                **{f"lag_{name}": value for name, value in self._lag_meter.collect_metrics().items()},
+                "cpu_seconds": (mine := processes.cpu_seconds()),
+                "engine_cpu_seconds": processes.cpu_seconds(getattr(self._engine, "process_ids", ())) - mine,
+                **self._stage_seconds.total_seconds(),
+            }
 
-    def _add_episode_end(self, end: EpisodeEnd) -> None:
-        self._ended_episodes.append(end)
-        self._wake_leasing()
-
-    def _play_lease(self, player: GroupPlayer, lease: GroupLease) -> Coroutine[Any, Any, None]:
+    def _start_lease(self, leasing: LeaseClient, player: RetryingPlayer, lease: GroupLease) -> asyncio.Task[None]:
         """Start the episodes of a lease, except those that are still played here or wait for their acknowledgement.
 
         Such episodes come back if this process was silent: its leases returned, and some were leased to it again.
         """
-        new = []
+        tasks = []
         for index in lease.episode_indices:
-            name = EpisodeTask(lease.group_index, index, lease.task_seed).trajectory_id
-            if (lease.group_index, index) not in player.active_episodes and name not in self._sender:
-                new.append(index)
-        self._open_episodes[lease.group_index] += len(new)
-        return in_stage(
-            "play", self._play_in_span(player.play_lease(msgspec.structs.replace(lease, episode_indices=tuple(new))))
-        )
+            task = EpisodeTask(lease.group_index, index, lease.task_seed)
+            if (task.group_index, index) not in self._undelivered_episodes and task.trajectory_id not in self._sender:
+                tasks.append(task)
+        # They count from now on, so that the next call requests nothing in their place.
+        leasing.playing_count += len(tasks)
+        self._open_episodes[lease.group_index] += len(tasks)
+        self._undelivered_episodes.update((task.group_index, task.episode_index) for task in tasks)
+        playing = create_stage_task("play", self._play_lease(leasing, player, tasks))
+        playing.add_done_callback(lambda _: self._woken.set())
+        return playing
 
-    async def _play_in_span(self, playing: Coroutine[Any, Any, None]) -> None:
+    async def _play_lease(self, leasing: LeaseClient, player: RetryingPlayer, tasks: Sequence[EpisodeTask]) -> None:
         with self._timeline.measure_span("play"):
-            await playing
+            async with asyncio.TaskGroup() as group:
+                for task in tasks:
+                    group.create_task(self._play_and_send(leasing, player, task))
+
+    async def _play_and_send(self, leasing: LeaseClient, player: RetryingPlayer, task: EpisodeTask) -> None:
+        try:
+            played = await player.play(task)
+            leasing.playing_count -= 1
+            self._add_episode_end(played.end)
+            await self._send_trajectory(played.trajectory)
+        finally:
+            self._undelivered_episodes.discard((task.group_index, task.episode_index))
+
+    def _add_episode_end(self, end: EpisodeEnd) -> None:
+        self._ended_episodes.append(end)
+        self._woken.set()
 
     def _raise_failure(self) -> None:
         if self._failure_reason:
@@ -418,7 +456,7 @@ class GeneratorActor:
         failure = f"the learner rejected trajectory {name}: {reason}"
         if not trajectory.turns:  # it stands for a failed episode already
             self._failure_reason = failure
-            self._wake_leasing()
+            self._woken.set()
             return
         task = EpisodeTask(trajectory.group_index, trajectory.episode_index, trajectory.task_seed)
         self._add_episode_end(EpisodeEnd(task.group_index, task.episode_index, task.task_seed, "learner", failure))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,7 +19,6 @@ from r3async.config import Config
 from r3async.record.routes import parse_episode_id
 from r3async.record.timeline import CounterGrowth, LagMeter
 from r3async.rollout.engine import Engine, Generation, GenerationRequest
-from r3async.rollout.episode import GroupPlayer
 from r3async.schedule.admission import (
     AdmissionController,
     ConcurrencyLimiter,
@@ -135,19 +134,15 @@ class VersionGate:
 
 
 class LeaseClient:
-    """A generator's end of leasing. It calls the conductor (`LeaseCall`) when a group fits and no other call waits for
-    one, and as a heartbeat.
+    """A generator's end of leasing: its calls to the conductor (`LeaseCall`). `GeneratorActor.run` is the loop that makes
+    them.
 
-    Episodes that end between two calls are reported together. A lease for weights that the engine does not have yet is
-    played up to its first call of the `engine`.
+    A call is due when a group fits and no other call waits for one, and as a heartbeat. A lease for weights that the
+    engine does not have yet is played up to its first call of the `engine`.
 
     Args:
         process: Pid and host of this process.
-        play_lease: `play_lease(lease)` plays a lease.
-        ended_episodes: Ends of episodes to report. The player adds to it before `wake_loop` is called.
-        events: Lines of the event log to report.
-        collect_load: `collect_load()` returns further statistics.
-        raise_failure: `raise_failure()` raises the failure that ends the loop, if there is one.
+        woken: Event that wakes the generator's loop: an answer has come, an episode is over, the engine has new weights.
     """
 
     def __init__(
@@ -155,38 +150,28 @@ class LeaseClient:
         config: Config,
         clock: Callable[[], float],
         engine: VersionGate,
-        player: GroupPlayer,
         *,
         generator_id: str,
         process: tuple[int, str],
         conductor: ActorRef,
-        play_lease: Callable[[GroupLease], Coroutine[Any, Any, None]],
-        ended_episodes: list[EpisodeEnd],
-        events: list[bytes],
-        collect_load: Callable[[], Mapping[str, float]],
-        raise_failure: Callable[[], None],
+        woken: asyncio.Event,
     ):
         settings, schedule = config.generator, config.schedule
-        self._clock, self._engine, self._player = clock, engine, player
+        self._clock, self._engine, self._woken = clock, engine, woken
         self._generator_id, self._process, self._conductor = generator_id, process, conductor
-        self._play_lease, self._ended_episodes, self._events, self._collect_load, self._raise_failure = (
-            play_lease,
-            ended_episodes,
-            events,
-            collect_load,
-            raise_failure,
-        )
         self._schedule, self._silence_seconds = schedule, config.supervise.silence_seconds
         self._set_fleet_size(settings.count)
         self._lease_size = schedule.group_size if schedule.split == "idle" else 1
         self._concurrency = ConcurrencyLimiter(settings.concurrency_min, settings.concurrency, clock)
         self._idle_counter = IdleTimeCounter(clock)
-        self._open_calls: dict[asyncio.Task[LeaseAnswer], int] = {}
+        self.open_calls: dict[asyncio.Task[LeaseAnswer], int] = {}
         """Calls that are not answered yet, with the number of episodes that each requests. When a later call overtakes
         one, it is answered at once."""
-        self._playing: list[asyncio.Task[None]] = []
-        self._has_more, self._last_call_at = True, -math.inf
-        self._woken = asyncio.Event()
+        self.playing_count = 0
+        """Number of episodes that the generator plays, from their lease on. One that waits to be sent has ended."""
+        self.has_more = True
+        """False if the conductor has answered that nothing will be left to lease."""
+        self._last_call_at = -math.inf
 
     def _set_fleet_size(self, fleet: int) -> None:
         """Set the intervals and the useful concurrency that follow from the number of generators."""
@@ -196,49 +181,10 @@ class LeaseClient:
         self._call_gap_seconds = min(fleet / FLEET_CALLS_PER_SECOND, self._heartbeat_seconds)
         self._useful_concurrency = useful_concurrency(self._schedule, fleet)
 
-    def wake_loop(self) -> None:
-        """Wake the loop: an episode is over, the engine has new weights, or `raise_failure` or `is_stopping` has
-        changed."""
-        self._woken.set()
-
-    async def run(self, is_stopping: Callable[[], bool]) -> None:
-        """Lease and play until nothing is left to play, or `is_stopping()` is True (call `wake_loop` then)."""
-        try:
-            while (self._has_more or self._playing or self._open_calls) and not is_stopping():
-                # Call the conductor when a group fits, and otherwise as a heartbeat.
-                if self._clock() >= self._next_call_at:
-                    self._begin_call()
-                # Sleep until an answer, the end of an episode or new weights have come, or a look is due.
-                await self._wait_for_change()
-                # The engine may have new weights, for which first answers wait.
-                self._engine.release_ready()
-                # Begin to play what was leased.
-                self._handle_answers()
-                finished = [task for task in self._playing if task.done()]
-                self._playing = [task for task in self._playing if not task.done()]
-                for task in finished:
-                    # Raise what a lease failed with.
-                    task.result()
-                # A rejected stand-in ends the loop: its group could never be complete.
-                self._raise_failure()
-        finally:
-            # What is left has no loop that would handle its end.
-            left = [*self._playing, *self._open_calls]
-            for given_up in left:
-                given_up.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
-
-    async def send_last_report(self) -> None:
-        """Report the last episodes and events to the conductor, and request no more leases."""
-        if self._ended_episodes or self._events:
-            await self._call_conductor(0)
-
-    # -- calls -----------------------------------------------------------------------------------------------------
-
     @property
     def _free_episodes(self) -> int:
         """The number of episodes that could start now."""
-        return max(0, self._concurrency.limit - self._player.playing_count) if self._has_more else 0
+        return max(0, self._concurrency.limit - self.playing_count) if self.has_more else 0
 
     @property
     def _min_free_episodes(self) -> int:
@@ -248,7 +194,7 @@ class LeaseClient:
     @property
     def _is_waiting(self) -> bool:
         """True if a call waits for a group."""
-        return any(free >= self._min_free_episodes for free in self._open_calls.values())
+        return any(free >= self._min_free_episodes for free in self.open_calls.values())
 
     @property
     def _next_call_at(self) -> float:
@@ -256,62 +202,77 @@ class LeaseClient:
         wanted = self._free_episodes >= self._min_free_episodes and not self._is_waiting
         return self._last_call_at + (self._call_gap_seconds if wanted else self._heartbeat_seconds)
 
-    def _begin_call(self) -> None:
-        free, self._last_call_at = self._free_episodes, self._clock()
-        self._open_calls[self._start_task(self._call_conductor(free))] = free
+    @property
+    def is_call_due(self) -> bool:
+        """True if the conductor should be called now: a group fits, or a heartbeat is due."""
+        return self._clock() >= self._next_call_at
 
-    async def _call_conductor(self, free: int) -> LeaseAnswer:
+    def begin_call(self, load: Mapping[str, float], ended: list[EpisodeEnd], events: Sequence[bytes]) -> None:
+        """Call the conductor for as many episodes as could start now. The call is in `open_calls` until it is answered.
+
+        Args:
+            load: Statistics of the generator, to which those of the engine are added.
+            ended: Ends of episodes since the last call.
+            events: Lines of the event log that the conductor has to write.
+        """
+        free, self._last_call_at = self._free_episodes, self._clock()
+        calling = asyncio.create_task(self._call_conductor(free, load, ended, events))
+        calling.add_done_callback(lambda _: self._woken.set())
+        self.open_calls[calling] = free
+
+    async def send_last_report(
+        self, load: Mapping[str, float], ended: list[EpisodeEnd], events: Sequence[bytes]
+    ) -> None:
+        """Report the last episodes and events to the conductor, and request no more leases."""
+        await self._call_conductor(0, load, ended, events)
+
+    async def _call_conductor(
+        self, free: int, load: Mapping[str, float], ended: list[EpisodeEnd], events: Sequence[bytes]
+    ) -> LeaseAnswer:
         with stage("metrics"):
-            stats = {
-                **self._observe_engine(),
+            stats = self._observe_engine() | {
                 "limit": self._concurrency.limit,
-                **self._collect_load(),
+                "playing": self.playing_count,
+                **load,
                 "held": self._engine.waiting,
             }
             stats |= self._idle_counter.read_counters(stats.get("pause_seconds", 0.0))
-        ended, self._ended_episodes[:] = list(self._ended_episodes), []
-        told, self._events[:] = self._events[-MAX_EVENTS_PER_CALL:], []
-        call = LeaseCall(
-            self._generator_id, self._process, free, stats, ended, self._heartbeat_seconds if free else 0.0, told
-        )
+        wait = self._heartbeat_seconds if free else 0.0
+        told = list(events[-MAX_EVENTS_PER_CALL:])
+        call = LeaseCall(self._generator_id, self._process, free, stats, ended, wait, told)
         answer = await self._conductor.call("lease_groups", msgspec.msgpack.encode(call))
         return decode_msgpack(answer, LeaseAnswer)
-
-    def _start_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.create_task(work)
-        task.add_done_callback(lambda _: self._woken.set())
-        return task
 
     def _observe_engine(self) -> dict[str, float]:
         """Read the engine's statistics and adapt the limit of concurrent episodes to them. Returns the statistics."""
         stats = self._engine.collect_stats()
-        self._concurrency.update_limit(stats, self._player.playing_count)
+        self._concurrency.update_limit(stats, self.playing_count)
         return stats
 
-    async def _wait_for_change(self) -> None:
+    async def wait_for_change(self) -> None:
         """Wait until something has happened, or the next look at the engine or the next call is due. Counts idle
         time."""
         places = min(self._concurrency.limit, self._useful_concurrency)
         held = self._engine.waiting
-        empty = max(0, places - self._player.playing_count + held) if self._is_waiting or held else 0
+        empty = max(0, places - self.playing_count + held) if self._is_waiting or held else 0
         requests = self._observe_engine()["running"]
         # An idle generator stays idle until it is woken.
-        look = ENGINE_POLL_SECONDS if self._player.playing_count or requests else self._heartbeat_seconds
+        look = ENGINE_POLL_SECONDS if self.playing_count or requests else self._heartbeat_seconds
         await wait_for_event(self._woken, min(look, max(0.0, self._next_call_at - self._clock())))
         self._woken.clear()
         self._idle_counter.add_interval(places, empty, requests)
 
-    def _handle_answers(self) -> None:
-        answered = [task for task in self._open_calls if task.done()]
-        for task in answered:
-            del self._open_calls[task]
-            answer = task.result()
-            self._has_more = answer.more
+    def take_leases(self) -> list[GroupLease]:
+        """Return what was leased since the last time. Raises what a call has failed with."""
+        leases: list[GroupLease] = []
+        for call in [call for call in self.open_calls if call.done()]:
+            del self.open_calls[call]
+            answer = call.result()
+            self.has_more = answer.more
             if answer.fleet not in (0, self._fleet_size):
                 self._set_fleet_size(answer.fleet)
-            for lease in answer.leases:
-                self._engine.require_version(lease)
-                self._playing.append(self._start_task(self._play_lease(lease)))
+            leases += answer.leases
+        return leases
 
 
 # -- at the conductor --------------------------------------------------------------------------------------------------

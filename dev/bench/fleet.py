@@ -177,7 +177,7 @@ class _Generator:
         clock = world.clock.monotonic
         self.player = _Player(load, random.Random(name), clock, self._over)
         self._engine, self._ended = _Engine(self.player), list[EpisodeEnd]()
-        self._wake: Callable[[], object] = lambda: None
+        self._woken = asyncio.Event()
 
     def start(self) -> dict[str, Any]:
         return {
@@ -193,7 +193,7 @@ class _Generator:
     async def install_version(self, publication: TransferOffer) -> InstallReport:
         await asyncio.sleep(PAUSE_SECONDS)
         self._engine.version = publication.manifest.version
-        self._wake()
+        self._woken.set()
         return InstallReport(publication.manifest.version, PAUSE_SECONDS, 0.0)
 
     def stop(self) -> None:
@@ -203,30 +203,35 @@ class _Generator:
         self._engine.tokens += 1000
         self._ended.append(end)
         self._report(end.group_index)
-        self._wake()
+        self._woken.set()
 
     def _load(self) -> dict[str, float]:
         lags = dict.fromkeys((f"lag_{name}" for name in LagMeter.METRIC_NAMES), 0.0)
         counters = {"unacknowledged": 0, "acknowledged": self.player.attempt_count}
-        return {"playing": self.player.playing_count, "ended": self.player.attempt_count, **counters, **lags}
+        return {"ended": self.player.attempt_count, **counters, **lags}
 
     async def run(self, conductor: ActorRef) -> None:
+        gate = VersionGate(self._engine)  # type: ignore[arg-type]
         leasing = LeaseClient(
             self._config,
             self._world.clock.monotonic,
-            VersionGate(self._engine),  # type: ignore[arg-type]
-            self.player,  # type: ignore[arg-type]
+            gate,
             generator_id=self._name,
             process=(self._world.processes.pid, self._world.processes.host),
             conductor=_Counted(conductor, self._counts),
-            play_lease=self.player.play_lease,
-            ended_episodes=self._ended,
-            events=[],
-            collect_load=self._load,
-            raise_failure=lambda: None,
+            woken=self._woken,
         )
-        self._wake = leasing.wake_loop
-        await leasing.run(lambda: False)
+        playing = set[asyncio.Task[None]]()
+        while leasing.has_more or playing:
+            leasing.playing_count = self.player.playing_count
+            if leasing.is_call_due:
+                ended, self._ended = self._ended, []
+                leasing.begin_call(self._load(), ended, [])
+            await leasing.wait_for_change()
+            gate.release_ready()
+            for lease in leasing.take_leases():
+                playing.add(task := asyncio.create_task(self.player.play_lease(lease)))
+                task.add_done_callback(playing.discard)
 
 
 class Host:

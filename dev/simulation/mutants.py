@@ -29,7 +29,7 @@ from r3async.actors.tasks import Evaluator
 from r3async.checkpoint.directory import CheckpointDirectory, CheckpointWriter
 from r3async.data import wire as wire_room
 from r3async.data.versions import Lineage
-from r3async.rollout.episode import GroupPlayer
+from r3async.rollout.episode import RetryingPlayer
 from r3async.rollout.scripted import ScriptedEngine
 from r3async.schedule.admission import AdmissionController, GroupLease
 from r3async.schedule.groups import GroupBuffer
@@ -367,11 +367,11 @@ def evaluated_with_old_weights(player: Any) -> Any:
 # -- episodes ----------------------------------------------------------------------------------------------------------
 
 
-@mutant(GroupPlayer, "__init__")
+@mutant(RetryingPlayer, "__init__")
 def given_up_at_once(init: Any) -> Any:
     """An episode is dropped when its environment fails for the first time."""
 
-    def once(self: GroupPlayer, **facts: Any) -> None:
+    def once(self: RetryingPlayer, **facts: Any) -> None:
         init(self, **facts)
         self._retry_budgets["environment"] = 0
 

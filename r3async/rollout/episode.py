@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from r3async.config import EpisodeConfig
+from r3async.data.mixed import split_seed
 from r3async.data.models import RoutingShape
 from r3async.data.tokens import Sample, Trajectory, format_trajectory_id
 from r3async.envs import (
@@ -30,7 +31,6 @@ from r3async.envs.errors import ErrorSummary, is_repeated_error, summarize_error
 from r3async.rollout.chat import ChatRenderer, Conversation
 from r3async.rollout.engine import Engine, EngineError, Generation, GenerationRequest
 from r3async.rollout.samples import EpisodeSamples, PendingCall, SampleBuilder
-from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import EpisodeEnd, FailureSource
 from r3async.world.real import REAL_WORLD
 from r3async.world.stages import stage
@@ -299,18 +299,23 @@ MAX_REPORTED_TRACEBACKS = 1000
 """Number of different errors of one player whose tracebacks are reported."""
 
 
-class GroupPlayer:
-    """A player of leases.
+class PlayedEpisode(NamedTuple):
+    """An episode that is over: its trajectory, and how it ended."""
+
+    trajectory: Trajectory
+    end: EpisodeEnd
+
+
+class RetryingPlayer:
+    """A player of episodes, which plays those that fail again.
 
     Args:
         factory: Makes the environment of each episode, unless `play_episode` is given.
-        deliver_trajectory: Takes each finished trajectory.
         report: `report(event, **fields)` gets failed attempts.
-        play_episode: Plays one episode in place of an environment from `factory`.
-        on_episode_end: `on_episode_end(end)` gets each episode that is over, and decides how many may fail for good.
-            Without it, the first failure for good is raised.
+        play_episode: Plays one attempt in place of an environment from `factory`.
         clock: Returns unix seconds.
-        settings_of_task: Returns the settings of a task, by its seed; default: `settings` for every task.
+        task_settings: Settings of the tasks of each environment of a mix, by its index; default: `settings` for all.
+        raise_failures: True to raise what an episode failed with for good, False to return a trajectory without turns.
     """
 
     def __init__(
@@ -321,83 +326,40 @@ class GroupPlayer:
         renderer: ChatRenderer,
         settings: EpisodeConfig,
         generator_id: str,
-        deliver_trajectory: Callable[[Trajectory], Awaitable[None]],
         report: Callable[..., object],
         play_episode: Callable[[EpisodeTask], Awaitable[Trajectory]] | None = None,
-        on_episode_end: Callable[[EpisodeEnd], None] | None = None,
         clock: Callable[[], float] = REAL_WORLD.clock.time,
-        settings_of_task: Callable[[int], EpisodeConfig] | None = None,
+        task_settings: Sequence[EpisodeConfig] = (),
+        raise_failures: bool = True,
     ):
         self._retry_budgets: dict[FailureSource, int] = {
             "environment": settings.retries,
             "engine": settings.engine_retries,
         }
-        self._on_episode_end, self._clock, self._blocking_detector = (
-            on_episode_end,
-            clock,
-            BlockingDetector(report, clock),
-        )
-        self._factory, self._engine, self._renderer, self._settings = factory, engine, renderer, settings
-        self._settings_of_task = settings_of_task or (lambda task_seed: settings)
-        self._generator_id, self._deliver_trajectory, self._report = generator_id, deliver_trajectory, report
-        self.playing_count = 0
-        """Number of episodes that have begun and not ended. One that waits to be sent has ended."""
+        self._clock, self._blocking_detector = clock, BlockingDetector(report, clock)
+        self._factory, self._engine, self._renderer = factory, engine, renderer
+        self._task_settings = task_settings or (settings,)
+        self._generator_id, self._report, self._raise_failures = generator_id, report, raise_failures
         self.attempt_count = 0
         """Number of attempts at an episode that are over, failed or not."""
-        self.active_episodes: set[tuple[int, int]] = set()
-        """Group index and episode index of each episode that has begun and is not delivered yet."""
         self._reported_errors: set[tuple[str, str]] = set()
         """Errors (error and place) whose tracebacks were reported."""
         self._play_episode = play_episode or self._play_environment
 
-    def play_lease(self, lease: GroupLease) -> Coroutine[Any, Any, None]:
-        """Play a lease, returning when every episode of it was delivered. All its turns go to this player's engine.
-
-        The episodes count in `playing_count` from the call on, even before the result is awaited.
+    async def play(self, task: EpisodeTask) -> PlayedEpisode:
+        """Play an episode, all its turns with this player's engine.
 
         An episode whose environment fails is played again from its beginning, up to `episode.retries` times, but not
         once more if the user's code raised twice at one place. A call that fails in the engine is repeated within the
         episode (`RetryingEngine`), up to `episode.engine_retries` times. A first prompt that is too long fails at once.
-        An episode that failed for good is delivered as a trajectory without turns (`build_failed_trajectory`); or,
-        without `on_episode_end`, `EpisodeError` is raised with the last error's traceback, and the other episodes of
-        the lease are cancelled.
+        An episode that failed for good is returned as a trajectory without turns (`build_failed_trajectory`); or, with
+        `raise_failures`, `EpisodeError` is raised with the last error's traceback.
         """
-        tasks = [EpisodeTask(lease.group_index, index, lease.task_seed) for index in lease.episode_indices]
-        for task in tasks:
-            self._count_begun(task)
-        return self._play_tasks(tasks)
-
-    async def _play_tasks(self, tasks: Sequence[EpisodeTask]) -> None:
-        async with asyncio.TaskGroup() as group:
-            for task in tasks:
-                group.create_task(self._play_and_deliver(task))
-
-    async def play_task(self, task: EpisodeTask) -> None:
-        """Play and deliver one episode, with the same retries as in `play_lease`."""
-        self._count_begun(task)
-        await self._play_and_deliver(task)
-
-    def _count_begun(self, task: EpisodeTask) -> None:
-        self.playing_count += 1
-        self.active_episodes.add((task.group_index, task.episode_index))
-
-    async def _play_and_deliver(self, task: EpisodeTask) -> None:
-        try:
-            try:
-                trajectory = await self._play_with_retries(task)
-            finally:
-                self.playing_count -= 1
-            await self._deliver_trajectory(trajectory)
-        finally:
-            self.active_episodes.discard((task.group_index, task.episode_index))
-
-    async def _play_with_retries(self, task: EpisodeTask) -> Trajectory:
         tries, before = dict.fromkeys(self._retry_budgets, 0), None
         while True:
             try:
                 trajectory = await self._play_episode(task)
-                self._report_end(task)
-                return trajectory
+                return PlayedEpisode(trajectory, EpisodeEnd(task.group_index, task.episode_index, task.task_seed))
             except Exception as error:
                 who: FailureSource = "engine" if is_engine_failure(error) else "environment"
                 raised, allowed = summarize_error(error), self._retry_budgets[who]
@@ -409,21 +371,22 @@ class GroupPlayer:
                     before = raised
                     continue
                 failure = f"{raised.line}; {_describe_budget(who, tries[who], allowed)}\n{raised.trace}"
-                if self._on_episode_end is None:
+                if self._raise_failures:
                     self._report_failure("episode_failed", task, who, tries[who], raised)
                     if isinstance(error, PromptTooLongError):
                         raise
                     told = f"task seed {task.task_seed}, {task.trajectory_id}, {who}: {failure}"
                     raise EpisodeError(told) from error
                 self._report_failure("episode_abandoned", task, who, tries[who], raised)
-                self._report_end(task, who, failure)
-                return build_failed_trajectory(
+                instead = build_failed_trajectory(
                     task,
                     self._engine.routing,
                     self._renderer.eos_token_id,
                     generator_id=self._generator_id,
                     at=self._clock(),
                 )
+                end = EpisodeEnd(task.group_index, task.episode_index, task.task_seed, who, failure)
+                return PlayedEpisode(instead, end)
             finally:
                 self.attempt_count += 1
 
@@ -448,10 +411,6 @@ class GroupPlayer:
             **({"exception": raised.trace} if with_traceback else {}),
         )
 
-    def _report_end(self, task: EpisodeTask, failed_by: FailureSource | None = None, error: str = "") -> None:
-        if self._on_episode_end is not None:
-            self._on_episode_end(EpisodeEnd(task.group_index, task.episode_index, task.task_seed, failed_by, error))
-
     async def _play_environment(self, task: EpisodeTask) -> Trajectory:
         assert self._factory is not None
         return await EpisodePlayer(
@@ -459,7 +418,7 @@ class GroupPlayer:
             self._factory(),
             self._engine,
             self._renderer,
-            self._settings_of_task(task.task_seed),
+            self._task_settings[split_seed(task.task_seed, len(self._task_settings))[0]],
             generator_id=self._generator_id,
             clock=self._clock,
             report=self._report,

@@ -45,7 +45,7 @@ from r3async.envs.mix import MixedEnvironmentFactory, add_default_evaluation_set
 from r3async.rollout.agents import OUTSIDE_AGENT, is_agent, make_agent, open_agent_player
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engine import Engine
-from r3async.rollout.episode import EpisodeTask, GroupPlayer, close_environment
+from r3async.rollout.episode import EpisodeTask, RetryingPlayer, close_environment
 from r3async.schedule.tasks import NO_SIZE_MESSAGE, TaskCursor, evaluation_seed
 from r3async.world import World
 from r3async.world.real import REAL_WORLD
@@ -296,10 +296,6 @@ async def evaluate_set(
     tasks = build_evaluation_tasks(env, await count_tasks(factory), settings, trained_env)
     outcomes: list[EpisodeOutcome] = []
 
-    async def collect_outcome(trajectory: Trajectory) -> None:
-        outcomes.append(summarize_trajectory(trajectory))
-        progress(outcomes[-1])
-
     clock = world.clock
     began = clock.monotonic()
     # The run's endpoint for outside agents is not opened a second time.
@@ -307,13 +303,12 @@ async def evaluate_set(
     async with open_agent_player(
         env, engine, renderer, episode, private, generator_id=generator_id, report=report, world=world
     ) as play:
-        player = GroupPlayer(
+        player = RetryingPlayer(
             factory=factory,
             engine=engine,
             renderer=renderer,
             settings=episode,
             generator_id=generator_id,
-            deliver_trajectory=collect_outcome,
             report=report,
             play_episode=play,
             clock=clock.time,
@@ -322,7 +317,9 @@ async def evaluate_set(
 
         async def play_task(task: EpisodeTask) -> None:
             async with capacity:
-                await player.play_task(task)
+                played = await player.play(task)
+            outcomes.append(summarize_trajectory(played.trajectory))
+            progress(outcomes[-1])
 
         async with asyncio.TaskGroup() as group:
             for task in tasks:

@@ -11,10 +11,10 @@ from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.endpoint.protocol import ApiError
 from r3async.rollout.endpoint.session import AgentSession
 from r3async.rollout.engine import EngineError, Generation, GenerationRequest
-from r3async.rollout.episode import EpisodePlayer, EpisodeTask, GroupPlayer
+from r3async.rollout.episode import EpisodePlayer, EpisodeTask, RetryingPlayer
 from r3async.rollout.scripted import SCRIPTED_ROUTING
-from r3async.schedule.admission import GroupLease
 from r3async.tools.init_model import build_byte_tokenizer
+from tests.helpers.playing import play_lease
 from tests.helpers.scripted import scripted_logprob, scripted_routes
 from tests.helpers.serving import handed_out, ready
 from tests.helpers.templates import QWEN3, renderer
@@ -111,20 +111,16 @@ async def test_after_too_many_the_episode_has_failed_by_the_engine_and_is_not_be
     chat, engine = await engine_that("error", *range(1, 99))
     env, reports = Counts(), []
 
-    async def deliver(trajectory):
-        raise AssertionError("it was not played")
-
-    player = GroupPlayer(
+    player = RetryingPlayer(
         factory=lambda: env,
         engine=engine,
         renderer=chat,
         settings=limits(engine_retries=2, retries=2),
         generator_id="g",
-        deliver_trajectory=deliver,
         report=lambda event, **fields: reports.append(event),
     )
     with pytest.raises(ExceptionGroup) as raised:
-        await player.play_lease(GroupLease(0, 9, (0,)))
+        await play_lease(player, 0, 9, (0,))
     assert "; 3 tries (episode.engine_retries = 2)" in str(raised.value.exceptions[0])
     assert (env.begun, len(engine.requests)) == (1, 4)
     assert reports == ["call_failed"] * 3 + ["episode_failed"]
@@ -132,7 +128,7 @@ async def test_after_too_many_the_episode_has_failed_by_the_engine_and_is_not_be
 
 async def test_an_error_of_the_environment_still_begins_the_episode_again():
     chat, engine = await engine_that("nothing", 1)
-    begun, played = [], []
+    begun = []
 
     class Breaks(Counts):
         async def step(self, action):
@@ -144,21 +140,17 @@ async def test_an_error_of_the_environment_still_begins_the_episode_again():
         begun.append(Breaks())
         return begun[-1]
 
-    async def deliver(trajectory):
-        played.append(trajectory)
-
-    player = GroupPlayer(
+    player = RetryingPlayer(
         factory=factory,
         engine=engine,
         renderer=chat,
         settings=limits(),
         generator_id="g",
-        deliver_trajectory=deliver,
         report=lambda event, **fields: None,
     )
-    await player.play_lease(GroupLease(0, 9, (0,)))
+    (played,) = await play_lease(player, 0, 9, (0,))
     assert len(begun) == 2
-    assert len(played[0].turns) == 3
+    assert len(played.trajectory.turns) == 3
 
 
 @pytest.mark.parametrize("how", ["error", "partial", "nothing"])

@@ -13,9 +13,9 @@ import pytest
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig, config_from_dict
 from r3async.rollout import agents
 from r3async.rollout.agents import make_agent, open_agent_player, parse_last_reward
-from r3async.rollout.episode import EpisodeError, EpisodeTask, GroupPlayer
+from r3async.rollout.episode import EpisodeError, EpisodeTask, RetryingPlayer
 from r3async.rollout.evaluation import check_environment
-from r3async.schedule.admission import GroupLease
+from tests.helpers.playing import play_lease
 from tests.helpers.serving import answer_ids, ready, renderer, until
 
 TASK = EpisodeTask(group_index=3, episode_index=0, task_seed=11)
@@ -117,25 +117,24 @@ async def test_what_the_engine_failed_with_is_raised_whatever_the_agent_made_of_
 
 
 async def test_a_group_of_an_agent_is_played_like_any_other_and_tried_again():
-    chat, delivered, reports = renderer(), [], []
+    chat, reports = renderer(), []
     engine = await ready(answer_ids(chat, "ab"))
 
-    async def deliver(trajectory):
-        delivered.append((trajectory.trajectory_id, trajectory.reward))
-
     async with open_agent_player(function("counts"), engine, chat, SETTINGS, ServingConfig()) as player:
-        group = GroupPlayer(
+        group = RetryingPlayer(
             factory=None,
             engine=engine,
             renderer=chat,
             settings=SETTINGS,
             generator_id="g",
-            deliver_trajectory=deliver,
             report=lambda event, **fields: reports.append(event),
             play_episode=player,
         )
-        await group.play_lease(GroupLease(4, 9, (0, 2)))
-    assert sorted(delivered) == [("g00000004e0000", 2), ("g00000004e0002", 2)]
+        played = [one.trajectory for one in await play_lease(group, 4, 9, (0, 2))]
+    assert sorted((trajectory.trajectory_id, trajectory.reward) for trajectory in played) == [
+        ("g00000004e0000", 2),
+        ("g00000004e0002", 2),
+    ]
     assert reports == []
 
 

@@ -12,12 +12,12 @@ from r3async.config import EnvConfig, EpisodeConfig, load_config
 from r3async.envs.factory import build_environment_factory
 from r3async.record.reading import read_json_objects
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.episode import GroupPlayer
+from r3async.rollout.episode import RetryingPlayer
 from r3async.rollout.scripted import ScriptedEngine
-from r3async.schedule.admission import GroupLease
 from r3async.tools.init_model import build_byte_tokenizer, init_model
 from r3async.tools.train import train
 from r3async.weights.manifest import WeightManifest
+from tests.helpers.playing import play_lease
 from tests.helpers.verifiers import tasksets_in
 
 SETTINGS = EpisodeConfig(max_turns=6, max_new_tokens=32, max_prompt_tokens=2048, max_total_tokens=4096, retries=1)
@@ -51,21 +51,17 @@ async def test_a_group_of_episodes_is_played_and_recorded(tasks, name, args, ans
     engine = ScriptedEngine(lambda request, call: encoded[int(request.request_id.rsplit("t", 1)[1])])
     await engine.start()
     await engine.install_version(WeightManifest(version=0, path="", tensors={}, nbytes=0), timeout=1)
-    played, trouble = [], []
+    trouble = []
 
-    async def deliver(trajectory):
-        played.append(trajectory)
-
-    player = GroupPlayer(
+    player = RetryingPlayer(
         factory=build_environment_factory(EnvConfig(name=name.format(tasks=tasks), args=args)),
         engine=engine,
         renderer=chat,
         settings=SETTINGS,
         generator_id="g",
-        deliver_trajectory=deliver,
         report=lambda event, **fields: trouble.append(fields),
     )
-    await player.play_lease(GroupLease(group_index=0, task_seed=11, episode_indices=[0, 1, 2]))
+    played = [one.trajectory for one in await play_lease(player, 0, 11, (0, 1, 2))]
     assert trouble == []
     first = played[0].samples[0].table["token_ids"].tolist()
     for trajectory in played:

@@ -8,12 +8,12 @@ from r3async.envs import Action, EnvironmentProtocolError, Message, StepResult
 from r3async.envs.builtin import ReverseText
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engine import GenerationRequest
-from r3async.rollout.episode import EpisodeError, EpisodePlayer, EpisodeTask, GroupPlayer, PromptTooLongError
+from r3async.rollout.episode import EpisodeError, EpisodePlayer, EpisodeTask, PromptTooLongError, RetryingPlayer
 from r3async.rollout.scripted import SCRIPTED_ROUTING, ScriptedEngine
-from r3async.schedule.admission import GroupLease
 from r3async.tools.init_model import build_byte_tokenizer
 from r3async.tools.preflight import try_environments
 from r3async.weights.manifest import WeightManifest
+from tests.helpers.playing import play_lease
 from tests.helpers.scripted import scripted_logprob, scripted_routes
 
 TASK = EpisodeTask(group_index=3, episode_index=0, task_seed=11)
@@ -217,27 +217,23 @@ class Greedy(Talker):
         return StepResult(float("inf"), done=True)
 
 
-def player(chat, engine, factory, delivered, reports, settings=SETTINGS):
-    async def deliver(trajectory):
-        delivered.append(trajectory.trajectory_id)
-
-    return GroupPlayer(
+def player(chat, engine, factory, reports, settings=SETTINGS):
+    return RetryingPlayer(
         factory=factory,
         engine=engine,
         renderer=chat,
         settings=settings,
         generator_id="g",
-        deliver_trajectory=deliver,
         report=lambda event, **fields: reports.append((event, fields)),
     )
 
 
 async def test_a_group_plays_the_episodes_of_its_lease_and_retries_what_failed(chat):
-    delivered, reports = [], []
+    reports = []
     Flaky.failures = 1
     engine = await ready([encode(chat, "a")])
-    await player(chat, engine, Flaky, delivered, reports).play_lease(GroupLease(4, 9, (1, 3)))
-    assert sorted(delivered) == ["g00000004e0001", "g00000004e0003"]
+    played = await play_lease(player(chat, engine, Flaky, reports), 4, 9, (1, 3))
+    assert sorted(one.trajectory.trajectory_id for one in played) == ["g00000004e0001", "g00000004e0003"]
     assert [event for event, _ in reports] == ["episode_failed"]
 
 
@@ -248,7 +244,7 @@ async def test_an_episode_that_always_fails_stops_the_group_with_the_cause(chat,
     Flaky.failures = 99
     engine = await ready([encode(chat, "a")])
     with pytest.raises(ExceptionGroup) as caught:
-        await player(chat, engine, factory, [], []).play_lease(GroupLease(4, 9, (0,)))
+        await play_lease(player(chat, engine, factory, []), 4, 9, (0,))
     assert message in str(caught.value.exceptions[0])
     assert "episode.retries = 2" in str(caught.value.exceptions[0])
 

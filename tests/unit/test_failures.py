@@ -20,18 +20,18 @@ from r3async.rollout.episode import (
     EngineAbortError,
     EpisodeError,
     EpisodeTask,
-    GroupPlayer,
+    RetryingPlayer,
     build_failed_trajectory,
     is_engine_failure,
 )
 from r3async.rollout.scripted import SCRIPTED_ROUTING, ScriptedEngine
-from r3async.schedule.admission import GroupLease
 from r3async.schedule.groups import GroupBuffer
 from r3async.schedule.tasks import MIN_COUNTED_TASKS, RECENT_TASKS, EpisodeEnd, FailedTask, TaskCursor, TaskFailures
 from r3async.schedule.validation import check_staleness, compute_staleness_metrics, validate_trajectory
 from r3async.tools.init_model import build_byte_tokenizer
 from r3async.weights.manifest import WeightManifest
 from tests.helpers import torch as ht
+from tests.helpers.playing import play_lease
 
 LIMITS = EpisodeConfig(max_turns=1, max_new_tokens=8, retries=1)
 
@@ -166,27 +166,24 @@ def test_without_a_size_a_quarantined_task_is_not_posed_either():
 
 
 async def test_a_group_with_a_failed_episode_is_complete_and_arrives_whole():
-    delivered, reports, ends = [], [], []
+    reports = []
     engine = ScriptedEngine([[65, 257]])
     await engine.start()
     await engine.install_version(WeightManifest(version=0, path="", tensors={}, nbytes=0), timeout=1)
     Away.tries = 0
 
-    async def deliver(trajectory):
-        delivered.append(decode_trajectory(encode_trajectory(trajectory)))
-
-    player = GroupPlayer(
+    player = RetryingPlayer(
         factory=Away,
         engine=engine,
         renderer=ChatRenderer(build_byte_tokenizer()),
         settings=LIMITS,
         generator_id="g",
-        deliver_trajectory=deliver,
         report=lambda event, **fields: reports.append(event),
-        on_episode_end=ends.append,
+        raise_failures=False,
     )
-    await player.play_lease(GroupLease(0, 9, (0,)))
-    await player.play_lease(GroupLease(0, 9, (1, 2)))
+    played = [*await play_lease(player, 0, 9, (0,)), *await play_lease(player, 0, 9, (1, 2))]
+    delivered = [decode_trajectory(encode_trajectory(one.trajectory)) for one in played]
+    ends = [one.end for one in played]
     assert reports == ["episode_failed", "episode_abandoned"]
     assert [t.stop_reason for t in delivered] == ["error", "env_done", "env_done"]
     assert [(e.group_index, e.episode_index, e.task_seed) for e in ends] == [(0, i, 9) for i in range(3)]
@@ -238,23 +235,20 @@ class Unwell:
         self.engine.generate = generate
         environment = Away()
         environment.step = step
-        delivered, reports = [], []
+        reports = []
 
-        async def deliver(trajectory):
-            delivered.append(trajectory)
-
-        player = GroupPlayer(
+        player = RetryingPlayer(
             factory=lambda: environment,
             engine=self.engine,
             renderer=ChatRenderer(build_byte_tokenizer()),
             settings=EpisodeConfig(max_turns=1, max_new_tokens=8, **settings),
             generator_id="g",
-            deliver_trajectory=deliver,
             report=lambda event, **fields: reports.append((event, fields.get("by"))),
-            on_episode_end=self.ends.append if tolerant else None,
+            raise_failures=not tolerant,
         )
-        await player.play_lease(GroupLease(0, 9, (0,)))
-        ending, failed = delivered[0].stop_reason, [event for event, _ in reports].count("episode_failed")
+        (played,) = await play_lease(player, 0, 9, (0,))
+        self.ends.append(played.end)
+        ending, failed = played.trajectory.stop_reason, [event for event, _ in reports].count("episode_failed")
         assert player.attempt_count == failed + 1
         return ending, reports
 
@@ -317,23 +311,20 @@ class Broken(Away):
 
 async def play_broken(engine, environment, retries):
     """How often it was stepped, and what was reported, of an episode that fails."""
-    reports, ends = [], []
+    reports = []
 
-    async def deliver(trajectory):
-        assert trajectory.stop_reason == "error"
-
-    player = GroupPlayer(
+    player = RetryingPlayer(
         factory=lambda: environment,
         engine=engine,
         renderer=ChatRenderer(build_byte_tokenizer()),
         settings=EpisodeConfig(max_turns=1, max_new_tokens=8, retries=retries),
         generator_id="g",
-        deliver_trajectory=deliver,
         report=lambda event, **fields: reports.append((event, fields)),
-        on_episode_end=ends.append,
+        raise_failures=False,
     )
-    await player.play_lease(GroupLease(35, 7, (0,)))
-    return environment.steps, reports, ends
+    (played,) = await play_lease(player, 35, 7, (0,))
+    assert played.trajectory.stop_reason == "error"
+    return environment.steps, reports, [played.end]
 
 
 async def test_what_the_users_code_raises_twice_at_one_place_is_not_tried_again(engine):

@@ -211,50 +211,45 @@ class Playing:
     """A generator that leases from `asked`; an episode is over when the test says so."""
 
     def __init__(self, *settings: str):
-        self.asked, self.clock, self.playing_count = Asked(), Clock(), 0
+        self.asked, self.clock, self.woken = Asked(), Clock(), asyncio.Event()
         config = load_config("quickstart", ["generator.concurrency=4", "schedule.group_size=2", *settings])
-        self._ended: list[EpisodeEnd] = []
-        self._ends: dict[tuple[int, int], asyncio.Event] = {}
+        self.ended: list[EpisodeEnd] = []
+        engine = SimpleNamespace(collect_stats=lambda: {"running": self.leasing.playing_count}, version=0)
         self.leasing = LeaseClient(
             config,
             self.clock,
-            VersionGate(SimpleNamespace(collect_stats=lambda: {"running": self.playing_count}, version=0)),  # type: ignore[arg-type]
-            self,  # type: ignore[arg-type]
+            VersionGate(engine),  # type: ignore[arg-type]
             generator_id="g",
             process=(1, "host"),
             conductor=self.asked,
-            play_lease=self.play_lease,
-            ended_episodes=self._ended,
-            events=[],
-            collect_load=lambda: {"playing": self.playing_count},
-            raise_failure=lambda: None,
+            woken=self.woken,
         )
 
-    def play_lease(self, lease: GroupLease):
-        self.playing_count += len(lease.episode_indices)
-        return self._play(lease)
-
-    async def _play(self, lease: GroupLease) -> None:
-        for index in lease.episode_indices:
-            await self._ends.setdefault((lease.group_index, index), asyncio.Event()).wait()
+    async def run(self) -> None:
+        """The loop of a generator, as far as leases are concerned."""
+        while self.leasing.has_more or self.leasing.playing_count or self.leasing.open_calls:
+            if self.leasing.is_call_due:
+                ended, self.ended = self.ended, []
+                self.leasing.begin_call({}, ended, [])
+            await self.leasing.wait_for_change()
+            self.leasing.playing_count += sum(len(lease.episode_indices) for lease in self.leasing.take_leases())
 
     def end(self, group: int, index: int) -> None:
-        self._ends.setdefault((group, index), asyncio.Event()).set()
-        self.playing_count -= 1
-        self._ended.append(EpisodeEnd(group, index, 7))
-        self.leasing.wake_loop()
+        self.leasing.playing_count -= 1
+        self.ended.append(EpisodeEnd(group, index, 7))
+        self.woken.set()
 
     async def looks(self, passed: float = 0.01) -> None:
         """Everything that follows from what has happened by `passed` seconds from now."""
         self.clock.now += passed
         for _ in range(100):
-            self.leasing._woken.set()
+            self.woken.set()
             await asyncio.sleep(0)
 
 
 async def test_a_generator_asks_when_there_is_room_for_a_group_and_no_call_waits_for_one():
     g = Playing()
-    running = asyncio.create_task(g.leasing.run(lambda: False))
+    running = asyncio.create_task(g.run())
     await g.looks()
     assert g.asked.rooms == [4]
     g.asked.reply(0, [GroupLease(0, 0, (0, 1))])
@@ -285,7 +280,7 @@ async def test_a_generator_asks_when_there_is_room_for_a_group_and_no_call_waits
 
 
 async def report(g: Playing, answering: int) -> None:
-    reporting = asyncio.create_task(g.leasing.send_last_report())
+    reporting = asyncio.create_task(g.leasing.send_last_report({}, g.ended, []))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     g.asked.reply(answering, [], more=False)
@@ -294,7 +289,7 @@ async def report(g: Playing, answering: int) -> None:
 
 async def test_a_heartbeat_has_the_free_places_and_overtakes_the_call_that_waits():
     g = Playing("schedule.group_size=4")
-    running = asyncio.create_task(g.leasing.run(lambda: False))
+    running = asyncio.create_task(g.run())
     await g.looks()
     g.asked.reply(0, [GroupLease(0, 0, (0, 1))])  # the rest of a group
     await g.looks()
@@ -315,7 +310,7 @@ async def test_a_heartbeat_has_the_free_places_and_overtakes_the_call_that_waits
 
 async def test_of_many_generators_each_calls_less_often():
     g = Playing("generator.count=512", "schedule.prompts_per_step=512")
-    running = asyncio.create_task(g.leasing.run(lambda: False))
+    running = asyncio.create_task(g.run())
     await g.looks()
     g.asked.reply(0, [GroupLease(0, 0, (0, 1))])
     await g.looks(1.0)

@@ -31,11 +31,11 @@ from r3async.record.routes import (
 )
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engine import GenerationRequest
-from r3async.rollout.episode import GroupPlayer
+from r3async.rollout.episode import RetryingPlayer
 from r3async.rollout.scripted import SCRIPTED_ROUTING, ScriptedEngine
-from r3async.schedule.admission import GroupLease
 from r3async.tools.init_model import build_byte_tokenizer
 from r3async.world.real import REAL_WORLD
+from tests.helpers.playing import play_lease
 from tests.helpers.routes import EXPERTS, ID, LAYERS, experts
 
 
@@ -237,23 +237,16 @@ async def play(engine, fail_first: bool) -> list[Sample]:
                 raise RuntimeError("the environment broke")
             return result
 
-    delivered = []
-
-    async def deliver(trajectory):
-        delivered.append(trajectory)
-
-    player = GroupPlayer(
+    player = RetryingPlayer(
         factory=lambda: Fails(4, 3),
         engine=engine,
         renderer=ChatRenderer(build_byte_tokenizer()),
         settings=EpisodeConfig(max_turns=3, max_new_tokens=8, max_prompt_tokens=64, max_total_tokens=128),
         generator_id="generator-0",
-        deliver_trajectory=deliver,
         report=Reports(),
     )
-    for group in range(2):
-        await player.play_lease(GroupLease(group, 7, (0, 1)))
-    return [s for t in delivered for s in t.samples]
+    played = [one for group in range(2) for one in await play_lease(player, group, 7, (0, 1))]
+    return [sample for one in played for sample in one.trajectory.samples]
 
 
 def train(samples: list[Sample]) -> MinibatchResult:

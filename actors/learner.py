@@ -56,7 +56,7 @@ from .process import ActorNotLoaded, describe_process, prepare_process, wait_for
 from .ranks import LocalRank, RemoteRanks, load_learner
 
 if TYPE_CHECKING:
-    from r3async.learner.trainer import PreparedStep, Trainer
+    from r3async.learner.trainer import PreparedStep, StepOutcome, Trainer
 
 
 # The learner's inbox: trajectories are checked on arrival, kept until a checkpoint has trained them, gathered into
@@ -603,118 +603,123 @@ class LearnerActor:
 
         Returns metrics, whether there are new weights (then `write_version` has to be called), the groups consumed, and
         episode previews; None if interrupted while waiting. The wait has no time limit here: `StallMonitor`
-        (`actors/fleet.py`) judges it. Raises `StalenessError`, without training, if a token is older than the schedule
+        (`actors/stalls.py`) judges it. Raises `StalenessError`, without training, if a token is older than the schedule
         allows.
         """
-        self._activity = "waiting"
+        clock, counts, inbox = self.world.clock.monotonic, self.model.counts, self.components.inbox
+        self._activity, waited_from = "waiting", clock()
         try:
             with stage("steps"):
-                return await self._train_step(is_last, with_probe_scores)
+                # Wait until the groups of this step are complete, in lease order or within the window.
+                with self._timeline.measure_span("wait", step=counts.steps + 1):
+                    indices = await inbox.wait_for_groups(counts.since_publication, self._wait_interrupted)
+                # Only an interrupted wait returns no groups: a stop was requested.
+                if not indices:
+                    return None
+                step_from = clock()
+                # From here on the step has a time limit, and the probe's text cannot be scored with this version any more.
+                self._activity, number, version = "training", counts.steps + 1, counts.version
+                # Consume the groups: no later step, and no resume from a later checkpoint, trains them again.
+                taken, _ = inbox.buffer.take_groups(indices)
+                # Refuse to train beyond the bound on staleness.
+                check_staleness(taken, version, inbox.staleness_bound)
+                # Measure ages before the step, against the weights that it starts from.
+                now, oldest = self.world.clock.time(), self.config.schedule.max_token_age
+                metrics = compute_staleness_metrics(taken, version, inbox.staleness_bound, now, oldest)
+                # K steps (`schedule.steps_per_publication`) make a version; the last step makes one in any case.
+                steps, consumed = counts.since_publication
+                since = steps + 1, consumed + len(indices)
+                due = is_last or since[0] == self.config.schedule.steps_per_publication
+                # Train; meanwhile the next step is prepared, for which the counts begin anew if a version is due.
+                trained = await self._train_groups(number, indices, taken, (0, 0) if due else since)
+                groups = trained.groups
+                # Write what was trained beside the next step, if steps are recorded.
+                self._recorder.add(number, version, trained)
+                # Trajectories that the step had to replace must not be met again after a resume.
+                await inbox.quarantine_rejected(trained.rejected, groups)
+                trained_at = clock()
+                # Count the step whether or not it made an update: slots are freed by it.
+                counts.steps, counts.since_publication = number, since
+                # A step without contrast is not a fault; any other that made no update is reported.
+                if trained.metrics["optimizer/skipped"] and not trained.metrics["optimizer/no_contrast"]:
+                    self.events.warning("step_skipped", step=number, grad_norm=trained.metrics["grad_norm"])
+                # The groups are trained: the receiver can forget their ids and free their memory.
+                inbox.release_trained(indices)
+                # Record which trajectories the step trained, and from which version of the weights.
+                line = make_trained_step(number, version, groups, self.lineage.number)
+                self._trained_file.append(msgspec.json.encode(line))
+                # Copy the weights before the next step changes them; the copy is written beside that step.
+                if due:
+                    counts.version, counts.since_publication = version + 1, (0, 0)
+                    with self._timeline.measure_span("snapshot", step=number, version=counts.version):
+                        writer = self.components.version_writer
+                        await writer.copy_weights(counts.version, with_probe_scores=with_probe_scores)
+                metrics = self._complete_metrics(metrics, trained, waited_from, step_from, trained_at)
+                # With this the conductor frees slots, records the step and has a new version written.
+                return {
+                    "metrics": metrics,
+                    "new_weights": due,
+                    "version": version + 1,
+                    "groups": indices,
+                    "scores": score_groups(groups),
+                    "previews": select_previews([t for group in groups for t in group], self._env_labels),
+                }
         finally:
             self._activity = "between steps"
 
-    async def _train_step(self, is_last: bool, with_probe_scores: bool) -> dict[str, Any] | None:
-        clock, counts, work = self.world.clock.monotonic, self.model.counts, self.components
-        waited_from = clock()
-        # Wait until the groups of this step are complete, in lease order or within the window.
-        with self._timeline.measure_span("wait", step=counts.steps + 1):
-            indices = await work.inbox.wait_for_groups(counts.since_publication, self._wait_interrupted)
-        # Only an interrupted wait returns no groups: a stop was requested.
-        if not indices:
-            return None
-        step_from = clock()
-        # From here on the step has a time limit, and the probe's text cannot be scored with this version any more.
-        self._activity, version = "training", counts.version
-        # K steps (`schedule.steps_per_publication`) make a version; the last step makes one in any case.
-        steps, consumed = counts.since_publication
-        since = steps + 1, consumed + len(indices)
-        due = is_last or since[0] == self.config.schedule.steps_per_publication
-        # Train; meanwhile the next step is prepared, for which the counts begin anew if a version is due.
-        groups, metrics = await self._train_groups(indices, (0, 0) if due else since)
-        trained = clock()
-        # Count the step whether or not it made an update: slots are freed by it.
-        counts.steps, counts.since_publication = counts.steps + 1, since
-        # A step without contrast is not a fault; any other that made no update is reported.
-        if metrics["optimizer/skipped"] and not metrics["optimizer/no_contrast"]:
-            self.events.warning("step_skipped", step=counts.steps, grad_norm=metrics["grad_norm"])
-        # The groups are trained: the receiver can forget their ids and free their memory.
-        work.inbox.release_trained(indices)
-        # Record which trajectories the step trained, and from which version of the weights.
-        self._trained_file.append(
-            msgspec.json.encode(make_trained_step(counts.steps, version, groups, self.lineage.number))
-        )
-        # Copy the weights before the next step changes them; the copy is written beside that step.
-        if due:
-            counts.version, counts.since_publication = version + 1, (0, 0)
-            with self._timeline.measure_span("snapshot", step=counts.steps, version=counts.version):
-                await work.version_writer.copy_weights(counts.version, with_probe_scores=with_probe_scores)
-        # Complete the metrics, from the trajectories as they were trained.
-        trajectories = [t for group in groups for t in group]
-        metrics |= compute_episode_metrics(trajectories) | compute_environment_metrics(trajectories, self._env_labels)
-        metrics |= work.inbox.collect_metrics() | work.version_writer.collect_metrics()
-        metrics |= {
-            f"lag/learner_{name}": value for name, value in self._lag_meter.collect_metrics().items()
-        } | self._stage_seconds.read_increment()
-        # Measure from the end of one step to the end of the next, so that the time between steps is counted, too.
+    async def _train_groups(
+        self, number: int, indices: list[int], taken: list[list[Trajectory]], next_since: tuple[int, int]
+    ) -> StepOutcome:
+        """Train the groups that step `number` took from the buffer, and meanwhile prepare the next step.
+
+        `next_since` is the value of `StepCounts.since_publication` that the next step begins with.
+        """
+        next_step, trainer = self.components.next_step, self.components.trainer
+        with self._timeline.measure_span("train", step=number):
+            # Use what was prepared during the step before, if it was prepared for these groups.
+            prepared = await next_step.get_result(indices, taken)
+            # Wait for the groups of the next step beside this one; the packer thread prepares them.
+            looking = asyncio.create_task(next_step.prefetch(next_since, self._wait_interrupted))
+            try:
+                # All torch work runs in this one thread, so the event loop goes on receiving.
+                return await self._torch_lane.run(trainer.train_step, number, self.model.counts.version, prepared)
+            finally:
+                # The next step waits for its groups itself; a preparation that has begun goes on.
+                looking.cancel()
+
+    def _complete_metrics(
+        self, ages: dict[str, float], trained: StepOutcome, waited_from: float, step_from: float, trained_at: float
+    ) -> dict[str, float]:
+        """Return the metrics of a step, from the trajectories as they were trained.
+
+        Times are readings of the monotonic clock. A step lasts from the end of the one before, so that the time between
+        steps is counted, too.
+        """
+        trajectories, work = [t for group in trained.groups for t in group], self.components
         (before, spent), (ended, spent_now) = self._last_step_end, self._read_clocks()
         self._last_step_end = ended, spent_now
-        metrics |= {
+        return {
+            **trained.metrics,
+            **ages,
+            **compute_episode_metrics(trajectories),
+            **compute_environment_metrics(trajectories, self._env_labels),
+            **work.inbox.collect_metrics(),
+            **work.version_writer.collect_metrics(),
+            **{f"lag/learner_{name}": value for name, value in self._lag_meter.collect_metrics().items()},
+            **self._stage_seconds.read_increment(),
             "cpu/learner_seconds": spent_now - spent,
             "learner/between_seconds": waited_from - before,
             "learner/rank_restarts": self.model.ranks.restarts,
             "learner/wait_seconds": step_from - waited_from,
-            "learner/step_seconds": trained - step_from,
-            "weights/snapshot_seconds": ended - trained,
+            "learner/step_seconds": trained_at - step_from,
+            "weights/snapshot_seconds": ended - trained_at,
             "weights/write_seconds": 0.0,
-            "batch/groups": len(indices),
+            "batch/groups": len(trained.groups),
             "lineage": self.lineage.number,
-        }
-        # With this the conductor frees slots, records the step and has a new version written.
-        return {
-            "metrics": metrics,
-            "new_weights": due,
-            "version": version + 1,
-            "groups": indices,
-            "scores": score_groups(groups),
-            "previews": select_previews(trajectories, self._env_labels),
         }
 
     def _read_clocks(self) -> tuple[float, float]:
         return self.world.clock.monotonic(), self.world.processes.cpu_seconds()
-
-    async def _train_groups(
-        self, indices: list[int], next_since: tuple[int, int]
-    ) -> tuple[list[list[Trajectory]], dict[str, float]]:
-        """Take these groups from the buffer and train them, and meanwhile prepare the next step.
-
-        `next_since` is the value of `StepCounts.since_publication` that the next step begins with. Returns the groups
-        as they were trained, and metrics.
-        """
-        counts, work, reception = self.model.counts, self.components, self.components.inbox
-        # Consume the groups: no later step, and no resume from a later checkpoint, trains them again.
-        taken, _ = reception.buffer.take_groups(indices)
-        # Refuse to train beyond the bound on staleness.
-        check_staleness(taken, counts.version, reception.staleness_bound)
-        # Measure ages before the step, against the weights that it starts from.
-        now, oldest = self.world.clock.time(), self.config.schedule.max_token_age
-        ages = compute_staleness_metrics(taken, counts.version, reception.staleness_bound, now, oldest)
-        number = counts.steps + 1
-        with self._timeline.measure_span("train", step=number):
-            # Use what was prepared during the step before, if it was prepared for these groups.
-            prepared = await work.next_step.get_result(indices, taken)
-            # Wait for the groups of the next step beside this one; the packer thread prepares them.
-            looking = asyncio.create_task(work.next_step.prefetch(next_since, self._wait_interrupted))
-            try:
-                # All torch work runs in this one thread, so the event loop goes on receiving.
-                done = await self._torch_lane.run(work.trainer.train_step, number, counts.version, prepared)
-            finally:
-                # The next step waits for its groups itself; a preparation that has begun goes on.
-                looking.cancel()
-        # Write what was trained beside the next step, if steps are recorded.
-        self._recorder.add(number, counts.version, done)
-        # Trajectories that the step had to replace must not be met again after a resume.
-        await reception.quarantine_rejected(done.rejected, done.groups)
-        return done.groups, done.metrics | ages
 
     # -- weights and checkpoints -----------------------------------------------------------------------------------
 

@@ -381,13 +381,11 @@ def _learner(kind: type) -> type:
             _watched(self.world.process).see(Asked, {group: list(lacking) for group, lacking in answer.items()})
             return answer
 
-        async def _train_groups(self, indices: list[int], *args: Any) -> Any:
-            # The groups are taken here. The step begins when they are prepared: an older group may be complete by then.
-            counts = self.model.counts
-            _watched(self.world.process).see(
-                Taken, self.lineage.number, counts.steps + 1, counts.version, tuple(indices)
-            )
-            return await super()._train_groups(indices, *args)
+        async def _train_groups(self, number: int, indices: list[int], *args: Any) -> Any:
+            # The groups were taken now. The step begins when they are prepared: an older group may be complete by then.
+            version = self.model.counts.version
+            _watched(self.world.process).see(Taken, self.lineage.number, number, version, tuple(indices))
+            return await super()._train_groups(number, indices, *args)
 
         async def write_version(self, *args: Any) -> Any:  # `publish` calls it, too
             published = await super().write_version(*args)

@@ -1,5 +1,7 @@
 """Check that names in backticks exist: in docstrings, comments and docs. Run by `make lint` as `python -m dev.lint.references`.
 
+Numbers of decisions (`D-NNN`) are checked too, everywhere: each has a file in docs/decisions/.
+
 A reference is judged where it names something of this repository:
 
 * `Class.member`, of a class that is defined here
@@ -29,8 +31,10 @@ from typing import Any
 import msgspec
 
 ROOT = Path(__file__).resolve().parents[2]
-HISTORY = ("CHANGELOG.md", "docs/decisions.md", "docs/comparison.md", "docs/coming-from.md")
-"""Pages whose names are those of another time, or of other projects."""
+HISTORY = ("CHANGELOG.md", "docs/decisions/", "docs/comparison.md", "docs/coming-from.md")
+"""Pages, or folders of pages, whose names are those of another time, or of other projects."""
+RECORD = re.compile(r"\bD-(\d{3})\b")
+RECORD_FILE = re.compile(r"docs/decisions/(?:archive/)?D-(\d{3})-[\w-]+\.md")
 REFERENCE = re.compile(r"(?<!`)`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(?:\(\))?`(?!`)")
 FILE_REFERENCE = re.compile(r"(?<!`)`((?:[\w-]+/)+[\w-]+\.py)`(?!`)")
 NO_NAMES = {
@@ -181,16 +185,22 @@ def read_prose(path: str, source: str) -> Iterator[tuple[int, str]]:
 
 
 def check_files(files: dict[str, str], config: type) -> list[str]:
-    """Return a line for each reference that does not exist. `files`: sources by path from the root."""
+    """Return a line for each reference, or number of a decision, that does not exist. `files`: sources by path from the root."""
     definitions = Definitions()
     for path, source in files.items():
         if path.endswith(".py"):
             definitions.add_module(path, source)
+    records = {match[1] for path in files if (match := RECORD_FILE.fullmatch(path))}
     found = []
     for path, source in files.items():
-        if path in HISTORY:
-            continue
         for line, text in read_prose(path, source):
+            found += [
+                f"{path}:{line}: there is no record D-{number}"
+                for number in RECORD.findall(text)
+                if number not in records
+            ]
+            if path.startswith(HISTORY):
+                continue
             for reference in REFERENCE.findall(text):
                 if wrong := find_stale_reference(reference, definitions, config):
                     found.append(f"{path}:{line}: `{reference}`: {wrong}")

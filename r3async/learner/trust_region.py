@@ -15,7 +15,7 @@ With `rollout_kl.limit` the drift of the probed episodes is measured again after
 went, and so how far the next step's tokens will have drifted (`compute_drift_carryover`). If that is too far, the step
 is shortened before anything is published (`limit_update`). This is measured in every step, so the hard bound does not
 depend on an older figure. The step trains these episodes like all others; how that changes the prediction was measured
-(docs/decisions.md, D-184).
+(D-184 in docs/decisions/).
 """
 
 from __future__ import annotations

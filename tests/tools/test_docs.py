@@ -26,6 +26,10 @@ from r3async.tools.presets import list_preset_paths
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DECISIONS = ROOT / "docs" / "decisions"
+ACCEPTED_RECORDS = sorted(DECISIONS.glob("*.md"))
+RECORDS = [*ACCEPTED_RECORDS, *sorted((DECISIONS / "archive").glob("*.md"))]
+"""Pages of decisions. Those in the archive may be of what has been removed since."""
 
 
 def test_the_configuration_reference_is_up_to_date():
@@ -75,13 +79,13 @@ def test_every_metric_that_code_or_a_page_names_is_in_the_catalogue():
     groups = {known.group for known in METRICS.values()} - {"step", "tokens", "data"}
     named = re.compile(rf"[`\"']((?:{'|'.join(groups)})/[a-z_0-9]+)[`\"']")
     files = [f for d in ("r3async", "actors", "tools") for f in (ROOT / d).rglob("*.py")]
-    for path in [*files, *PAGES]:
+    for path in [*files, *PAGES, *ACCEPTED_RECORDS]:
         for name in named.findall(path.read_text()):
             assert find_metric(name).description != name, f"{path}: {name}"
 
 
 def test_links_between_pages_lead_somewhere():
-    for page in PAGES:
+    for page in [*PAGES, *RECORDS]:
         for target in re.findall(r"\]\((?!http)([^)\s]+)\)", page.read_text()):
             path, _, anchor = target.partition("#")
             file = (page.parent / path) if path else page
@@ -96,6 +100,10 @@ def test_every_page_is_reached_from_the_readme():
     readme = (ROOT / "README.md").read_text()
     for page in PAGES[1:]:
         assert f"docs/{page.name}" in readme, page.name
+    assert "docs/decisions/README.md" in readme
+    index = (DECISIONS / "README.md").read_text()
+    for record in RECORDS:
+        assert record.name == "README.md" or f"]({record.relative_to(DECISIONS)})" in index, record.name
 
 
 def sources():
@@ -143,8 +151,6 @@ def test_every_file_of_the_sources_that_a_page_names_exists():
     docs/architecture.md is in the folder of its row."""
     named = re.compile(r"`((?!runs/)(?:\w+/)+\w+\.(?:py|toml|sh))(?:::\w+)?`")
     for page in PAGES:
-        if page.stem == "decisions":
-            continue  # a record may be of what has been removed since
         for path in named.findall(page.read_text()):
             assert any((top / path).exists() for top in (ROOT, ROOT / "r3async", ROOT / "tests")), (
                 f"{page.name}: {path}"

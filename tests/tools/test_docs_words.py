@@ -11,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+RECORDS = sorted((ROOT / "docs" / "decisions").rglob("*.md"))
+"""Pages of decisions. Most are too short for a mean of their own."""
 MEAN = 18
 LONGEST = 40
 
@@ -96,6 +98,18 @@ def test_sentences_are_short(page):
     assert mean(text) <= MEAN, f"{page.name}: {mean(text):.1f} words a sentence on average, {MEAN} are allowed"
     long = [s for s in sentences(text) if words(s) > LONGEST]
     assert not long, f"{page.name}: more than {LONGEST} words: {long}"
+
+
+def test_no_record_of_a_decision_uses_an_old_word():
+    found = [f"{page.relative_to(ROOT)}:{words}" for page in RECORDS for words in old_words(page.read_text())]
+    assert not found, "\n".join(found)
+
+
+def test_sentences_of_decisions_are_short():
+    text = "\n\n".join(page.read_text() for page in RECORDS)
+    assert mean(text) <= MEAN, f"{mean(text):.1f} words a sentence on average, {MEAN} are allowed"
+    long = [s for s in sentences(text) if words(s) > LONGEST]
+    assert not long, f"more than {LONGEST} words: {long}"
 
 
 def test_an_old_word_is_found_with_its_line_and_code_is_left_out():

@@ -65,3 +65,11 @@ def test_a_reference_in_code_is_none():
 
 def test_pages_about_another_time_may_name_what_is_gone():
     assert check_files(SOURCES | {"CHANGELOG.md": "`Gate.lock_gate` went."}, Config) == []
+
+
+@pytest.mark.parametrize("place", ["CHANGELOG.md", "docs/page.md", "r3async/room/user.py"])
+def test_the_number_of_a_decision_has_a_file(place):
+    records = {"docs/decisions/D-007-gates.md": "", "docs/decisions/archive/D-008-doors.md": ""}
+    text = "See D-007, D-008 and D-009."
+    sources = SOURCES | records | {place: f'"""{text}"""\n' if place.endswith(".py") else text}
+    assert check_files(sources, Config) == [f"{place}:1: there is no record D-009"]

@@ -31,7 +31,7 @@ from typing import Any
 import msgspec
 
 ROOT = Path(__file__).resolve().parents[2]
-HISTORY = ("CHANGELOG.md", "docs/decisions/", "docs/comparison.md", "docs/coming-from.md")
+HISTORY = ("CHANGELOG.md", "docs/decisions/archive/", "docs/comparison.md", "docs/coming-from.md")
 """Pages, or folders of pages, whose names are those of another time, or of other projects."""
 RECORD = re.compile(r"\bD-(\d{3})\b")
 RECORD_FILE = re.compile(r"docs/decisions/(?:archive/)?D-(\d{3})-[\w-]+\.md")

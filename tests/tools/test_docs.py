@@ -150,7 +150,7 @@ def test_every_file_of_the_sources_that_a_page_names_exists():
     """A path, from the top of the repository, the package or the tests; a bare `file.py` in a table of
     docs/architecture.md is in the folder of its row."""
     named = re.compile(r"`((?!runs/)(?:\w+/)+\w+\.(?:py|toml|sh))(?:::\w+)?`")
-    for page in PAGES:
+    for page in [*PAGES, *ACCEPTED_RECORDS]:
         for path in named.findall(page.read_text()):
             assert any((top / path).exists() for top in (ROOT, ROOT / "r3async", ROOT / "tests")), (
                 f"{page.name}: {path}"

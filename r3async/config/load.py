@@ -393,10 +393,13 @@ def _refuse_unread_settings(config: Config, layers: Sequence[_ConfigLayer], comm
             raise ConfigError(f"`{setting}` has no effect here: {elsewhere} reads it. Leave it out")
     if command in ("eval", "init-model"):
         return
+    values = flatten_section(config_to_dict(config, reveal=True))
     for count, layer in enumerate(layers, start=1):
         for setting, value in flatten_section(layer.data).items() if layer.is_explicit else ():
             in_file = layer is not overrides
-            if value in (None, UNSET_WORD) or not (needs := explain_unread(setting, config, in_file=in_file)):
+            # In a table of free keys the word is a text like any other, and unsets nothing.
+            is_unset = value is None or (value == UNSET_WORD and values.get(setting) is None)
+            if is_unset or not (needs := explain_unread(setting, config, in_file=in_file)):
                 continue
             if not in_file or _is_unread_in_files(setting, files[:count]):
                 raise ConfigError(f"`{setting}` has no effect: it needs {needs}. Set that, or leave this out")

@@ -41,6 +41,7 @@ IN_VAIN = [
     (["algorithm.correction.weight_cap=3"], "correction.weight"),
     (["algorithm.normalize_std=false", "algorithm.advantage=rloo"], '`algorithm.advantage` = "grpo"'),
     (["algorithm.loss_args.x=1"], "a loss of your own"),
+    (["algorithm.loss_args.x=null"], "a loss of your own"),
     (["episode.keep_sampling_mask=false"], "episode.top_p"),
     (["schedule.difficulty.easy=0.9"], "settled_share"),
     (["schedule.difficulty.groups=5"], "settled_share"),

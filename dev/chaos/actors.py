@@ -32,6 +32,7 @@ from r3async.world import World
 from r3async.world.appending import AppendFile
 from r3async.world.files import replace_file
 from r3async.world.processes import HOST_NAME_VARIABLE
+from r3async.world.real import REAL_WORLD
 from r3async.world.sockets import ClientKeys
 
 LATE_SECONDS = 2.0
@@ -47,7 +48,7 @@ class Recorder:
     """Recorder of the messages that pass one relay. Each is recorded before it is passed on."""
 
     def __init__(self, path: Path):
-        self._file = AppendFile(path)
+        self._file = AppendFile(path, world=REAL_WORLD)
 
     def __call__(self, direction: Direction, frames: Sequence[bytes]) -> None:
         try:

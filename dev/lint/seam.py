@@ -144,6 +144,9 @@ FORBIDDEN_METHODS = {
 DEFINITION_PATTERNS = ("r3async/**/*.py", "actors/*.py")
 """Glob patterns of the files that define callables which use a part of the real world by default."""
 
+REAL_NAMES = ("REAL_WORLD", "SYSTEM_FILES")
+"""Names of the real world and of its files, which parameters have as their default."""
+
 LOOP_GETTERS = ("asyncio.get_running_loop", "asyncio.get_event_loop")
 
 
@@ -227,7 +230,7 @@ def _find_real_fields(class_node: ast.ClassDef) -> list[RealDefault]:
 def _is_real(node: ast.expr) -> bool:
     while isinstance(node, ast.Attribute):
         node = node.value
-    return isinstance(node, ast.Name) and node.id == "REAL_WORLD"
+    return isinstance(node, ast.Name) and node.id in REAL_NAMES
 
 
 def _module_name(path: str) -> str:
@@ -278,8 +281,8 @@ class _SeamVisitor(ast.NodeVisitor):
         # Imported names are checked where they are imported.
         if isinstance(node.ctx, ast.Load) and node.id == "open" and node.id not in self._names:
             self._check_name("open", node)
-        if isinstance(node.ctx, ast.Load) and node.id == "REAL_WORLD":
-            self._add_finding(node, "REAL_WORLD", "the world that is handed in")
+        if isinstance(node.ctx, ast.Load) and node.id in REAL_NAMES:
+            self._add_finding(node, node.id, "the world that is handed in")
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         name = self._resolve_name(node)

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 from r3async.world import File, Files, World
 from r3async.world.files import make_directory
-from r3async.world.real import REAL_WORLD
 
 MAX_WAITING_BYTES = 16 * 2**20
 """Maximum number of bytes of one file's records that wait in memory."""
@@ -66,7 +65,7 @@ class AppendFile:
         self,
         path: Path,
         *,
-        world: World = REAL_WORLD,
+        world: World,
         flusher: RecordFlusher | None = None,
         max_waiting_bytes: int = MAX_WAITING_BYTES,
     ):
@@ -162,7 +161,7 @@ class AppendFile:
         return start
 
 
-def whole_record_bytes(path: Path, end: bytes = b"\n", *, files: Files = REAL_WORLD.files) -> int:
+def whole_record_bytes(path: Path, end: bytes = b"\n", *, files: Files) -> int:
     """Return the length of the file up to the end of its last whole record; 0 if the file does not exist."""
     try:
         file = files.open(path)
@@ -214,7 +213,7 @@ class RecordFlusher:
         self,
         reporter: EventReporter | None = None,
         *,
-        world: World = REAL_WORLD,
+        world: World,
         retry_seconds: float = RETRY_SECONDS,
     ):
         self._reporter, self._retry_seconds = reporter, retry_seconds

@@ -22,6 +22,7 @@ from r3async.world import (
     InsufficientResourcesError,
     Reservation,
     ResourceBundle,
+    World,
 )
 
 # Actors as processes of a Ray cluster. The only file that calls Ray.
@@ -91,9 +92,14 @@ class RayReservation:
 
 
 class RayActors:
-    """Actors on a Ray cluster, as `world.Actors`."""
+    """Actors on a Ray cluster, as `world.Actors`.
 
-    def __init__(self) -> None:
+    Args:
+        world: The world that an actor is created with. Sent to the actor's process, it becomes that process's world.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
         self._owns_cluster = False
 
     def join_cluster(self, address: str | None, actor_count: int) -> None:
@@ -160,7 +166,6 @@ class RayActors:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         from r3async.world.processes import actor_environment
-        from r3async.world.real import REAL_WORLD
 
         options: dict[str, Any] = {
             "num_cpus": 1 if actor_options.threads else 0,
@@ -178,7 +183,7 @@ class RayActors:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
         lanes = dict.fromkeys(actor_options.concurrency_groups, 1)
         remote = ray.remote(concurrency_groups=lanes) if lanes else ray.remote  # no option, unlike the others
-        return RayActorRef(name, remote(actor_class).options(**options).remote(REAL_WORLD, *args))
+        return RayActorRef(name, remote(actor_class).options(**options).remote(self._world, *args))
 
     def current_actor(self) -> RayActorRef:
         import ray

@@ -180,6 +180,10 @@ class SystemFiles:
         return found.f_blocks * found.f_frsize
 
 
+SYSTEM_FILES = SystemFiles()
+"""The files of this host."""
+
+
 def write_at(path: Path, start: int, buffers: Iterable[Buffer]) -> None:
     """Write the buffers one after the other into an existing file that is long enough, from `start` on. Several
     processes may do so at once, each in its own region; none of them maps what it writes. Raises `OSError`."""

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from r3async.world import Buffer, File, Files, World
-from r3async.world.real import REAL_WORLD
+from r3async.world.disk import SYSTEM_FILES
 
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers for a disk, or a user's quota, that is used up."""
 
 
-def make_directory(directory: Path, mode: int = 0o777, *, files: Files = REAL_WORLD.files) -> None:
+def make_directory(directory: Path, mode: int = 0o777, *, files: Files = SYSTEM_FILES) -> None:
     """Create `directory` and its missing parents; each new name is on the disk when this returns. An existing
     directory is kept.
 
@@ -37,7 +37,7 @@ def make_directory(directory: Path, mode: int = 0o777, *, files: Files = REAL_WO
     files.fsync_directory(directory.parent)
 
 
-def fsync_with_parents(directory: Path, *, files: Files = REAL_WORLD.files) -> None:
+def fsync_with_parents(directory: Path, *, files: Files = SYSTEM_FILES) -> None:
     """Sync the names in `directory`, its own name, and those of all directories above it to the disk, as far as this
     user may.
 
@@ -54,13 +54,13 @@ def _is_directory(path: Path, files: Files) -> bool:
     return found is not None and found.is_directory
 
 
-def read_file(path: Path, *, files: Files = REAL_WORLD.files) -> bytes:
+def read_file(path: Path, *, files: Files = SYSTEM_FILES) -> bytes:
     """Return the whole content of a file. Raises `OSError`."""
     with files.open(path) as file:
         return file.read()
 
 
-def replace_file(path: Path, data: Buffer, mode: int = 0o644, *, files: Files = REAL_WORLD.files) -> None:
+def replace_file(path: Path, data: Buffer, mode: int = 0o644, *, files: Files = SYSTEM_FILES) -> None:
     """Replace `path` through a temporary file that is renamed to it: afterwards it is whole and on the disk, or as
     it was. Raises `OSError`."""
     write_atomically(path, [data], mode, fsync=True, files=files)
@@ -68,7 +68,7 @@ def replace_file(path: Path, data: Buffer, mode: int = 0o644, *, files: Files = 
 
 
 def write_atomically(
-    path: Path, parts: Iterable[Buffer], mode: int = 0o644, *, fsync: bool, files: Files = REAL_WORLD.files
+    path: Path, parts: Iterable[Buffer], mode: int = 0o644, *, fsync: bool, files: Files = SYSTEM_FILES
 ) -> None:
     """Write the parts, one after the other, to a temporary file that is renamed to `path`: afterwards it is whole,
     or as it was. With `fsync` its content, though not its name, is on the disk. Raises `OSError`, and what `parts`
@@ -87,7 +87,7 @@ def write_atomically(
         raise
 
 
-def replace_directory(new: Path, directory: Path, *, files: Files = REAL_WORLD.files) -> None:
+def replace_directory(new: Path, directory: Path, *, files: Files = SYSTEM_FILES) -> None:
     """Rename `new`, which is complete, to `directory`. What has that name is first moved aside, as a rename cannot
     replace a directory, and then removed. Raises `OSError`."""
     old = directory.with_name(f".{directory.name}.old")

@@ -6,17 +6,13 @@ import atexit
 import time
 import uuid
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from r3async.world import Sockets
+from r3async.world.appending import RecordFlusher
 from r3async.world.cluster import RayActors
-from r3async.world.disk import SystemFiles
+from r3async.world.disk import SYSTEM_FILES
 from r3async.world.processes import SystemProcesses
 from r3async.world.threads import SystemThreads
-
-if TYPE_CHECKING:
-    from r3async.world.appending import RecordFlusher
-
 
 EXIT_FLUSH_SECONDS = 1.0
 """Seconds to write records that wait when the process exits."""
@@ -29,11 +25,11 @@ class RealWorld:
     clock = time
     """The module `time` satisfies `Clock`."""
     threads = SystemThreads()
-    files = SystemFiles()
+    files = SYSTEM_FILES
 
     @cached_property
     def actors(self) -> RayActors:
-        return RayActors()
+        return RayActors(self)
 
     @cached_property
     def processes(self) -> SystemProcesses:
@@ -41,8 +37,6 @@ class RealWorld:
 
     @cached_property
     def record_flusher(self) -> RecordFlusher:
-        from r3async.world.appending import RecordFlusher
-
         keeper = RecordFlusher(world=self)
         atexit.register(_flush_at_exit, keeper)
         return keeper

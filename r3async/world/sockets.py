@@ -30,7 +30,7 @@ from r3async.world import (
     Files,
     MessageHandler,
 )
-from r3async.world.real import REAL_WORLD
+from r3async.world.disk import SYSTEM_FILES
 from r3async.world.stages import stage
 
 # Message sockets on ZeroMQ, on the running event loop. Every connection is encrypted, and only known keys are let in.
@@ -521,7 +521,7 @@ def decode_key(key: bytes) -> bytes:
 
 
 def resolve_learner_keys(
-    settings: TransportConfig, files: Files = REAL_WORLD.files
+    settings: TransportConfig, files: Files = SYSTEM_FILES
 ) -> tuple[ServerKeys, ClientKeys | None]:
     """Return the learner's keys, and those that it hands to generators: None if generators have their own from
     `transport.keys`.
@@ -532,7 +532,7 @@ def resolve_learner_keys(
 
 
 def resolve_generator_keys(
-    settings: TransportConfig, from_learner: ClientKeys | None, files: Files = REAL_WORLD.files
+    settings: TransportConfig, from_learner: ClientKeys | None, files: Files = SYSTEM_FILES
 ) -> ClientKeys:
     """Return the keys of `transport.keys`, if that is set, else those that the learner handed over (`from_learner`).
     Raises `TransportError`."""
@@ -544,7 +544,7 @@ def resolve_generator_keys(
 
 
 def create_key_files(
-    directory: Path, names: tuple[str, ...] = (LEARNER_KEY_NAME, GENERATOR_KEY_NAME), files: Files = REAL_WORLD.files
+    directory: Path, names: tuple[str, ...] = (LEARNER_KEY_NAME, GENERATOR_KEY_NAME), files: Files = SYSTEM_FILES
 ) -> list[Path]:
     """Create the directory (0700) and the keys in it that do not exist yet. Returns the files that were created.
 
@@ -570,7 +570,7 @@ def create_key_files(
     return made
 
 
-def load_server_keys(directory: Path, files: Files = REAL_WORLD.files) -> ServerKeys:
+def load_server_keys(directory: Path, files: Files = SYSTEM_FILES) -> ServerKeys:
     """Return the learner's keys from a directory. Raises `TransportError` that names the file."""
     secret = _read_key_file(files, directory / f"{LEARNER_KEY_NAME}.secret", secret=True)
     names = [
@@ -581,7 +581,7 @@ def load_server_keys(directory: Path, files: Files = REAL_WORLD.files) -> Server
     return ServerKeys(secret, frozenset(z85.decode(_read_key_file(files, directory / name)) for name in names))
 
 
-def load_client_keys(directory: Path, name: str = GENERATOR_KEY_NAME, files: Files = REAL_WORLD.files) -> ClientKeys:
+def load_client_keys(directory: Path, name: str = GENERATOR_KEY_NAME, files: Files = SYSTEM_FILES) -> ClientKeys:
     """Return a generator's keys from a directory. Raises `TransportError` that names the file."""
     secret = _read_key_file(files, directory / f"{name}.secret", secret=True)
     return ClientKeys(secret, _read_key_file(files, directory / f"{LEARNER_KEY_NAME}.public"))

@@ -43,8 +43,8 @@ def test_a_head_ends_with_the_process_of_the_tests_also_when_that_is_killed():
 def test_a_head_on_this_host_that_nothing_names_is_left_alone():
     """Ray finds such a head by a file, would join it, and then refuses the capacity that we ask for."""
     code = (
-        "import ray; from r3async.world.cluster import RayActors\n"
-        "RayActors().join_cluster(None, 3); print(ray.cluster_resources()['CPU'])"
+        "import ray; from r3async.world.real import REAL_WORLD\n"
+        "REAL_WORLD.actors.join_cluster(None, 3); print(ray.cluster_resources()['CPU'])"
     )
     with plain_head() as address, tempfile.TemporaryDirectory(prefix="r3") as home:
         Path(home, "ray").mkdir()
@@ -63,7 +63,7 @@ def test_a_ray_that_is_started_on_a_busy_machine_gets_a_second_chance():
     code = """if True:
         import os, psutil, ray
         from ray._private import services
-        from r3async.world.cluster import RayActors
+        from r3async.world.real import REAL_WORLD
 
         asked, get_node = [], services.get_node
 
@@ -74,7 +74,7 @@ def test_a_ray_that_is_started_on_a_busy_machine_gets_a_second_chance():
             return get_node(*args)
 
         services.get_node = late
-        RayActors().join_cluster(None, 3)
+        REAL_WORLD.actors.join_cluster(None, 3)
         first = asked[0]
         assert len(first) == 2, first
         assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in first)

@@ -22,6 +22,7 @@ from r3async.tools.run_dir import explain_full_disk, open_named_run
 from r3async.tools.train import train
 from r3async.transport.spool import Spool
 from r3async.world.appending import AppendFile
+from r3async.world.real import REAL_WORLD
 from tests.unit.test_buffer import make_trajectory
 
 HOLD = """
@@ -133,7 +134,10 @@ async def spool_put(directory):
             lambda path: open_named_run(load_config("quickstart", ["name=n"]), "p", print, path / "runs"),
             ["runs", "runs/n"],
         ),
-        (lambda path: AppendFile(path / "run" / "routes" / "a.jsonl").append(b"1"), ["run", "run/routes"]),
+        (
+            lambda path: AppendFile(path / "run" / "routes" / "a.jsonl", world=REAL_WORLD).append(b"1"),
+            ["run", "run/routes"],
+        ),
     ],
     ids=["checkpoints", "spool", "run", "records"],
 )

@@ -70,6 +70,7 @@ PLANTED = {
     "import signal": "signal",
     "import subprocess": "subprocess",
     "from r3async.world.real import REAL_WORLD\nREAL_WORLD.files": "REAL_WORLD",
+    "from r3async.world.disk import SYSTEM_FILES\nSYSTEM_FILES.stat(1)": "SYSTEM_FILES",
     "from r3async.record.events import open_event_log\nopen_event_log(1, 'learner')": "open_event_log(...) with the real world",
     "from r3async.transport.spool import Spool\nSpool(1, 2)": "Spool(...) with the real world",
     "from r3async.checkpoint import CheckpointDirectory\nCheckpointDirectory(1)": "CheckpointDirectory(...) with the real files",

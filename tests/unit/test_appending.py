@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from r3async.checkpoint.directory import rewind_records
 from r3async.checkpoint.state import ConductorState
 from r3async.world.appending import AppendFile, RecordFlusher, whole_record_bytes
-from r3async.world.disk import SystemFile, SystemFiles
+from r3async.world.disk import SYSTEM_FILES, SystemFile, SystemFiles
 from r3async.world.files import make_directory, replace_file
-from r3async.world.real import RealWorld
+from r3async.world.real import REAL_WORLD, RealWorld
 
 
 class FaultyDisk(SystemFiles):
@@ -101,7 +101,7 @@ def test_a_resume_finds_each_row_up_to_its_checkpoint_once_whatever_waited_then(
     tmp_path_factory, plan, count, saved
 ) -> None:
     run_dir, name = tmp_path_factory.mktemp("a"), "metrics.jsonl"
-    keeper = RecordFlusher(lambda event, **facts: None, retry_seconds=0)
+    keeper = RecordFlusher(lambda event, **facts: None, world=REAL_WORLD, retry_seconds=0)
     state = ConductorState()
     file = AppendFile(run_dir / name, world=FaultyWorld(plan, []), flusher=keeper)
     for index in range(count + 1):
@@ -118,7 +118,7 @@ def test_a_resume_finds_each_row_up_to_its_checkpoint_once_whatever_waited_then(
 
 def test_two_events_however_many_files_and_records(tmp_path: Path) -> None:
     told = []
-    keeper = RecordFlusher(lambda event, **facts: told.append((event, facts)), retry_seconds=0)
+    keeper = RecordFlusher(lambda event, **facts: told.append((event, facts)), world=REAL_WORLD, retry_seconds=0)
     world = FaultyWorld([-errno.ENOSPC] * 8, [])
     files = [AppendFile(tmp_path / f"{name}.jsonl", world=world, flusher=keeper) for name in "ab"]
     for index in range(5):
@@ -135,7 +135,7 @@ def test_two_events_however_many_files_and_records(tmp_path: Path) -> None:
 
 def test_what_memory_has_no_capacity_for_is_counted_and_said(tmp_path: Path) -> None:
     told = []
-    keeper = RecordFlusher(lambda event, **facts: told.append((event, facts)), retry_seconds=0)
+    keeper = RecordFlusher(lambda event, **facts: told.append((event, facts)), world=REAL_WORLD, retry_seconds=0)
     world = FaultyWorld([-errno.ENOSPC], [])
     file = AppendFile(tmp_path / "a.jsonl", world=world, flusher=keeper, max_waiting_bytes=30)
     for index in range(5):
@@ -150,7 +150,9 @@ def test_what_memory_has_no_capacity_for_is_counted_and_said(tmp_path: Path) -> 
 
 def test_the_thread_writes_what_waits_without_a_further_record(tmp_path: Path) -> None:
     done = threading.Event()
-    keeper = RecordFlusher(lambda event, **facts: event == "records_written" and done.set(), retry_seconds=0.01)
+    keeper = RecordFlusher(
+        lambda event, **facts: event == "records_written" and done.set(), world=REAL_WORLD, retry_seconds=0.01
+    )
     file = AppendFile(tmp_path / "a.jsonl", world=FaultyWorld([-errno.EIO] * 3, []), flusher=keeper)
     file.append(b"last words")
     assert done.wait(30)
@@ -175,9 +177,10 @@ def test_a_kernel_that_cuts_a_write_short_leaves_no_half_record(tmp_path: Path) 
 import resource, sys
 from pathlib import Path
 from r3async.world.appending import AppendFile, RecordFlusher
+from r3async.world.real import REAL_WORLD
 path, told = Path(sys.argv[1]), []
-keeper = RecordFlusher(lambda event, **facts: told.append(event), retry_seconds=0)
-file = AppendFile(path, flusher=keeper)
+keeper = RecordFlusher(lambda event, **facts: told.append(event), world=REAL_WORLD, retry_seconds=0)
+file = AppendFile(path, world=REAL_WORLD, flusher=keeper)
 print([file.append(b"%02d" % i + b"x" * 400) for i in range(5)], path.stat().st_size, told)
 resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6))
 print(keeper.retry_writes(), told)
@@ -216,11 +219,14 @@ print("again")
 def test_a_process_that_was_stopped_within_its_write_holds_nobody_up(tmp_path: Path) -> None:
     import fcntl
 
-    path, keeper = tmp_path / "a.jsonl", RecordFlusher(lambda event, **facts: told.append(event), retry_seconds=0)
+    path, keeper = (
+        tmp_path / "a.jsonl",
+        RecordFlusher(lambda event, **facts: told.append(event), world=REAL_WORLD, retry_seconds=0),
+    )
     told: list[str] = []
     other = os.open(path, os.O_RDWR | os.O_CREAT)
     fcntl.flock(other, fcntl.LOCK_EX)
-    file = AppendFile(path, flusher=keeper)
+    file = AppendFile(path, world=REAL_WORLD, flusher=keeper)
     assert not file.append(b"one")
     os.close(other)
     assert keeper.retry_writes()
@@ -234,8 +240,8 @@ def test_a_process_that_was_stopped_within_its_write_holds_nobody_up(tmp_path: P
 def test_whole_bytes_end_with_the_last_whole_line(tmp_path: Path, data: bytes, whole: int) -> None:
     path = tmp_path / "a"
     path.write_bytes(data)
-    assert whole_record_bytes(path) == whole
-    assert whole_record_bytes(tmp_path / "none") == 0
+    assert whole_record_bytes(path, files=SYSTEM_FILES) == whole
+    assert whole_record_bytes(tmp_path / "none", files=SYSTEM_FILES) == 0
 
 
 def test_a_new_directory_and_its_parents_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +276,8 @@ def test_what_waits_when_the_process_exits_is_tried_once_more(tmp_path: Path) ->
 import resource, sys
 from pathlib import Path
 from r3async.world.appending import AppendFile
-file = AppendFile(Path(sys.argv[1]))
+from r3async.world.real import REAL_WORLD
+file = AppendFile(Path(sys.argv[1]), world=REAL_WORLD)
 print(file.append(b"x" * 2000))
 resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6))
 """

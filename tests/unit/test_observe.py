@@ -16,6 +16,7 @@ from r3async.record.events import format_event, open_event_log
 from r3async.record.reading import read_json_objects
 from r3async.record.writer import MetricsFile
 from r3async.world.appending import RecordFlusher
+from r3async.world.real import REAL_WORLD
 
 
 def test_event_has_time_level_role_and_facts(tmp_path: Path) -> None:
@@ -84,7 +85,7 @@ def test_a_torn_line_does_not_swallow_the_next(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_events_that_a_full_disk_refuses_are_written_when_it_takes_them(tmp_path: Path) -> None:
-    path, keeper = tmp_path / "events.jsonl", RecordFlusher(retry_seconds=0)
+    path, keeper = tmp_path / "events.jsonl", RecordFlusher(world=REAL_WORLD, retry_seconds=0)
     path.symlink_to("/dev/full")
     events = open_event_log(tmp_path, "x", keeper=keeper)
     events.info("one")

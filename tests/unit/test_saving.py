@@ -218,7 +218,9 @@ def test_rows_that_waited_at_a_checkpoint_are_written_after_the_resume_with_rate
 
 def test_the_record_of_what_was_trained_names_each_trajectory_and_its_tokens(tmp_path):
     groups = [[make_trajectory(0, 0), make_trajectory(0, 1)], [make_trajectory(3)]]
-    AppendFile(tmp_path / TRAINED_FILE).append(msgspec.json.encode(make_trained_step(7, 6, groups, 2)))
+    AppendFile(tmp_path / TRAINED_FILE, world=REAL_WORLD).append(
+        msgspec.json.encode(make_trained_step(7, 6, groups, 2))
+    )
     tokens = groups[0][0].samples[0].table["token_ids"]
     assert read_json_objects(tmp_path / TRAINED_FILE) == [
         {

@@ -18,13 +18,13 @@ from r3async.checkpoint.tensors import LearnerStateReader, RankState
 from r3async.config import Config
 from r3async.data.routes import route_dtype
 from r3async.data.tokens import Sample, TokenTable
-from r3async.learner import LearnerError
 from r3async.learner.batch import MicroBatch, collate_samples, pad_to_multiple
 from r3async.learner.digests import StageDigests
 from r3async.learner.drift import TrustRegion
 from r3async.learner.lora import LoraAdapters
 from r3async.learner.optimizer import ExpertBias, MasterAdamW, check_expert_biases, update_expert_biases
 from r3async.learner.replay import MicroBatchRoutes, RouteBinder, RoutingReplay
+from r3async.learner.results import LearnerError
 from r3async.learner.state import ReferenceWeights, ShardSlice, capture_learner_state, restore_learner_state, save_model
 
 TokenScores = tuple[Tensor, Tensor]

@@ -30,8 +30,8 @@ from torch.nn import Parameter
 from r3async.checkpoint.tensors import TensorSlice
 from r3async.config import LoraConfig
 from r3async.config.algorithm import matches_target
-from r3async.learner import LearnerError
 from r3async.learner.optimizer import to_local
+from r3async.learner.results import LearnerError
 from r3async.learner.state import ShardSlice
 
 ADAPTER_NAMES = ("lora_A", "lora_B")

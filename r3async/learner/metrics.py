@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from r3async.data.statistics import t_quantile
-from r3async.learner import MinibatchResult
 from r3async.learner.drift import clamped_k3, k2, k3
 from r3async.learner.optimizer import OptimizerUpdate
 from r3async.learner.policy_loss import bounded_exp, sum_by_episode
+from r3async.learner.results import MinibatchResult
 
 if TYPE_CHECKING:
     from r3async.learner.replay import RoutingReplay

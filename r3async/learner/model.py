@@ -21,7 +21,7 @@ from r3async.data.models import (
     list_supported_types,
     parse_model_shape,
 )
-from r3async.learner import LearnerError
+from r3async.learner.results import LearnerError
 from r3async.untrusted import decode_python_json
 
 TensorShapes = dict[str, tuple[int, ...]]

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from r3async.config import Config, LearnerConfig
-from r3async.learner import LearnerError
 from r3async.learner.replay import RoutingReplay
+from r3async.learner.results import LearnerError
 
 SkipCause = Literal["", "no_contrast", "not_finite", "trust_region"]
 """The reason why a step made no update: no trained token has an advantage, a number was not finite, or the drift was

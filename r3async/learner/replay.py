@@ -22,8 +22,8 @@ from torch import Tensor
 
 from r3async.data.models import RoutingShape
 from r3async.data.routes import RoutingError, iter_sorted_columns, validate_routes
-from r3async.learner import RouteTrace
 from r3async.learner.batch import MicroBatch
+from r3async.learner.results import RouteTrace
 
 
 class RoutingCounts:
@@ -43,6 +43,19 @@ class RoutingCounts:
         self.compared_tokens = torch.zeros(routers, dtype=torch.int64, device=device)
         self.expert_load = torch.zeros(routers, experts, dtype=torch.int64, device=device)
         self.aux_loss = torch.zeros((), dtype=torch.float64, device=device)
+
+
+def count_recorded_load(micro_batches: Sequence[MicroBatch], layers: int, experts: int) -> np.ndarray:
+    """Return the number of tokens that the recorded routes send to each expert, float64 `[layers, experts]`."""
+    load = np.zeros((layers, experts))
+    for m in micro_batches:
+        if "routed_experts" in m.table:
+            (recorded,) = np.nonzero(m.table["routing_recorded"])
+            rows = m.table["routed_experts"][recorded]
+            times = None if m.row_multiplicity is None else np.repeat(m.row_multiplicity[recorded], rows.shape[2])
+            for layer in range(layers):
+                load[layer] += np.bincount(rows[:, layer].reshape(-1), times, minlength=experts)
+    return load
 
 
 class _AttachLoss(torch.autograd.Function):

@@ -25,9 +25,8 @@ from r3async.data.models import read_moe_layers
 from r3async.learner.backend import SINGLE_RANK, LearnerBackend, ScoreCallback
 from r3async.learner.batch import MicroBatch
 from r3async.learner.optimizer import MasterAdamW, OptimizerUpdate, count_updates
-from r3async.learner.replay import RoutingReplay
+from r3async.learner.replay import RoutingReplay, count_recorded_load
 from r3async.learner.state import ShardSlice
-from r3async.learner.trainer import count_recorded_load
 from r3async.rollout.scripted import DIGEST_TENSOR, UINT32_MASK, scripted_logprobs
 from r3async.untrusted import decode_python_json
 from r3async.world import Files

@@ -40,7 +40,6 @@ from torch import Tensor
 
 from r3async.config import Config
 from r3async.data.tokens import Sample, Trajectory
-from r3async.learner import LearnerError, MinibatchResult, RejectedTrajectory, RouteTrace
 from r3async.learner.advantages import assign_advantages
 from r3async.learner.backend import SINGLE_RANK, RankGroup
 from r3async.learner.batch import CostModel, MicroBatch, pack_for_ranks
@@ -59,7 +58,8 @@ from r3async.learner.metrics import (
 )
 from r3async.learner.optimizer import SkipCause
 from r3async.learner.policy_loss import explain_gspo_clipping, needs_old_logprobs
-from r3async.learner.replay import MicroBatchRoutes
+from r3async.learner.replay import MicroBatchRoutes, count_recorded_load
+from r3async.learner.results import LearnerError, MinibatchResult, RejectedTrajectory, RouteTrace
 from r3async.learner.trust_region import (
     apply_update,
     build_probes,
@@ -536,19 +536,6 @@ def _compute_aux_loss_weights(
     load = ranks.all_reduce(mine.reshape(-1), "sum").reshape(mine.shape)
     share = load / np.maximum(load.sum(axis=1, keepdims=True), 1.0)
     return coef * experts * share / max(tokens, 1.0)
-
-
-def count_recorded_load(micro_batches: Sequence[MicroBatch], layers: int, experts: int) -> np.ndarray:
-    """Return the number of tokens that the recorded routes send to each expert, float64 `[layers, experts]`."""
-    load = np.zeros((layers, experts))
-    for m in micro_batches:
-        if "routed_experts" in m.table:
-            (recorded,) = np.nonzero(m.table["routing_recorded"])
-            rows = m.table["routed_experts"][recorded]
-            times = None if m.row_multiplicity is None else np.repeat(m.row_multiplicity[recorded], rows.shape[2])
-            for layer in range(layers):
-                load[layer] += np.bincount(rows[:, layer].reshape(-1), times, minlength=experts)
-    return load
 
 
 def accumulate_gradients(backend: LearnerBackend, minibatch: Minibatch) -> None:

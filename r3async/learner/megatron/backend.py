@@ -17,7 +17,6 @@ from torch import Tensor
 
 from r3async.config import Config
 from r3async.data.models import ModelShapeError
-from r3async.learner import LearnerError
 from r3async.learner.backend import LearnerBackend, TokenScores
 from r3async.learner.batch import MicroBatch
 from r3async.learner.kernels import DeterministicGather, select_supports, token_logprobs
@@ -46,6 +45,7 @@ from r3async.learner.megatron.weights import (
 from r3async.learner.model import MegatronModelShape, open_model_files, read_model_shape
 from r3async.learner.optimizer import ExpertBias, MasterAdamW, count_updates
 from r3async.learner.replay import MicroBatchRoutes, RouteBinder
+from r3async.learner.results import LearnerError
 from r3async.learner.state import ShardSlice
 
 

@@ -15,7 +15,6 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 
 from r3async.config import ParallelConfig
-from r3async.learner import LearnerError
 from r3async.learner.backend import RankGroup
 from r3async.learner.megatron.context_parallel import ContextParallelGroup
 from r3async.learner.megatron.weights import ParameterMapping
@@ -27,6 +26,7 @@ from r3async.learner.optimizer import (
     iter_buckets,
     reduce_scatter_shares,
 )
+from r3async.learner.results import LearnerError
 
 
 @dataclass(frozen=True)

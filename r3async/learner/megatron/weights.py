@@ -18,10 +18,10 @@ from torch.nn import Parameter
 from r3async.checkpoint.tensors import TensorSlice
 from r3async.config import Config, LearnerConfig
 from r3async.data.models import EXPERT_BIAS_SUFFIX
-from r3async.learner import LearnerError
 from r3async.learner.lora import AdapterCandidate, LoraAdapters, ShardedDim, select_targets
 from r3async.learner.megatron.layers import HiddenStatesModel
 from r3async.learner.model import MegatronModelShape, check_tensor_shapes, read_tensor_shapes
+from r3async.learner.results import LearnerError
 from r3async.learner.state import ShardSlice
 
 # Megatron's configuration of a model.

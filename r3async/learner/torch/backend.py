@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 from r3async.checkpoint.tensors import TensorSlice
 from r3async.config import Config, LearnerConfig
 from r3async.data.models import find_architecture
-from r3async.learner import LearnerError
 from r3async.learner.backend import SINGLE_RANK, LearnerBackend, RankGroup, TokenScores
 from r3async.learner.batch import MicroBatch
 from r3async.learner.kernels import DeterministicGather, select_supports
 from r3async.learner.lora import AdapterCandidate, LoraAdapters, ShardedDim, select_targets
 from r3async.learner.optimizer import ExpertBias, Gradients, MasterAdamW, compute_squared_norm, count_updates, to_local
 from r3async.learner.replay import MicroBatchRoutes, RoutingReplay
+from r3async.learner.results import LearnerError
 from r3async.learner.state import ShardSlice
 from r3async.learner.torch.described import first_error_line, load_transformers_config, read_model_config
 from r3async.learner.torch.model import PackedInputs, PackedModel, attach_replay, load_model

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from r3async.learner import LearnerError
+from r3async.learner.results import LearnerError
 from r3async.untrusted import decode_python_json
 
 

@@ -19,10 +19,10 @@ from transformers.core_model_loading import revert_weight_conversion
 from r3async.data.models import EXPERT_BIAS_SUFFIX, ModelShapeError, RoutingShape, read_moe_layers
 from r3async.data.supports import SupportSets
 from r3async.data.tokens import Sample, TokenTable
-from r3async.learner import LearnerError
 from r3async.learner.batch import MicroBatch, collate_samples
 from r3async.learner.kernels import AttentionPlan, DeterministicGather, packed_attention, plan_attention, token_logprobs
 from r3async.learner.replay import MicroBatchRoutes, RoutingReplay
+from r3async.learner.results import LearnerError
 
 ATTENTION_NAME = "r3async_packed"
 """The name of our attention in transformers. No mask function has this name, so models create no mask."""

@@ -17,9 +17,10 @@ from r3async.config import REDACTED, Config, ConfigError, EnvConfig, config_from
 from r3async.config.load import Overrides, apply_overrides, nest_overrides, refuse_literal_secrets
 from r3async.envs import EnvironmentFactory
 from r3async.envs.factory import build_environment_factory
+from r3async.rollout import build_engine
 from r3async.rollout.agents import OUTSIDE_AGENT, is_agent, make_agent
 from r3async.rollout.chat import ChatRenderer, TemplateError
-from r3async.rollout.engine import Engine, build_engine
+from r3async.rollout.engine import Engine
 from r3async.rollout.evaluation import (
     BaselinePolicy,
     EpisodeOutcome,

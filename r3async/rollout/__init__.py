@@ -1,1 +1,39 @@
-"""The multi-turn rollout loop, token-in/token-out."""
+"""The multi-turn rollout loop, token-in/token-out, and the function that builds its configured engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from r3async.config import Config
+from r3async.config.rollout import declare_engine_args
+from r3async.world import World
+from r3async.world.real import REAL_WORLD
+
+if TYPE_CHECKING:
+    from r3async.rollout.engine import Engine
+
+
+def build_engine(config: Config, model_path: str, seed: int, world: World = REAL_WORLD) -> Engine:
+    """Return the configured engine, not yet started. `seed` is the sampling seed.
+
+    Raises `ValueError` for unknown `generator.engine_args`.
+    """
+    settings = config.generator
+    # Imported here: each engine needs packages that the other does without.
+    if settings.engine == "scripted":
+        from r3async.rollout.scripted import build_scripted_engine
+
+        return build_scripted_engine(model_path, world, **settings.engine_args)
+    from r3async.rollout.vllm.engine import VllmEngine
+
+    return VllmEngine(
+        model_path,
+        dtype=settings.dtype,
+        concurrency=settings.concurrency,
+        max_model_len=config.episode.max_total_tokens,
+        threads=settings.threads,
+        kv_cache_gib=settings.kv_cache_gib,
+        on_update=settings.on_update,
+        record_sampling_masks=config.episode.needs_sampling_mask,
+        engine_args=declare_engine_args(seed=seed) | settings.engine_args,
+    )

@@ -1,4 +1,4 @@
-"""The interface of a rollout engine for the episode loop and the actors, and the factory of the configured one."""
+"""The interface of a rollout engine for the episode loop and the actors."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from r3async.config import Config
-from r3async.config.rollout import declare_engine_args
 from r3async.data.models import RoutingShape
 from r3async.data.supports import SupportSets
 from r3async.data.versions import VersionSpan
+from r3async.rollout import build_engine as build_engine  # where actors/generator.py looks for it
 from r3async.weights.manifest import TensorMismatch, WeightManifest
 from r3async.weights.probe import SampledProbe, choose_probe_positions
-from r3async.world import World
-from r3async.world.real import REAL_WORLD
 
 TENSOR_NAMES_FILE = "tensor-names.json"
 """File with a list of the model's tensor names, in a model directory without weights. An engine then starts with dummy
@@ -163,32 +160,6 @@ class Engine(Protocol):
         ...
 
     async def stop(self) -> None: ...
-
-
-def build_engine(config: Config, model_path: str, seed: int, world: World = REAL_WORLD) -> Engine:
-    """Return the configured engine, not yet started. `seed` is the sampling seed.
-
-    Raises `ValueError` for unknown `generator.engine_args`.
-    """
-    settings = config.generator
-    # Imported here: each engine needs packages that the other does without.
-    if settings.engine == "scripted":
-        from r3async.rollout.scripted import build_scripted_engine
-
-        return build_scripted_engine(model_path, world, **settings.engine_args)
-    from r3async.rollout.vllm.engine import VllmEngine
-
-    return VllmEngine(
-        model_path,
-        dtype=settings.dtype,
-        concurrency=settings.concurrency,
-        max_model_len=config.episode.max_total_tokens,
-        threads=settings.threads,
-        kv_cache_gib=settings.kv_cache_gib,
-        on_update=settings.on_update,
-        record_sampling_masks=config.episode.needs_sampling_mask,
-        engine_args=declare_engine_args(seed=seed) | settings.engine_args,
-    )
 
 
 async def sample_probe(engine: Engine, token_ids: np.ndarray, temperature: float) -> SampledProbe:

@@ -11,6 +11,7 @@ import gc
 import io
 import os
 import re
+import select
 import signal
 import socket
 import stat
@@ -122,8 +123,6 @@ class SystemProcesses:
         return os.environ.get(HOST_NAME_VARIABLE) or socket.gethostname()
 
     def redirect_output(self, log_path: Path) -> None:
-        from r3async.world.processes import ignore_output_errors
-
         sys.stdout.flush()
         sys.stderr.flush()
         with contextlib.suppress(OSError):  # without free bytes for a new file, output stays where it went
@@ -218,6 +217,44 @@ def find_processes_by_env(env_value: str) -> list[psutil.Process]:
             if env_value.encode() in Path(f"/proc/{pid}/environ").read_bytes():
                 found.append(psutil.Process(pid))
     return found
+
+
+def exit_with_owner(owner_pid: int) -> None:
+    """Start a daemon thread that ends this process as soon as process `owner_pid` has ended, for whatever reason.
+
+    An owner that is killed cannot clean up, and nothing else would ever end this process.
+    """
+
+    def watch_owner() -> None:
+        _wait_for_exit(owner_pid)
+        os._exit(1)
+
+    threading.Thread(target=watch_owner, name="r3async-owner-watch", daemon=True).start()
+
+
+def _wait_for_exit(pid: int) -> None:
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    except (AttributeError, OSError):  # not Linux, or an old kernel or sandbox
+        while _process_exists(pid):
+            time.sleep(1.0)
+        return
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    while not poller.poll(60_000):
+        pass
+
+
+def _process_exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 class _LogFile(io.RawIOBase):

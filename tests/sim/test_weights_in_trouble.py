@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from r3async.actors.generator import GeneratorFactories
-from r3async.rollout.engine import build_engine
+from r3async.rollout import build_engine
 from tests.sim.test_accounting import rehearse
 from tests.sim.whole import Machine, Player, renderer
 

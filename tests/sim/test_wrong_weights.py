@@ -10,7 +10,8 @@ import pytest
 from r3async.actors.generator import GeneratorFactories
 from r3async.actors.process import RunFailed
 from r3async.record.reading import read_json_objects
-from r3async.rollout.engine import EngineError, build_engine
+from r3async.rollout import build_engine
+from r3async.rollout.engine import EngineError
 from r3async.rollout.scripted import ScriptedEngine
 from r3async.weights.manifest import TensorMismatch
 from tests.sim.whole import Player, Simulated, renderer

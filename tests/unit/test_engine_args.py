@@ -6,7 +6,7 @@ import pytest
 
 from r3async.config import ConfigError, load_config
 from r3async.config.rollout import DEFAULT_ENGINE_ARGS, OWNED_ENGINE_ARGS, check_engine_args, declare_engine_args
-from r3async.rollout.engine import build_engine
+from r3async.rollout import build_engine
 from r3async.rollout.vllm.engine import VllmEngine
 
 

@@ -14,7 +14,8 @@ from r3async.config import ConfigError, load_config
 from r3async.data.models import RoutingShape
 from r3async.data.routes import validate_routes
 from r3async.data.versions import expand_version_spans
-from r3async.rollout.engine import Engine, EngineError, GenerationRequest, build_engine
+from r3async.rollout import build_engine
+from r3async.rollout.engine import Engine, EngineError, GenerationRequest
 from r3async.rollout.scripted import (
     DIGEST_TENSOR,
     LETTER_TOKEN_IDS,

@@ -9,10 +9,8 @@ import itertools
 import multiprocessing
 import multiprocessing.util
 import os
-import select
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -39,7 +37,7 @@ from r3async.rollout.vllm.messages import (
     EngineLoad,
 )
 from r3async.untrusted import decode_msgpack
-from r3async.world.processes import hide_main_module, pause_garbage_collector
+from r3async.world.processes import exit_with_owner, hide_main_module, pause_garbage_collector
 
 # The client side of vLLM's engine core.
 #
@@ -271,7 +269,7 @@ def _run_core_process(
         with pause_garbage_collector():
             from r3async.rollout.vllm.core import run_core
 
-        run_core(args, address, owner_pid, kv_cache_bytes)
+        run_core(args, address, OwnerBoundConfig(owner_pid), kv_cache_bytes if is_cpu_vllm() else None)
     except Exception as error:
         with contextlib.suppress(OSError):
             failure_pipe.send(str(error) or repr(error))
@@ -314,7 +312,7 @@ def inherited_environment() -> Iterator[os._Environ[str]]:
 
 # No process of an engine outlives the engine's owner: neither the engine core nor the processes that it starts.
 #
-# This part imports nothing slow, because the watch begins before the process does anything else.
+# This file imports nothing slow, because the watch begins before the process does anything else.
 
 
 class OwnerBoundConfig(dict[str, Any]):
@@ -324,8 +322,8 @@ class OwnerBoundConfig(dict[str, Any]):
     the worker would come too late: an owner that is killed during the start would leave its engine waiting.
     """
 
-    def __init__(self, owner_pid: int, values: Mapping[str, Any]):
-        super().__init__(values)
+    def __init__(self, owner_pid: int, values: Mapping[str, Any] | None = None):
+        super().__init__(values or {})
         self.owner_pid = owner_pid
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -339,42 +337,3 @@ def _restore_owner_bound(owner_pid: int, values: dict[str, Any]) -> OwnerBoundCo
 
         patch_vllm_for_cpu()
     return OwnerBoundConfig(owner_pid, values)
-
-
-def exit_with_owner(owner_pid: int) -> None:
-    """Start a daemon thread that ends this process as soon as process `owner_pid` has ended, for whatever reason.
-
-    A worker runs in a separate subprocess. If its owner is killed before it can clean up, nothing else would ever end
-    the worker.
-    """
-
-    def watch_owner() -> None:
-        _wait_for_exit(owner_pid)
-        os._exit(1)
-
-    threading.Thread(target=watch_owner, name="r3async-owner-watch", daemon=True).start()
-
-
-def _wait_for_exit(pid: int) -> None:
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    except (AttributeError, OSError):  # not Linux, or an old kernel or sandbox
-        while _process_exists(pid):
-            time.sleep(1.0)
-        return
-    poller = select.poll()
-    poller.register(descriptor, select.POLLIN)
-    while not poller.poll(60_000):
-        pass
-
-
-def _process_exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

@@ -43,7 +43,6 @@ from r3async.config.rollout import declare_engine_args
 from r3async.data.supports import SupportSets
 from r3async.rollout.engine import EngineError
 from r3async.rollout.vllm import messages as vllm_messages
-from r3async.rollout.vllm.client import OwnerBoundConfig, is_cpu_vllm
 from r3async.rollout.vllm.messages import STOP_STRINGS_KEY
 from r3async.world.processes import pause_garbage_collector
 
@@ -356,15 +355,21 @@ class BufferingAsyncScheduler(AnswerBufferingMixin, StopStringsMixin, AsyncSched
     pass
 
 
-def run_core(args: dict[str, Any], address: str, owner_pid: int, kv_cache_bytes: int) -> None:
-    """Run the engine core for process `owner_pid`, which waits at `address`, until this process is signalled to end.
+def run_core(
+    args: dict[str, Any], address: str, additional_config: dict[str, Any], kv_cache_bytes: int | None = None
+) -> None:
+    """Run the engine core for the client that waits at `address`, until this process is signalled to end.
 
-    Must run in the main thread. `args` are those of vLLM's `AsyncEngineArgs`; a scheduler class among them must have
-    `AnswerBufferingMixin`. Raises whatever vLLM raises.
+    Must run in the main thread. Raises whatever vLLM raises.
+
+    Args:
+        args: Arguments of vLLM's `AsyncEngineArgs`; a scheduler class among them must have `AnswerBufferingMixin`.
+        additional_config: What vLLM hands to each process that it spawns. The core adds its own values.
+        kv_cache_bytes: Size of the KV cache on CPU; None if vLLM computes on GPUs.
     """
     check_vllm_interface()
     patch_vllm_for_cpu()
-    if is_cpu_vllm():
+    if kv_cache_bytes is not None:
         args = declare_engine_args(kv_cache_memory_bytes=kv_cache_bytes, block_size=CPU_BLOCK_TOKENS) | args
     masks = args.pop("return_sampling_mask", False)
     with pause_garbage_collector():
@@ -373,7 +378,8 @@ def run_core(args: dict[str, Any], address: str, owner_pid: int, kv_cache_bytes:
     gc.freeze()
     # vLLM's own check would refuse the supports that `MaskRecordingSampler` adds to the first model runner.
     config.model_config.return_sampling_mask = masks and config.use_v2_model_runner
-    config.additional_config = OwnerBoundConfig(owner_pid, {**config.additional_config, SAMPLING_MASK_KEY: masks})
+    additional_config.update({**config.additional_config, SAMPLING_MASK_KEY: masks})
+    config.additional_config = additional_config
     scheduler = config.scheduler_config
     if scheduler.scheduler_cls is None:
         scheduler.scheduler_cls = BufferingAsyncScheduler if scheduler.async_scheduling else BufferingScheduler

@@ -31,6 +31,7 @@ from r3async.untrusted import decode_msgpack
 from r3async.weights.fetch import VersionFile, iter_verified_tensors, map_file_privately
 from r3async.weights.manifest import TensorMismatch, WeightError, WeightManifest
 from r3async.weights.nccl import Send, Sent, Up, decode_nccl_message, encode_nccl_message, request_receive_offer
+from r3async.world.processes import exit_with_owner
 
 # The worker extension, which installs published weights inside vLLM's worker processes.
 #
@@ -731,8 +732,6 @@ def main() -> None:
 
     Its arguments after `sys.path` are the endpoint that gives work, the link's name, and the owner's process id.
     """
-    from r3async.rollout.vllm.client import exit_with_owner
-
     endpoint, link, owner = sys.argv[2:]
     exit_with_owner(int(owner))
     serve_sends(endpoint, link, make_nccl_sender())

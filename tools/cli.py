@@ -208,7 +208,8 @@ def tail(
 ) -> None:
     """Watch a run: a live view on a terminal, a line per step in a pipe. Exit 1 if the run failed."""
     from .inspect.run import InspectError, find_run
-    from .tail.lines import RemoteError, tail_local, tail_remote
+    from .tail.lines import tail_local
+    from .tail.remote import RemoteError, tail_remote
 
     try:
         if address:

@@ -22,8 +22,6 @@ from r3async.views.live import EpisodeQuery, LiveRun
 from r3async.views.report import LivePage, make_names_distinct, render_comparison_page, render_run_page
 from r3async.views.templates import TEMPLATE_DIRECTORY, load_plotly_script
 
-from .report import ServeError
-
 LOOPBACK_HOST = "127.0.0.1"
 SHUTDOWN_SECONDS = 1.0
 RESPONSE_HEADERS = {
@@ -167,7 +165,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def serve_live_pages(runs: Sequence[Path], port: int, print_line: Callable[[str], Any]) -> None:
-    """Serve until SIGINT or SIGTERM. Raises `ServeError`.
+    """Serve until SIGINT or SIGTERM. Raises `OSError` for a port that cannot be had.
 
     Args:
         port: The port; 0 for any free one.
@@ -187,7 +185,7 @@ async def _run_server(runs: Sequence[Path], port: int, print_line: Callable[[str
         try:
             await web.TCPSite(runner, LOOPBACK_HOST, port).start()
         except OSError as error:
-            raise ServeError(
+            raise OSError(
                 f"port {port} of {LOOPBACK_HOST} cannot be had: {error.strerror or error}; choose another"
             ) from error
         print_line(f"http://{LOOPBACK_HOST}:{runner.addresses[0][1]}/?token={pages.token}")

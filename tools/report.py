@@ -12,10 +12,6 @@ from .runs import DEFAULT_RUNS_DIRECTORY, RunsOption
 from .terminal import SafeConsole
 
 
-class ServeError(ValueError):
-    """An error of the page server; the message gives the reason."""
-
-
 def report_command(
     names: Annotated[
         list[str] | None,
@@ -35,12 +31,14 @@ def report_command(
     """Write a run's report.html, one file that needs no network. Several runs: a page that compares them."""
     from .inspect.run import InspectError
 
+    if serve and output is not None:
+        raise typer.BadParameter("--serve writes no file: leave out --output")
     try:
         if serve:
-            serve_runs(names or ["latest"], output, port, runs)
+            serve_runs(names or ["latest"], port, runs)
         else:
             typer.echo(write_report_page(names or ["latest"], output, runs))
-    except (InspectError, ServeError, OSError) as error:
+    except (InspectError, OSError) as error:
         SafeConsole(stderr=True).print(str(error), style="bold red", highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(2) from error
 
@@ -62,13 +60,14 @@ def write_report_page(names: Sequence[str], output: Path | None, root: Path) -> 
     return write_report(first, *others, path=output or (first / "compare.html" if others else None))
 
 
-def serve_runs(names: Sequence[str], output: Path | None, port: int, root: Path) -> None:
-    """Serve until Ctrl-C; print the address to stdout. Raises `ServeError`, or `InspectError` for an unknown run."""
+def serve_runs(names: Sequence[str], port: int, root: Path) -> None:
+    """Serve until Ctrl-C; print the address to stdout.
+
+    Raises `OSError` for a port that cannot be had, and `InspectError` for an unknown run.
+    """
     from .inspect.run import find_run
     from .live import serve_live_pages
 
-    if output is not None:
-        raise ServeError("--serve writes no file: leave out --output")
     # A link like `latest` may point to another run later; the page stays with the present one.
     directories = list(dict.fromkeys(find_run(name, root).resolve() for name in names))
     serve_live_pages(directories, port, typer.echo)

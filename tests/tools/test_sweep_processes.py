@@ -33,7 +33,7 @@ STAND_IN = '''
 """Python runs this file when it starts: in a run's process `r3async train` writes rows, obeys SIGTERM, and resumes."""
 import sys
 
-if "r3async.tools.sweep.runner" in sys.orig_argv:
+if "r3async.tools.program" in sys.orig_argv:
     import json, os, signal, time
 
     import r3async.tools.train

@@ -13,8 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from r3async.tools.tail.lines import RemoteError
-from r3async.tools.tail.remote import RemoteRun
+from r3async.tools.tail.remote import RemoteError, RemoteRun
 from r3async.views.follow import FollowedRun
 from tests.tools.test_tail import append, row, write_run
 

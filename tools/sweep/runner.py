@@ -194,7 +194,7 @@ def make_starter(directory: Path, slot_environment: Callable[[int], Mapping[str,
     def start(run: PlannedRun, slot: int) -> RunProcess:
         (directory / LOGS_DIRECTORY).mkdir(parents=True, exist_ok=True)
         # -P keeps a folder `tools` in the current directory from shadowing ours.
-        command = [sys.executable, "-P", "-m", "r3async.tools.sweep.runner", str(os.getpid())]
+        command = [sys.executable, "-P", "-m", "r3async.tools.program", str(os.getpid())]
         words = ["train", run.preset, *run.overrides, "--runs", str(directory)]
         with (directory / LOGS_DIRECTORY / f"{run.name}.txt").open("ab") as log:
             return subprocess.Popen(
@@ -207,18 +207,3 @@ def make_starter(directory: Path, slot_environment: Callable[[int], Mapping[str,
             )
 
     return start
-
-
-def main(owner: int, words: Sequence[str]) -> None:
-    """Run the command in a run's process, which ends with its owner."""
-    from r3async.rollout.vllm.client import exit_with_owner
-
-    from ..cli import main as command
-
-    exit_with_owner(owner)
-    sys.argv = ["r3async", *words]
-    command()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])

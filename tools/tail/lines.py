@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +20,6 @@ FAILED_EXIT_CODE, SILENT_EXIT_CODE = 1, 3
 """Exit codes of a failed run, and of one that wrote nothing for as long as the reader was patient."""
 
 
-class RemoteError(RuntimeError):
-    """An error of the connection to the cluster or to the run on it; the message gives a remedy."""
-
-
 def tail_local(run_dir: Path, *, follow: bool = True, plain: bool = False, patience: float = 1800.0) -> int:
     """Show the run until the reader leaves; as lines (`plain`, or no terminal) until it ends. Returns the exit code."""
     run = FollowedRun(run_dir)
@@ -34,26 +29,6 @@ def tail_local(run_dir: Path, *, follow: bool = True, plain: bool = False, patie
         TailApp(run).run()
         return 0
     return print_run_lines(run, sys.stdout, follow=follow, patience=patience)
-
-
-def tail_remote(
-    address: str,
-    name: str,
-    *,
-    job: str | None = None,
-    follow: bool = True,
-    plain: bool = False,
-    patience: float = 1800.0,
-) -> int:
-    """Show a run on the Ray cluster at `address` as `tail_local` does. Raises `RemoteError`."""
-    from .remote import RemoteRun
-
-    with tempfile.TemporaryDirectory(prefix="r3async-tail-") as directory:
-        remote = RemoteRun(address, name, Path(directory), job=job)
-        try:
-            return tail_local(remote.wait_ready(), follow=follow, plain=plain, patience=patience)
-        finally:
-            remote.close()
 
 
 def print_run_lines(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from r3async.record.reading import EVALUATION_FILE
 
 from ..submit.launch import make_entrypoint
-from .lines import RemoteError
+from .lines import tail_local
 
 LINE_MARK = "r3async-tail"
 MAX_LIFE_SECONDS = 24 * 3600
@@ -65,6 +66,28 @@ while time.time() < end:
     time.sleep(1)
 say("end")
 """
+
+
+class RemoteError(RuntimeError):
+    """An error of the connection to the cluster or to the run on it; the message gives a remedy."""
+
+
+def tail_remote(
+    address: str,
+    name: str,
+    *,
+    job: str | None = None,
+    follow: bool = True,
+    plain: bool = False,
+    patience: float = 1800.0,
+) -> int:
+    """Show a run on the Ray cluster at `address` as `tail_local` does. Raises `RemoteError`."""
+    with tempfile.TemporaryDirectory(prefix="r3async-tail-") as directory:
+        remote = RemoteRun(address, name, Path(directory), job=job)
+        try:
+            return tail_local(remote.wait_ready(), follow=follow, plain=plain, patience=patience)
+        finally:
+            remote.close()
 
 
 class RemoteRun:

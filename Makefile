@@ -82,13 +82,14 @@ test-all: install ## install, then run the tests with Ray, vLLM and process grou
 test-gpu: install ## install, then the tests that need a GPU (EXTRA=gpu), in order; `r3async doctor --gpu` has the same in parts
 	@$(VENV)/python -m pytest -m gpu $(ARGS)
 
-lint: install ## ruff, mypy, what may pass the seam to the world by, what may import what, generated docs
+lint: install ## ruff, mypy, what may pass the seam to the world by, what may import what and in no circle, generated docs
 	@$(VENV)/ruff check .
 	@$(VENV)/ruff format --check .
 	@$(VENV)/mypy
 	@$(VENV)/python -m dev.lint.seam
 	@$(VENV)/python -m dev.lint.references
 	@$(VENV)/lint-imports --no-logo
+	@$(VENV)/python -m dev.lint.circles
 	@$(VENV)/python -m dev.pages.reference --check
 
 check-frozen: install ## compare simulated runs, trained steps, messages and a chaos run with dev/frozen.json, for refactorings

@@ -1,4 +1,4 @@
-"""What may import what, as `make lint` checks it: the order of the rooms is in pyproject.toml."""
+"""What may import what, as `make lint` checks it: in the order of pyproject.toml, and in no circle."""
 
 import shutil
 import subprocess
@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from dev.lint.circles import ALLOWED_IMPORTS, check_package
 
 ROOT = Path(__file__).parents[2]
 LINT = Path(sys.executable).with_name("lint-imports")
@@ -56,3 +58,53 @@ def test_the_library_that_imports_its_workshop_is_named(copy):
         file.write("\nfrom dev.frozen import main\n")
     code, said = lint(copy)
     assert (code, "r3async.record.sinks -> dev" in said) == (1, True), said
+
+
+def find_circles(directory):
+    return subprocess.run(
+        [sys.executable, "-m", "dev.lint.circles"],
+        cwd=directory,
+        env={"PYTHONPATH": f"{directory}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_no_files_import_each_other_in_a_circle():
+    assert check_package("r3async") == []
+
+
+@pytest.mark.parametrize(
+    ("file", "planted", "back"),
+    [
+        ("r3async/world/disk.py", "from r3async.world.real import REAL_WORLD", "r3async.world.real"),
+        ("r3async/learner/results.py", "from r3async.learner import build_learner", "r3async.learner"),
+        ("tools/tail/lines.py", "from .remote import tail_remote", "r3async.tools.tail.remote"),
+    ],
+    ids=["a module", "the package's own", "relative"],
+)
+def test_an_import_that_closes_a_circle_is_named_also_within_a_function(copy, file, planted, back):
+    line = len((copy / file).read_text().splitlines()) + 2
+    with (copy / file).open("a") as out:
+        out.write(f"def late():\n    {planted}\n")
+    done = find_circles(copy)
+    importer = f"r3async.{file.removesuffix('.py').replace('/', '.').removeprefix('r3async.')}"
+    said = done.stdout
+    assert done.returncode == 1, said + done.stderr
+    assert f"{importer}, line {line}: {planted}" in said
+    assert f"{back}, line " in said
+
+
+def test_an_import_for_types_alone_closes_no_circle(copy):
+    with (copy / "r3async/world/disk.py").open("a") as file:
+        file.write(
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from r3async.world.real import RealWorld\n"
+        )
+    done = find_circles(copy)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def test_an_exception_that_nothing_needs_any_more_is_named():
+    (said,) = check_package("r3async", ALLOWED_IMPORTS | {("r3async.untrusted", "r3async.api"): "no reason"})
+    assert "r3async.untrusted -> r3async.api" in said

@@ -22,9 +22,10 @@ from r3async.envs.factory import build_environment_factory
 from r3async.record.events import open_event_log
 from r3async.record.routes import record_engine_routes
 from r3async.record.timeline import LagMeter, StageTimer, Timeline, time_engine_calls
+from r3async.rollout import build_engine
 from r3async.rollout.agents import is_agent, open_agent_player
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engine import CorruptWeightsError, Engine, InstallReport, build_engine, sample_probe
+from r3async.rollout.engine import CorruptWeightsError, Engine, InstallReport, sample_probe
 from r3async.rollout.episode import EpisodeTask, RetryingPlayer, build_failed_trajectory
 from r3async.rollout.evaluation import Evaluation, count_tasks_by_part, drop_long_prompts, evaluate_sets
 from r3async.schedule.admission import GroupLease

@@ -145,7 +145,7 @@ async def play_all(config: Config, tasks: Sequence[Task], warm_up: int) -> tuple
 def bare_llm(config: Config) -> tuple[Any, Any, int]:
     """Return an `AsyncLLM` with the arguments of the run's engine, a function that makes sampling parameters from the
     first position whose routes are wanted, and the id of the token that ends an answer."""
-    from r3async.rollout.engine import build_engine
+    from r3async.rollout import build_engine
 
     ours: Any = build_engine(config, config.model.path, config.seed)
     os.environ |= {

@@ -13,14 +13,6 @@ from graphlib import CycleError, TopologicalSorter
 
 import grimp
 
-ALLOWED_IMPORTS = {
-    (
-        "r3async.rollout.engine",
-        "r3async.rollout",
-    ): "hands on `build_engine` to actors/generator.py, which should import it from where it is",
-}
-"""Imports that may close a circle, by importing and imported module, each with the reason."""
-
 
 def find_circles(imports: Mapping[str, set[str]]) -> Iterator[list[str]]:
     """Yield circles of modules, each of which imports the next and the last of which imports the first.
@@ -41,16 +33,11 @@ def find_circles(imports: Mapping[str, set[str]]) -> Iterator[list[str]]:
             yield circle[:-1]
 
 
-def check_package(package: str, allowed: Mapping[tuple[str, str], str] = ALLOWED_IMPORTS) -> list[str]:
-    """Return a text for each circle of the package, and for each allowed import that is not there."""
+def check_package(package: str) -> list[str]:
+    """Return a text for each circle of the package."""
     graph = grimp.build_graph(package, exclude_type_checking_imports=True, cache_dir=None)
     imports = {module: set(graph.find_modules_directly_imported_by(module)) for module in sorted(graph.modules)}
     found = []
-    for importer, imported in allowed:
-        if imported not in imports.get(importer, ()):
-            found.append(f"dev/lint/circles.py allows an import that is not there: {importer} -> {imported}")
-        else:
-            imports[importer].remove(imported)
     for circle in find_circles(imports):
         lines = [_describe_import(graph, *pair) for pair in zip(circle, [*circle[1:], circle[0]], strict=True)]
         found.append("\n  ".join(["files import each other in a circle:", *lines]))

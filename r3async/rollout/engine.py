@@ -11,7 +11,6 @@ import numpy as np
 from r3async.data.models import RoutingShape
 from r3async.data.supports import SupportSets
 from r3async.data.versions import VersionSpan
-from r3async.rollout import build_engine as build_engine  # where actors/generator.py looks for it
 from r3async.weights.manifest import TensorMismatch, WeightManifest
 from r3async.weights.probe import SampledProbe, choose_probe_positions
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from dev.lint.circles import ALLOWED_IMPORTS, check_package
-
 ROOT = Path(__file__).parents[2]
 LINT = Path(sys.executable).with_name("lint-imports")
 
@@ -103,8 +101,3 @@ def test_an_import_for_types_alone_closes_no_circle(copy):
         )
     done = find_circles(copy)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
-
-
-def test_an_exception_that_nothing_needs_any_more_is_named():
-    (said,) = check_package("r3async", ALLOWED_IMPORTS | {("r3async.untrusted", "r3async.api"): "no reason"})
-    assert "r3async.untrusted -> r3async.api" in said

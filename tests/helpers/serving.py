@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 
+import anthropic
 import openai
 
 from r3async.config import EpisodeConfig, ServingConfig
+from r3async.data.tokens import TokenTable, Trajectory
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.endpoint.server import AgentServer
+from r3async.rollout.endpoint.session import AgentSession
 from r3async.rollout.episode import EpisodeTask
 from r3async.rollout.scripted import ScriptedEngine
 from r3async.tools.init_model import build_byte_tokenizer
@@ -71,8 +74,34 @@ async def talking(script, template=None, settings=SETTINGS, options=None, **valu
             yield server, session, client
 
 
-def client_of(server: AgentServer, key: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=server.base_url, api_key=key, max_retries=0, timeout=10)
+def client_of(server: AgentServer, key: str, max_retries: int = 0) -> openai.AsyncOpenAI:
+    # The endpoint has no TLS, and most of the time to make a client would be that to read certificates.
+    http = openai.DefaultAsyncHttpxClient(verify=False)
+    return openai.AsyncOpenAI(
+        base_url=server.base_url, api_key=key, max_retries=max_retries, timeout=10, http_client=http
+    )
+
+
+def anthropic_client(server: AgentServer, key: str) -> anthropic.AsyncAnthropic:
+    http = anthropic.DefaultAsyncHttpxClient(verify=False)
+    base_url = server.base_url.removesuffix("/v1")
+    return anthropic.AsyncAnthropic(base_url=base_url, api_key=key, max_retries=0, timeout=10, http_client=http)
+
+
+async def ask(client: openai.AsyncOpenAI, messages, **values):
+    """Ask for a chat completion."""
+    return await client.chat.completions.create(model="any", messages=messages, **values)
+
+
+def finished(session: AgentSession) -> Trajectory:
+    """End an episode with a reward of 1, and return what it becomes."""
+    session.set_reward(1)
+    session.close()
+    return session.build_trajectory("stop")
+
+
+def trained_tokens(table: TokenTable) -> list[int]:
+    return table["token_ids"][table["loss_mask"]].tolist()
 
 
 async def handed_out(answer):

@@ -18,24 +18,19 @@ from tests.helpers.serving import (
     HERMES,
     TASK,
     answer_ids,
+    ask,
     client_of,
+    finished,
     ready,
     renderer,
     serving,
     talking,
+    trained_tokens,
     until,
     user,
 )
 
 CALL = '<tool_call>{"arguments":  {"b": 4, "a": 3}, "name": "add"}</tool_call>'
-
-
-async def ask(client, messages, **values):
-    return await client.chat.completions.create(model="any", messages=messages, **values)
-
-
-def sampled(table):
-    return table["token_ids"][table["loss_mask"]].tolist()
 
 
 async def test_a_conversation_is_one_row_whose_tokens_logprobs_versions_and_routes_are_the_engines():
@@ -45,12 +40,10 @@ async def test_a_conversation_is_one_row_whose_tokens_logprobs_versions_and_rout
         assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (3, 4)
         history = [user("a"), first.choices[0].message, user("b")]
         assert (await ask(client, history)).choices[0].message.content == "two"
-        session.set_reward(1.5)
-        session.close()
-        trajectory = session.build_trajectory("stop")
+        trajectory = finished(session)
     (sample,) = trajectory.samples
     table, chat = sample.table, session.renderer
-    assert sampled(table) == [t for answer in answer_ids(chat, "one", "two") for t in answer]
+    assert trained_tokens(table) == [t for answer in answer_ids(chat, "one", "two") for t in answer]
     assert (
         chat.decode(table["token_ids"].tolist()) == "<|user|>a<|assistant|>one<|end|><|user|>b<|assistant|>two<|end|>"
     )
@@ -61,13 +54,13 @@ async def test_a_conversation_is_one_row_whose_tokens_logprobs_versions_and_rout
             assert table["policy_version"][at] == 5
         if table["routing_recorded"][at]:
             assert (table["routed_experts"][at] == scripted_routes(at, 5, token, SCRIPTED_ROUTING)).all()
-    assert [turn.reward for turn in trajectory.turns] == [0, 1.5]
-    assert table["rewards"][-1] == 1.5
-    assert (trajectory.reward, trajectory.stop_reason, trajectory.trajectory_id) == (1.5, "stop", "g00000003e0000")
+    assert [turn.reward for turn in trajectory.turns] == [0, 1]
+    assert table["rewards"][-1] == 1
+    assert (trajectory.reward, trajectory.stop_reason, trajectory.trajectory_id) == (1, "stop", "g00000003e0000")
 
 
 @pytest.mark.parametrize("template", [None, HERMES])
-async def test_a_tool_call_that_comes_back_parsed_keeps_the_tokens_that_were_sampled(template):
+async def test_a_tool_call_that_comes_back_parsed_keeps_the_tokens_that_were_trained_tokens(template):
     async with talking([f"Let me see. {CALL}", "It is 7."], template) as (_, session, client):
         answer = (await ask(client, [user("3+4")], tools=[ADD])).choices[0]
         assert answer.finish_reason == "tool_calls"
@@ -85,10 +78,8 @@ async def test_a_tool_call_that_comes_back_parsed_keeps_the_tokens_that_were_sam
         }
         final = (await ask(client, [user("3+4"), again, result], tools=[ADD])).choices[0]
         assert (final.message.content, final.finish_reason) == ("It is 7.", "stop")
-        session.set_reward(1)
-        session.close()
-        (sample,) = session.build_trajectory("stop").samples
-    assert sampled(sample.table) == [
+        (sample,) = finished(session).samples
+    assert trained_tokens(sample.table) == [
         t for a in answer_ids(session.renderer, f"Let me see. {CALL}", "It is 7.") for t in a
     ]
     assert f"{CALL}<|end|><|tool|>7" in session.renderer.decode(sample.table["token_ids"].tolist())
@@ -104,10 +95,8 @@ async def test_a_template_that_insists_on_the_call_gets_it_and_the_row_branches(
         message = (await ask(client, [user("3+4")], tools=[ADD])).choices[0].message
         result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "7"}
         await ask(client, [user("3+4"), message, result], tools=[ADD])
-        session.set_reward(1)
-        session.close()
-        samples = session.build_trajectory("stop").samples
-    assert [sampled(s.table) for s in samples] == answer_ids(session.renderer, CALL, "7")
+        samples = finished(session).samples
+    assert [trained_tokens(s.table) for s in samples] == answer_ids(session.renderer, CALL, "7")
 
 
 async def test_streams_are_the_same_answers_in_pieces():
@@ -144,11 +133,9 @@ async def test_completions_keep_the_tokens_of_a_text_that_is_continued():
         ids = session.renderer.encode("abcd efgh")
         chunks = [c async for c in await client.completions.create(model="m", prompt=[ids], stream=True)]
         assert "".join(c.choices[0].text for c in chunks) == "x"
-        session.set_reward(1)
-        session.close()
-        rows = session.build_trajectory("stop").samples
+        rows = finished(session).samples
     # The first answer's stop token is not part of the text that goes on: a branch. The third extends the second exactly.
-    assert [sampled(r.table) for r in rows] == [
+    assert [trained_tokens(r.table) for r in rows] == [
         answer_ids(session.renderer, "bcd ")[0],
         [*session.renderer.encode("gh"), *answer_ids(session.renderer, "x")[0]],
     ]
@@ -245,9 +232,7 @@ async def test_a_client_that_hangs_up_aborts_its_request_and_may_ask_again():
         await until(lambda: not server._engine.collect_stats()["running"])
         never.set()
         await ask(client, [user("a")])
-        session.set_reward(1)
-        session.close()
-        (sample,) = session.build_trajectory("stop").samples
+        (sample,) = finished(session).samples
     assert sample.table["routing_recorded"][:-1].all()
 
 
@@ -333,7 +318,7 @@ async def test_an_episode_that_nobody_could_be_given_waits_for_the_next_who_asks
 
 async def test_an_engine_failure_is_reported_once_and_remembered():
     async with talking(["a"]) as (server, session, _):
-        async with openai.AsyncOpenAI(base_url=server.base_url, api_key=session.key, max_retries=2) as client:
+        async with client_of(server, session.key, max_retries=2) as client:
             await server._engine.stop()
             with pytest.raises(openai.InternalServerError, match="the engine failed"):
                 await ask(client, [user("a")])
@@ -433,11 +418,9 @@ async def test_numbers_that_no_float_or_tokenizer_holds_are_refused_by_name():
         check_trajectory(session.build_trajectory("stop"))
 
 
-@pytest.mark.parametrize("seed", [2**63, -1, 10**400, True, 1.5, "1"], ids=range(6))
-async def test_a_task_seed_that_no_environment_has_is_refused(seed):
-    chat = renderer()
-    async with serving(await ready(answer_ids(chat, "a")), chat, enabled=True) as server:
-        async with client_of(server, server.token) as owner:
+async def test_a_task_seed_that_no_environment_has_is_refused():
+    async with talking(["a"], enabled=True) as (server, _, _), client_of(server, server.token) as owner:
+        for seed in (2**63, -1, 10**400, True, 1.5, "1"):
             with pytest.raises(openai.BadRequestError, match="task_seed must be a whole number from 0"):
                 await owner.post("/r3async/sessions", body={"task_seed": seed}, cast_to=object)
 
@@ -503,9 +486,7 @@ async def test_parallel_requests_branch_share_their_prompts_routes_and_are_train
         answers = await asyncio.gather(*(ask(client, [user("q")]) for _ in texts))
         got = [a.choices[0].message for a in answers]
         await ask(client, [user("q"), got[1], user("more")])
-        session.set_reward(1)
-        session.close()
-        trajectory = session.build_trajectory("stop")
+        trajectory = finished(session)
     assert len(trajectory.samples) == 3
     assert sorted(len(s.table) for s in trajectory.samples)[:2] == [6, 6]
     long = max(trajectory.samples, key=lambda s: len(s.table)).table

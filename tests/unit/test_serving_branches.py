@@ -15,7 +15,7 @@ from r3async.rollout.endpoint.protocol import AgentRequest, ApiError
 from r3async.rollout.endpoint.session import AgentSession
 from r3async.rollout.scripted import SCRIPTED_ROUTING
 from tests.helpers.scripted import scripted_logprob, scripted_routes
-from tests.helpers.serving import HERMES, TASK, handed_out, merging_renderer, ready
+from tests.helpers.serving import HERMES, TASK, finished, handed_out, merging_renderer, ready
 
 RENDERERS = {name: merging_renderer(template) for name, template in (("plain", None), ("hermes", HERMES))}
 ADD = {"type": "function", "function": {"name": "add"}}
@@ -124,9 +124,7 @@ async def _play(requests, rows, chat, kind=AgentSession):
     got = [one for one in ended if not isinstance(one, ConnectionResetError)]
     if not got:
         return None
-    session.set_reward(1.0)
-    session.close()
-    trajectory = session.build_trajectory("stop")
+    trajectory = finished(session)
 
     by_turn = {session.find_turn(s.answer_name): s for s in got}
     assert sorted(by_turn) == list(range(len(got)))
@@ -168,9 +166,7 @@ async def test_a_request_that_goes_on_renders_and_encodes_only_what_is_new():
             history.append(message)
     assert encoded == [len("<|user|>and 000?<|assistant|>")] * 60
     assert len(session._conversations) == 1
-    session.set_reward(1)
-    session.close()
-    assert len(session.build_trajectory("stop").samples) == 1
+    assert len(finished(session).samples) == 1
 
 
 @pytest.mark.parametrize("template", list(RENDERERS))
@@ -191,9 +187,7 @@ async def test_an_answer_keeps_its_own_tokens_on_every_branch_that_repeats_it(te
     for prompt in prompts[1:]:
         assert prompt[: len(head)] == head
     assert prompts[3][: len(prompts[1]) + 3] == [*prompts[1], *spelled[1]]
-    session.set_reward(1)
-    session.close()
-    assert len(session.build_trajectory("stop").samples) == 2
+    assert len(finished(session).samples) == 2
 
 
 async def test_history_that_was_edited_keeps_the_answers_that_it_repeats():
@@ -211,9 +205,7 @@ async def test_history_that_was_edited_keeps_the_answers_that_it_repeats():
     assert text == chat.render(summary)
     for answer in spelled[:2]:
         assert any(tokens[i : i + len(answer)] == answer for i in range(len(tokens)))
-    session.set_reward(1)
-    session.close()
-    rows = session.build_trajectory("stop").samples
+    rows = finished(session).samples
     assert [int(r.table["loss_mask"].sum()) for r in rows] == [len(spelled[0]) + len(spelled[1]), len(spelled[2])]
 
 
@@ -231,9 +223,7 @@ async def test_an_agent_that_gives_up_may_ask_for_something_else_where_an_episod
         sampled, _ = await handed_out(session.answer_chat(asked))
         asked.append(Message("assistant", sampled.text))
     assert reports == [("answer_undelivered", 2)] * 2
-    session.set_reward(1)
-    session.close()
-    (row,) = session.build_trajectory("stop").samples
+    (row,) = finished(session).samples
     text = chat.decode(row.table["token_ids"].tolist())
     assert text == "<|user|>one<|assistant|>ab<|end|><|user|>another<|assistant|>ba<|end|>"
 
@@ -283,10 +273,8 @@ async def test_answers_that_come_in_another_order_than_they_were_asked_for_are_s
     gates["g00000003e0000t3"].set()
     second, _ = asked[1].result()
     await handed_out(session.answer_chat([*root, Message("assistant", second.text), Message("user", "z")]))
-    session.set_reward(1)
-    session.close()
     assert [call.turn for call in calls] == [0, 2, 1, 3]
-    for sample in session.build_trajectory("stop").samples:
+    for sample in finished(session).samples:
         table = sample.table
         names = ("token_ids", "loss_mask", "rollout_logprobs", "policy_version", "turn", "rewards")
         columns = {n: table[n] for n in names}

@@ -12,14 +12,13 @@ import pytest
 from r3async.config import EpisodeConfig
 from r3async.rollout.endpoint.session import AgentSession
 from tests.helpers.serving import (
-    SETTINGS,
     TASK,
     answer_ids,
+    ask,
     client_of,
     handed_out,
     ready,
     renderer,
-    serving,
     talking,
     until,
     user,
@@ -61,7 +60,7 @@ async def post(server, session, path, body, **options):
 async def test_texts_are_rendered_and_tokenised_off_the_event_loop():
     async with talking(["one", "two"]) as (server, session, client):
         with watched_tokenizer(server._renderer) as threads:
-            await client.chat.completions.create(model="m", messages=[user("a question")])
+            await ask(client, [user("a question")])
             await client.completions.create(model="m", prompt="a text")
         assert len(threads) >= 3
         assert threading.get_ident() not in threads
@@ -262,18 +261,6 @@ async def test_headers_have_limits(headers):
         writer.close()
         async with client_of(server, session.key) as client:
             assert (await client.models.list()).data
-
-
-async def test_overlapping_requests_of_one_session_are_tokenised_in_order():
-    chat = renderer()
-    settings = SETTINGS
-    async with serving(await ready(answer_ids(chat, *"abcdef")), chat, settings) as server:
-        session = server.open_session(TASK)
-        async with client_of(server, session.key) as client:
-            asked = [client.chat.completions.create(model="m", messages=[user(f"q{i}")]) for i in range(6)]
-            answers = await asyncio.gather(*asked)
-        assert sorted(a.choices[0].message.content for a in answers) == list("abcdef")
-        assert session.turn_count == 6
 
 
 async def test_an_answer_counts_once_also_before_its_caller_has_it():

@@ -9,7 +9,19 @@ import pytest
 from r3async.config import ConfigError, EpisodeConfig
 from r3async.rollout.endpoint.session import AgentSession, detect_parser
 from r3async.rollout.engine import EngineError
-from tests.helpers.serving import HERMES, TASK, answer_ids, ready, renderer, serving, user
+from tests.helpers.serving import (
+    HERMES,
+    TASK,
+    answer_ids,
+    anthropic_client,
+    ask,
+    finished,
+    ready,
+    renderer,
+    serving,
+    trained_tokens,
+    user,
+)
 from tests.helpers.serving import talking as talking_to
 
 PARAMETERS = {"type": "object", "properties": {"a": {}, "b": {}}}
@@ -27,19 +39,11 @@ def talking(script, template=None):
     return talking_to(script, template, SETTINGS)
 
 
-def anthropic_client(server, key):
-    base_url = server.base_url.removesuffix("/v1")
-    return anthropic.AsyncAnthropic(base_url=base_url, api_key=key, max_retries=0, timeout=10)
-
-
 def one_row(session: AgentSession, *answers: str):
     """The only sample, which has these answers as they were sampled."""
-    session.set_reward(1)
-    session.close()
-    (sample,) = session.build_trajectory("stop").samples
+    (sample,) = finished(session).samples
     table = sample.table
-    said = [token for ids in answer_ids(session.renderer, *answers) for token in ids]
-    assert table["token_ids"][table["loss_mask"]].tolist() == said
+    assert trained_tokens(table) == [token for ids in answer_ids(session.renderer, *answers) for token in ids]
     assert table["routing_recorded"][:-1].all()
     return session.renderer.decode(table["token_ids"].tolist())
 
@@ -53,7 +57,7 @@ async def test_a_call_within_a_thought_that_the_prompt_opened_is_not_handed_out(
     template = HERMES.replace("<|assistant|>{% endif %}", "<|assistant|><think>{% endif %}")
     assert template != HERMES
     async with talking([answer], template) as (_, _, client):
-        made = await client.chat.completions.create(model="m", messages=[user("3+4")], tools=[CHAT_TOOL])
+        made = await ask(client, [user("3+4")], tools=[CHAT_TOOL])
     message = made.choices[0].message
     assert [call.function.name for call in message.tool_calls or []] == ["add"] * called
     assert message.content == ("Yes?</think>So." if called else answer)
@@ -156,7 +160,7 @@ async def test_what_the_three_protocols_ask_is_one_conversation():
         anthropic_client(server, session.key) as other,
     ):
         talk = [user("a")]
-        first = await client.chat.completions.create(model="m", messages=talk)
+        first = await ask(client, talk)
         talk += [{"role": "assistant", "content": first.choices[0].message.content}, user("b")]
         second = await other.messages.create(model="m", max_tokens=50, messages=talk)
         talk += [{"role": "assistant", "content": second.content[0].text}, user("c")]

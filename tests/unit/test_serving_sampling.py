@@ -1,6 +1,5 @@
 """What a request may ask for: sampling as the episode has it, where an answer ends, and variables of the chat template."""
 
-import anthropic
 import openai
 import pytest
 
@@ -8,7 +7,17 @@ from r3async.config import EpisodeConfig
 from r3async.rollout.chat import ChatRenderer, TemplateError, find_template_variables
 from r3async.rollout.endpoint.chat_completions import parse_chat_request
 from r3async.rollout.endpoint.protocol import ApiError
-from tests.helpers.serving import HERMES, answer_ids, renderer, talking, user
+from tests.helpers.serving import (
+    HERMES,
+    answer_ids,
+    anthropic_client,
+    ask,
+    finished,
+    renderer,
+    talking,
+    trained_tokens,
+    user,
+)
 
 EFFORT = "{% if reasoning_effort is defined %}<|system|>{{ reasoning_effort }}<|end|>{% endif %}" + HERMES
 THINKING = "{% generation %}{% endgeneration %}<|system|>{{ enable_thinking | default(true) }}<|end|>" + HERMES
@@ -37,26 +46,19 @@ def stopping(*texts):
 
 
 def one_row(session):
-    session.set_reward(1)
-    session.close()
-    (sample,) = session.build_trajectory("stop").samples
-    ids, trained = sample.table["token_ids"], sample.table["loss_mask"]
-    return session.renderer.decode(ids.tolist()), session.renderer.decode(ids[trained].tolist())
-
-
-def messages_client(server, session):
-    base_url = server.base_url.removesuffix("/v1")
-    return anthropic.AsyncAnthropic(base_url=base_url, api_key=session.key, max_retries=0, timeout=10)
+    (sample,) = finished(session).samples
+    decode = session.renderer.decode
+    return decode(sample.table["token_ids"].tolist()), decode(trained_tokens(sample.table))
 
 
 async def test_a_stop_string_is_not_handed_out_was_sampled_and_what_closes_the_turn_is_not_trained():
     script = stopping("Act: add.Observation: no", "12.", "So 3.;")
     async with (
         talking(script, HERMES, SETTINGS) as (server, session, client),
-        messages_client(server, session) as other,
+        anthropic_client(server, session.key) as other,
     ):
         talk = [user("1+2")]
-        first = await client.chat.completions.create(model="m", messages=talk, stop=["Observation:", "xyz"])
+        first = await ask(client, talk, stop=["Observation:", "xyz"])
         assert (first.choices[0].message.content, first.choices[0].finish_reason) == ("Act: add.", "stop")
         talk += [{"role": "assistant", "content": "Act: add."}, user("3")]
         second = await other.messages.create(model="m", max_tokens=50, messages=talk, stop_sequences=["Observation:"])
@@ -80,11 +82,11 @@ async def test_a_stop_string_ends_a_completion_and_the_episodes_own_is_handed_ou
     async with talking(stopping("a;b", "its own"), settings=SETTINGS) as (_, session, client):
         first = await client.completions.create(model="m", prompt="x", max_tokens=50, stop=";")
         assert (first.choices[0].text, first.choices[0].finish_reason) == ("a", "stop")
-        second = await client.chat.completions.create(model="m", messages=[user("x")], stop="")
+        second = await ask(client, [user("x")], stop="")
         assert (second.choices[0].message.content, second.choices[0].finish_reason) == ("its own", "stop")
         for wrong in ([3], {"a": 1}):
             with pytest.raises(openai.BadRequestError, match="stop"):
-                await client.chat.completions.create(model="m", messages=[user("x")], stop=wrong)
+                await ask(client, [user("x")], stop=wrong)
         assert session.turn_count == 2
 
 
@@ -92,7 +94,7 @@ async def test_a_tool_call_before_a_stop_string_is_a_call():
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
     call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     async with talking(stopping(f"{call}STOP"), HERMES) as (_, session, client):
-        answer = await client.chat.completions.create(model="m", messages=[user("x")], tools=[tool], stop="STOP")
+        answer = await ask(client, [user("x")], tools=[tool], stop="STOP")
         assert answer.choices[0].finish_reason == "tool_calls"
         assert one_row(session)[1] == f"{call}STOP"
 
@@ -100,16 +102,14 @@ async def test_a_tool_call_before_a_stop_string_is_a_call():
 async def test_each_protocols_effort_is_shown_to_the_model_where_its_template_knows_it():
     async with (
         talking(["a", "b", "c", "d"], EFFORT) as (server, session, client),
-        messages_client(server, session) as other,
+        anthropic_client(server, session.key) as other,
     ):
         talk = [user("x")]
-        await client.chat.completions.create(model="m", messages=talk, reasoning_effort="low")
+        await ask(client, talk, reasoning_effort="low")
         answer = await client.responses.create(model="m", input="x", reasoning={"effort": "high", "summary": "auto"})
         assert answer.reasoning.effort == "high"
         await other.messages.create(model="m", max_tokens=9, messages=talk, output_config={"effort": "max"})
-        await client.chat.completions.create(
-            model="m", messages=talk, extra_body={"chat_template_kwargs": {"reasoning_effort": "some"}}
-        )
+        await ask(client, talk, extra_body={"chat_template_kwargs": {"reasoning_effort": "some"}})
         counted = [
             (await other.messages.count_tokens(model="m", messages=talk, **asked)).input_tokens
             for asked in ({}, {"output_config": {"effort": "high"}})
@@ -124,23 +124,21 @@ async def test_a_conversation_goes_on_with_the_effort_it_began_with_and_branches
     async with talking(["one", "two", "three"], EFFORT) as (_, session, client):
         talk = [user("a")]
         for effort in ("low", "low", "high"):
-            asked = client.chat.completions.create(model="m", messages=talk, reasoning_effort=effort)
+            asked = ask(client, talk, reasoning_effort=effort)
             talk += [{"role": "assistant", "content": (await asked).choices[0].message.content}, user("b")]
-        session.set_reward(1)
-        session.close()
-        rows = session.build_trajectory("stop").samples
-    trained = [session.renderer.decode(r.table["token_ids"][r.table["loss_mask"]].tolist()) for r in rows]
+        rows = finished(session).samples
+    trained = [session.renderer.decode(trained_tokens(row.table)) for row in rows]
     assert trained == ["one<|end|>two<|end|>", "three<|end|>"]
 
 
 async def test_no_effort_is_no_thinking_and_an_effort_that_cannot_be_shown_is_refused():
     async with talking(["a"], THINKING) as (server, session, client):
-        await client.chat.completions.create(model="m", messages=[user("x")], reasoning_effort="none")
+        await ask(client, [user("x")], reasoning_effort="none")
         (call,) = server._engine.requests
         assert session.renderer.decode(call.prompt_ids.tolist()).startswith("<|system|>False<|end|>")
         for values in ({"reasoning_effort": "low"}, {"extra_body": {"chat_template_kwargs": {"messages": []}}}):
             with pytest.raises(openai.BadRequestError, match="only enable_thinking"):
-                await client.chat.completions.create(model="m", messages=[user("x")], **values)
+                await ask(client, [user("x")], **values)
         with pytest.raises(openai.BadRequestError, match="summary"):
             await client.responses.create(model="m", input="x", reasoning={"summary": "detailed"})
 

@@ -59,38 +59,35 @@ class Learner:
         self.publisher.close()
 
 
-def host(directory: Path, folder: str, generator: str = "g0", **how) -> TcpReceiver:
-    how = {"host": "127.0.0.1", "name": "127.0.0.1"} | how
-    return TcpReceiver(directory / folder, "run-1", f"{folder}-{generator}", CLIENT_KEYS, **how)
-
-
-def hidden(manifest, directory: Path):
+def hidden(manifest):
     """As on another host, where the learner's path is nothing."""
     return msgspec.structs.replace(manifest, path=f"/elsewhere{manifest.path}")
 
 
-def run(script, directory: Path):
-    async def main():
-        learner = Learner(directory)
-        opened: list[TcpReceiver] = []
+@pytest.fixture
+async def learner(tmp_path):
+    learner = Learner(tmp_path)
+    yield learner
+    await learner.close()
 
-        def make(*args, **how):
-            opened.append(host(directory, *args, **how))
-            return opened[-1]
 
-        try:
-            async with asyncio.timeout(60):
-                await script(learner, make)
-        finally:
-            for receiver in opened:
-                await receiver.close()
-            await learner.close()
+@pytest.fixture
+async def make(tmp_path, learner):
+    """Make the receiver of a generator on a host."""
+    opened: list[TcpReceiver] = []
 
-    asyncio.run(main())
+    def make(folder, generator="g0", name="127.0.0.1"):
+        own = {"host": "127.0.0.1", "name": name}
+        opened.append(TcpReceiver(tmp_path / folder, "run-1", f"{folder}-{generator}", CLIENT_KEYS, **own))
+        return opened[-1]
+
+    yield make
+    for receiver in opened:
+        await receiver.close()
 
 
 async def fetch(receiver: TcpReceiver, manifest, parts, timeout: float = 20.0):
-    found = await receiver.fetch_version(hidden(manifest, Path()), parts, timeout)
+    found = await receiver.fetch_version(hidden(manifest), parts, timeout)
     verify_version_file(found)
     return found
 
@@ -99,157 +96,132 @@ def same(one, other) -> bool:
     return Path(one.path).read_bytes() == Path(other.path).read_bytes()
 
 
-def test_hosts_get_the_file_and_then_what_changed(tmp_path):
-    async def script(learner, make):
-        receivers = [make(f"h{i}") for i in range(3)]
-        for step in range(4):
-            manifest, parts = learner.publish(step)
-            before = [r.received_bytes for r in receivers]
-            found = await asyncio.gather(*(fetch(r, manifest, parts) for r in receivers))
-            assert all(same(each, manifest) for each in found)
-            got = [r.received_bytes - b for r, b in zip(receivers, before, strict=True)]
-            if step:
-                assert got == [parts[0].delta_bytes] * 3
-                assert got[0] < manifest.nbytes / 10
-            else:
-                assert got == [parts[0].nbytes] * 3
-            for receiver in receivers:
-                assert len(list(receiver._cache.path.glob("version-*"))) <= 2
-                assert not list(receiver._cache.path.glob(".*"))
-
-    run(script, tmp_path)
-
-
-def test_a_host_without_the_base_gets_the_whole_file_and_dense_changes_have_no_delta(tmp_path):
-    async def script(learner, make):
-        first, late = make("h0"), make("h1")
-        for step in range(3):
-            manifest, parts = learner.publish(step)
-            await fetch(first, manifest, parts)
-        assert parts[0].base is not None
-        before = late.received_bytes
-        assert same(await fetch(late, manifest, parts), manifest)
-        assert late.received_bytes - before == parts[0].nbytes
-        # A host that missed a version has another base.
-        for step in (3, 4):
-            manifest, parts = learner.publish(step)
-            await fetch(first, manifest, parts)
-        before = late.received_bytes
-        await fetch(late, manifest, parts)
-        assert late.received_bytes - before == parts[0].nbytes
-        manifest, parts = learner.publish(5, torch.float32)
-        assert parts[0].base is None
-        manifest, parts = learner.publish(6, torch.float32, lr=1e-3)
-        assert parts[0].base is None
-        assert same(await fetch(first, manifest, parts), manifest)
-
-    run(script, tmp_path)
-
-
-def test_engines_of_a_host_share_one_file_which_one_of_them_fetches(tmp_path):
-    async def script(learner, make):
-        receivers = [make("h0", f"g{i}") for i in range(8)]
-        for step in range(3):
-            manifest, parts = learner.publish(step)
-            found = await asyncio.gather(*(fetch(r, manifest, parts) for r in receivers))
-            assert len({each.path for each in found}) == 1
-            assert sum(r.received_bytes > 0 for r in receivers) <= 3
-        sent = sum(r.received_bytes for r in receivers)
-        assert sent == learner.server.sent_bytes
-        # A generator that was restarted finds what its host has.
-        again = make("h0", "g0")
-        await fetch(again, manifest, parts)
-        assert again.received_bytes == 0
-        # One that uses an old version keeps it.
-        old = await fetch(again, manifest, parts)
-        for step in (3, 4, 5):
-            manifest, parts = learner.publish(step)
-            await fetch(receivers[0], manifest, parts)
-        verify_version_file(old)
-
-    run(script, tmp_path)
-
-
-def test_the_learners_host_reads_the_learners_file(tmp_path):
-    async def script(learner, make):
-        manifest, parts = learner.publish(0)
-        receiver = make("h0")
-        assert await receiver.fetch_version(manifest, parts, 5.0) == manifest
-        assert learner.server.sent_bytes == 0
-
-    run(script, tmp_path)
-
-
-def test_the_learner_sends_a_version_to_few_hosts_however_many_there_are(tmp_path, monkeypatch):
-    monkeypatch.setattr(relay, "CHUNK_BYTES", 2**14)
-
-    async def script(learner, make):
-        receivers = [make(f"h{i}") for i in range(9)]
-        manifest, parts = learner.publish(0)
+async def test_hosts_get_the_file_and_then_what_changed(learner, make):
+    receivers = [make(f"h{i}") for i in range(3)]
+    for step in range(4):
+        manifest, parts = learner.publish(step)
+        before = [r.received_bytes for r in receivers]
         found = await asyncio.gather(*(fetch(r, manifest, parts) for r in receivers))
         assert all(same(each, manifest) for each in found)
-        assert learner.server.sent_bytes < 5 * parts[0].nbytes  # some were done before others asked
-
-    run(script, tmp_path)
-
-
-def test_a_host_that_nobody_reaches_is_avoided(tmp_path, monkeypatch):
-    async def script(learner, make):
-        lost = [make(f"l{i}", name="127.0.0.2") for i in range(FANOUT)]
-        manifest, parts = learner.publish(0)
-        await asyncio.gather(*(fetch(r, manifest, parts) for r in lost))
-        tree = learner.server._trees._trees[parts[0].name]
-        lost_nodes = [node for name, node in tree._nodes.items() if name != ROOT_ADDRESS]
-        await until(lambda: all(node.is_done for node in lost_nodes))  # a host has it before the learner hears that
-        for node in lost_nodes:  # as if they were still receiving
-            node.is_done = False
-        tree._nodes[ROOT_ADDRESS].children = FANOUT
-        # not before: on a busy machine the hosts above would take the learner for silent, and one another for lost
-        monkeypatch.setattr("r3async.weights.fetch.MAX_SILENCE_SECONDS", 0.4)
-        monkeypatch.setattr("r3async.weights.fetch.RETRY_SECONDS", 0.2)
-        other = make("h0")
-        assert same(await fetch(other, manifest, parts), manifest)
-        assert other.parent_changes >= FANOUT  # more where the machine is so busy that the learner is silent too
-
-    run(script, tmp_path)
+        got = [r.received_bytes - b for r, b in zip(receivers, before, strict=True)]
+        if step:
+            assert got == [parts[0].delta_bytes] * 3
+            assert got[0] < manifest.nbytes / 10
+        else:
+            assert got == [parts[0].nbytes] * 3
+        for receiver in receivers:
+            assert len(list(receiver._cache.path.glob("version-*"))) <= 2
+            assert not list(receiver._cache.path.glob(".*"))
 
 
-def test_a_damaged_chunk_is_asked_for_again(tmp_path, monkeypatch):
-    async def script(learner, make):
-        receiver = make("h0")
-        manifest, parts = learner.publish(0, elements=3_000_000)
-        arrived, damage = receiver._handle_message, Counter()
-
-        def damaged(frames):
-            if len(frames) > 1 and not damage["done"]:
-                damage["done"] += 1
-                flipped = bytearray(frames[1].bytes)
-                flipped[77] ^= 4
-
-                class Frame:
-                    buffer = memoryview(flipped)
-
-                frames[1] = Frame()
-            arrived(frames)
-
-        monkeypatch.setattr(receiver, "_handle_message", damaged)
-        assert same(await fetch(receiver, manifest, parts), manifest)
-        assert receiver.damaged_chunks == 1
-
-    run(script, tmp_path)
+async def test_a_host_without_the_base_gets_the_whole_file_and_dense_changes_have_no_delta(learner, make):
+    first, late = make("h0"), make("h1")
+    for step in range(3):
+        manifest, parts = learner.publish(step)
+        await fetch(first, manifest, parts)
+    assert parts[0].base is not None
+    before = late.received_bytes
+    assert same(await fetch(late, manifest, parts), manifest)
+    assert late.received_bytes - before == parts[0].nbytes
+    # A host that missed a version has another base.
+    for step in (3, 4):
+        manifest, parts = learner.publish(step)
+        await fetch(first, manifest, parts)
+    before = late.received_bytes
+    await fetch(late, manifest, parts)
+    assert late.received_bytes - before == parts[0].nbytes
+    manifest, parts = learner.publish(5, torch.float32)
+    assert parts[0].base is None
+    manifest, parts = learner.publish(6, torch.float32, lr=1e-3)
+    assert parts[0].base is None
+    assert same(await fetch(first, manifest, parts), manifest)
 
 
-def test_a_base_that_is_corrupt_is_replaced_by_the_whole_file(tmp_path):
-    async def script(learner, make):
-        receiver = make("h0")
-        manifest, parts = learner.publish(0)
-        found = await fetch(receiver, manifest, parts)
-        write_at(Path(found.path), 5000, [b"??"])
-        manifest, parts = learner.publish(1)
-        assert same(await fetch(receiver, manifest, parts), manifest)
-        assert receiver.received_bytes > 2 * manifest.nbytes
+async def test_engines_of_a_host_share_one_file_which_one_of_them_fetches(learner, make):
+    receivers = [make("h0", f"g{i}") for i in range(8)]
+    for step in range(3):
+        manifest, parts = learner.publish(step)
+        found = await asyncio.gather(*(fetch(r, manifest, parts) for r in receivers))
+        assert len({each.path for each in found}) == 1
+        assert sum(r.received_bytes > 0 for r in receivers) <= 3
+    sent = sum(r.received_bytes for r in receivers)
+    assert sent == learner.server.sent_bytes
+    # A generator that was restarted finds what its host has.
+    again = make("h0", "g0")
+    await fetch(again, manifest, parts)
+    assert again.received_bytes == 0
+    # One that uses an old version keeps it.
+    old = await fetch(again, manifest, parts)
+    for step in (3, 4, 5):
+        manifest, parts = learner.publish(step)
+        await fetch(receivers[0], manifest, parts)
+    verify_version_file(old)
 
-    run(script, tmp_path)
+
+async def test_the_learners_host_reads_the_learners_file(learner, make):
+    manifest, parts = learner.publish(0)
+    receiver = make("h0")
+    assert await receiver.fetch_version(manifest, parts, 5.0) == manifest
+    assert learner.server.sent_bytes == 0
+
+
+async def test_the_learner_sends_a_version_to_few_hosts_however_many_there_are(learner, make, monkeypatch):
+    monkeypatch.setattr(relay, "CHUNK_BYTES", 2**14)
+    receivers = [make(f"h{i}") for i in range(9)]
+    manifest, parts = learner.publish(0)
+    found = await asyncio.gather(*(fetch(r, manifest, parts) for r in receivers))
+    assert all(same(each, manifest) for each in found)
+    assert learner.server.sent_bytes < 5 * parts[0].nbytes  # some were done before others asked
+
+
+async def test_a_host_that_nobody_reaches_is_avoided(learner, make, monkeypatch):
+    lost = [make(f"l{i}", name="127.0.0.2") for i in range(FANOUT)]
+    manifest, parts = learner.publish(0)
+    await asyncio.gather(*(fetch(r, manifest, parts) for r in lost))
+    tree = learner.server._trees._trees[parts[0].name]
+    lost_nodes = [node for name, node in tree._nodes.items() if name != ROOT_ADDRESS]
+    await until(lambda: all(node.is_done for node in lost_nodes))  # a host has it before the learner hears that
+    for node in lost_nodes:  # as if they were still receiving
+        node.is_done = False
+    tree._nodes[ROOT_ADDRESS].children = FANOUT
+    # not before: on a busy machine the hosts above would take the learner for silent, and one another for lost
+    monkeypatch.setattr("r3async.weights.fetch.MAX_SILENCE_SECONDS", 0.4)
+    monkeypatch.setattr("r3async.weights.fetch.RETRY_SECONDS", 0.2)
+    other = make("h0")
+    assert same(await fetch(other, manifest, parts), manifest)
+    assert other.parent_changes >= FANOUT  # more where the machine is so busy that the learner is silent too
+
+
+async def test_a_damaged_chunk_is_asked_for_again(learner, make, monkeypatch):
+    receiver = make("h0")
+    manifest, parts = learner.publish(0, elements=3_000_000)
+    arrived, damage = receiver._handle_message, Counter()
+
+    def damaged(frames):
+        if len(frames) > 1 and not damage["done"]:
+            damage["done"] += 1
+            flipped = bytearray(frames[1].bytes)
+            flipped[77] ^= 4
+
+            class Frame:
+                buffer = memoryview(flipped)
+
+            frames[1] = Frame()
+        arrived(frames)
+
+    monkeypatch.setattr(receiver, "_handle_message", damaged)
+    assert same(await fetch(receiver, manifest, parts), manifest)
+    assert receiver.damaged_chunks == 1
+
+
+async def test_a_base_that_is_corrupt_is_replaced_by_the_whole_file(learner, make):
+    receiver = make("h0")
+    manifest, parts = learner.publish(0)
+    found = await fetch(receiver, manifest, parts)
+    write_at(Path(found.path), 5000, [b"??"])
+    manifest, parts = learner.publish(1)
+    assert same(await fetch(receiver, manifest, parts), manifest)
+    assert receiver.received_bytes > 2 * manifest.nbytes
 
 
 class Verifying:
@@ -268,69 +240,54 @@ class Verifying:
         return InstallReport(manifest.version, 0.1, 0.0)
 
 
-def test_a_file_of_a_host_folder_that_is_damaged_is_fetched_again(tmp_path, monkeypatch):
+async def test_a_file_of_a_host_folder_that_is_damaged_is_fetched_again(learner, make, tmp_path, monkeypatch):
     monkeypatch.setattr("r3async.actors.generator.prepare_process", lambda *args: None)
-
-    async def script(learner, make):
-        first, second = make("h0"), make("h0", "g1")
-        manifest, parts = learner.publish(0)
-        publication = TransferOffer(hidden(msgspec.structs.replace(manifest, lineage=1), Path()), parts)
-        found = await fetch(first, manifest, parts)
-        write_at(Path(found.path), 5000, [b"??"])
-        actor = GeneratorActor(
-            REAL_WORLD, "g1", "run", config_to_dict(load_config("quickstart")), "nowhere", str(tmp_path)
-        )
-        engine = Verifying()
-        actor._loaded, actor._connection = EngineAndRenderer(engine, None), LearnerConnection(None, second)
-        report = await actor.install_version(publication)
-        assert (report.version, engine.version) == (0, 0)
-        assert same(actor._installed_manifest, manifest)
-        assert "weights_fetched_again" in (tmp_path / "events.jsonl").read_text()
-        # Where that does not help it is not done for ever.
-        engine.suspects_all, before = True, second.received_bytes
-        with pytest.raises(CorruptWeightsError, match="is corrupt"):
-            await actor.install_version(publication)
-        assert second.received_bytes - before == parts[0].nbytes
-
-    run(script, tmp_path)
+    first, second = make("h0"), make("h0", "g1")
+    manifest, parts = learner.publish(0)
+    publication = TransferOffer(hidden(msgspec.structs.replace(manifest, lineage=1)), parts)
+    found = await fetch(first, manifest, parts)
+    write_at(Path(found.path), 5000, [b"??"])
+    actor = GeneratorActor(REAL_WORLD, "g1", "run", config_to_dict(load_config("quickstart")), "nowhere", str(tmp_path))
+    engine = Verifying()
+    actor._loaded, actor._connection = EngineAndRenderer(engine, None), LearnerConnection(None, second)
+    report = await actor.install_version(publication)
+    assert (report.version, engine.version) == (0, 0)
+    assert same(actor._installed_manifest, manifest)
+    assert "weights_fetched_again" in (tmp_path / "events.jsonl").read_text()
+    # Where that does not help it is not done for ever.
+    engine.suspects_all, before = True, second.received_bytes
+    with pytest.raises(CorruptWeightsError, match="is corrupt"):
+        await actor.install_version(publication)
+    assert second.received_bytes - before == parts[0].nbytes
 
 
-def test_what_does_not_come_in_time_says_which_setting(tmp_path):
-    async def script(learner, make):
-        manifest, parts = learner.publish(0)
-        await learner.server.close()
-        with pytest.raises(TimeoutError, match=r"version 0 did not arrive within 1 s \(weights.install_timeout\)"):
-            await fetch(make("h0"), manifest, parts, 1.0)
-
-    run(script, tmp_path)
+async def test_what_does_not_come_in_time_says_which_setting(learner, make):
+    manifest, parts = learner.publish(0)
+    await learner.server.close()
+    with pytest.raises(TimeoutError, match=r"version 0 did not arrive within 1 s \(weights.install_timeout\)"):
+        await fetch(make("h0"), manifest, parts, 1.0)
 
 
-def test_a_version_that_is_not_kept_is_refused_by_name(tmp_path):
-    async def script(learner, make):
-        manifest, parts = learner.publish(0)
-        for step in (1, 2, 3):
-            learner.publish(step)
-        with pytest.raises(WeightError, match="0-0 of the weights any more"):
-            await fetch(make("h0"), manifest, parts)
-
-    run(script, tmp_path)
+async def test_a_version_that_is_not_kept_is_refused_by_name(learner, make):
+    manifest, parts = learner.publish(0)
+    for step in (1, 2, 3):
+        learner.publish(step)
+    with pytest.raises(WeightError, match="0-0 of the weights any more"):
+        await fetch(make("h0"), manifest, parts)
 
 
-def test_two_hundred_versions_later_the_digest_is_the_learners(tmp_path):
-    async def script(learner, make):
-        receiver, other = make("h0"), make("h0", "g1")
-        weights, generator = tensors(0, 20_000)["w"], torch.Generator().manual_seed(2)
-        for version in range(200):
-            weights = weights + torch.randn(20_000, generator=generator).sign() * 3e-6
-            publication = learner.publisher.publish_tensors(version, {"w": weights}, torch.bfloat16)
-            parts = [learner.server.offer_version(publication.manifest, *publication.transport_data)]
-            found = await fetch(receiver, publication.manifest, parts)
-        assert digest_version(found) == digest_version(publication.manifest)
-        assert torch.equal(dict(iter_verified_tensors(found))["w"], weights.bfloat16())
-        assert receiver.received_bytes < 200 * publication.manifest.nbytes / 5
-        await fetch(other, publication.manifest, parts)
-
-    run(script, tmp_path)
+async def test_two_hundred_versions_later_the_digest_is_the_learners(learner, make):
+    receiver, other = make("h0"), make("h0", "g1")
+    weights, generator = tensors(0, 20_000)["w"], torch.Generator().manual_seed(2)
+    for version in range(200):
+        weights = weights + torch.randn(20_000, generator=generator).sign() * 3e-6
+        publication = learner.publisher.publish_tensors(version, {"w": weights}, torch.bfloat16)
+        parts = [learner.server.offer_version(publication.manifest, *publication.transport_data)]
+        found = await fetch(receiver, publication.manifest, parts)
+    assert digest_version(found) == digest_version(publication.manifest)
+    assert torch.equal(dict(iter_verified_tensors(found))["w"], weights.bfloat16())
+    assert receiver.received_bytes < 200 * publication.manifest.nbytes / 5
+    await fetch(other, publication.manifest, parts)
 
 
 @settings(max_examples=100)
@@ -358,25 +315,22 @@ def test_a_tree_has_no_circle_and_no_host_serves_too_many(events):
             assert parent_name == ROOT_ADDRESS or count <= FANOUT
 
 
-def test_a_peer_whose_name_is_no_text_stops_nobody_behind_it(tmp_path):
+async def test_a_peer_whose_name_is_no_text_stops_nobody_behind_it(learner):
     """All messages lie there when the socket is read: what one of them raised, the others waited for."""
 
     class Frame:
         def __init__(self, data: bytes):
             self.bytes = data
 
-    async def script(learner, make):
-        _, (source,) = learner.publish(0)
-        sent: list[bytes] = []
-        learner.server._open_sockets[0].send = lambda frames: sent.append(bytes(frames[0]))
-        for peer in (b"\xff", b"g0", b"\xfe\x00"):
-            for message in (Join(source.name, ""), relay.Done(source.name, "")):
-                learner.server._handle_message([Frame(peer), Frame(relay.encode_relay_message(message))])
-            for body in (b"\x91" * 5000, b"\xa1\xff", b"\x82\xa4type\xa4Join\xff"):
-                learner.server._handle_message([Frame(peer), Frame(body)])
-        assert sent == [b"g0"]
-
-    run(script, tmp_path)
+    _, (source,) = learner.publish(0)
+    sent: list[bytes] = []
+    learner.server._open_sockets[0].send = lambda frames: sent.append(bytes(frames[0]))
+    for peer in (b"\xff", b"g0", b"\xfe\x00"):
+        for message in (Join(source.name, ""), relay.Done(source.name, "")):
+            learner.server._handle_message([Frame(peer), Frame(relay.encode_relay_message(message))])
+        for body in (b"\x91" * 5000, b"\xa1\xff", b"\x82\xa4type\xa4Join\xff"):
+            learner.server._handle_message([Frame(peer), Frame(body)])
+    assert sent == [b"g0"]
 
 
 async def test_what_a_message_raises_keeps_no_other_from_being_read():

@@ -72,11 +72,16 @@ def request(number: int, start: int, name: str = f"{ID}t") -> GenerationRequest:
     return GenerationRequest(f"{name}{number}", np.asarray([1, 2, 3], np.int32), 4, routes_from=start)
 
 
+async def scripted(*args: object, **options: object) -> ScriptedEngine:
+    engine = ScriptedEngine(*args, **options)
+    engine.version = 0
+    await engine.start()
+    return engine
+
+
 async def test_the_engine_is_recorded_before_its_caller_sees_the_answer(tmp_path: Path) -> None:
-    inner = ScriptedEngine([[5, 6, 7, 8]])
-    await inner.start()
-    engine = record_engine_routes(inner, tmp_path, "generator-0", traced())
-    assert (engine.routing, engine.version, engine.collect_stats()["running"]) == (SCRIPTED_ROUTING, -1, 0)
+    engine = record_engine_routes(await scripted([[5, 6, 7, 8]]), tmp_path, "generator-0", traced())
+    assert (engine.routing, engine.version, engine.collect_stats()["running"]) == (SCRIPTED_ROUTING, 0, 0)
     first = await engine.generate(request(0, 0))
     second = await engine.generate(request(1, 2))
     await engine.generate(request(0, 0, "other-"))
@@ -101,9 +106,7 @@ async def test_an_engine_is_left_alone_where_nothing_is_traced(tmp_path: Path) -
 
 async def test_routes_that_the_disk_does_not_take_end_no_episode_and_are_written_later(tmp_path: Path) -> None:
     (tmp_path / "routes").write_text("a file where the directory should be")
-    inner = ScriptedEngine([[5, 6]])
-    await inner.start()
-    engine = record_engine_routes(inner, tmp_path, "generator-0", traced())
+    engine = record_engine_routes(await scripted([[5, 6]]), tmp_path, "generator-0", traced())
     for number in range(3):
         assert len((await engine.generate(request(number, 0))).token_ids) == 2
     (tmp_path / "routes").unlink()
@@ -134,6 +137,10 @@ def sample(number: int) -> Sample:
     return Sample(f"g{number:08d}e0000s0", table)
 
 
+def load_trained(run: Path) -> list[TrainedRoutes]:
+    return [load_route_record(entry, TrainedRoutes) for entry in RouteIndex(run).trained_entries]
+
+
 def test_the_learner_writes_what_each_wanted_sample_used(tmp_path: Path) -> None:
     samples = [sample(n) for n in range(5)]
     reports = Reports()
@@ -142,7 +149,7 @@ def test_the_learner_writes_what_each_wanted_sample_used(tmp_path: Path) -> None
     assert not tracer.should_trace(samples[1:4])
     result = step_result(samples)
     tracer.write_trace(1, samples, result)
-    written = [load_route_record(e, TrainedRoutes) for e in RouteIndex(tmp_path).trained_entries]
+    written = load_trained(tmp_path)
     assert [(t.step, t.sample_id) for t in written] == [(1, samples[0].sample_id), (1, samples[4].sample_id)]
     for trained in written:
         trace = next(t for t in result.traces if trained.sample_id in t.sample_ids)
@@ -158,32 +165,23 @@ def test_the_learner_writes_what_each_wanted_sample_used(tmp_path: Path) -> None
     assert reports == []
 
 
-def test_each_sample_gets_its_own_part_of_the_learners_log_probs(tmp_path: Path) -> None:
+def test_each_sample_gets_its_own_part_of_log_probs_and_advantages(tmp_path: Path) -> None:
     samples = [sample(n) for n in range(5)]
-    result = step_result(samples)
     scores = {s.sample_id: np.full(10, -float(n), np.float32) for n, s in enumerate(samples)}
+    prepared = [Sample(s.sample_id, s.table.with_columns(advantages=0.5 - scores[s.sample_id])) for s in samples]
+    result = step_result(prepared)
     traces = [
         msgspec.structs.replace(t, logprobs=np.concatenate([scores[i] for i in t.sample_ids])) for t in result.traces
     ]
     assert any(len(t.sample_ids) > 1 for t in traces)
     RouteFileTracer(tmp_path, traced(), Reports()).write_trace(
-        1, samples, msgspec.structs.replace(result, traces=traces)
+        1, prepared, msgspec.structs.replace(result, traces=traces)
     )
-    written = [load_route_record(e, TrainedRoutes) for e in RouteIndex(tmp_path).trained_entries]
+    written = load_trained(tmp_path)
     assert len(written) == 5
     for trained in written:
         np.testing.assert_array_equal(trained.learner_logprobs, scores[trained.sample_id])
-
-
-def test_advantages_are_kept_with_what_they_trained(tmp_path: Path) -> None:
-    samples = [sample(n) for n in range(3)]
-    credited = {s.sample_id: np.full(10, 0.5 + n, np.float32) for n, s in enumerate(samples)}
-    prepared = [Sample(s.sample_id, s.table.with_columns(advantages=credited[s.sample_id])) for s in samples]
-    RouteFileTracer(tmp_path, traced(), Reports()).write_trace(1, prepared, step_result(prepared))
-    written = [load_route_record(e, TrainedRoutes) for e in RouteIndex(tmp_path).trained_entries]
-    assert len(written) == 3
-    for trained in written:
-        np.testing.assert_array_equal(trained.advantages, credited[trained.sample_id])
+        np.testing.assert_array_equal(trained.advantages, 0.5 - scores[trained.sample_id])
 
 
 def test_agreement_is_written_every_step_and_the_load_now_and_then(tmp_path: Path) -> None:
@@ -200,18 +198,14 @@ def test_agreement_is_written_every_step_and_the_load_now_and_then(tmp_path: Pat
     assert not (tmp_path / "routes").exists()
 
 
-def test_a_run_without_recorded_routes_has_loads_and_no_agreement(tmp_path: Path) -> None:
-    result = MinibatchResult({}, np.zeros(LAYERS, np.float32), np.ones((LAYERS, EXPERTS), np.int64))
+@pytest.mark.parametrize(("layers", "written"), [(LAYERS, [["load", "step"]]), (0, [])])
+def test_a_run_without_recorded_routes_has_loads_and_no_agreement_and_a_dense_model_nothing(
+    tmp_path: Path, layers: int, written: list[list[str]]
+) -> None:
+    result = MinibatchResult({}, np.zeros(layers, np.float32), np.ones((layers, EXPERTS if layers else 0), np.int64))
     RouteFileTracer(tmp_path, traced(), Reports()).write_trace(1, [], result)
-    assert [sorted(line) for line in read_json_objects(tmp_path / "routing.jsonl")] == [["load", "step"]]
-
-
-def test_a_dense_model_writes_nothing(tmp_path: Path) -> None:
-    none = np.zeros((0, 0), np.int64)
-    RouteFileTracer(tmp_path, traced(), Reports()).write_trace(
-        1, [], MinibatchResult({}, np.zeros(0, np.float32), none)
-    )
-    assert list(tmp_path.iterdir()) == []
+    assert [sorted(line) for line in read_json_objects(tmp_path / "routing.jsonl")] == written
+    assert len(list(tmp_path.iterdir())) == len(written)
 
 
 def test_traces_that_are_not_whole_are_told_and_end_no_run(tmp_path: Path) -> None:
@@ -276,9 +270,7 @@ def train(samples: list[Sample]) -> MinibatchResult:
 @pytest.mark.parametrize("fail_first", [False, True])
 async def test_from_the_engine_to_the_routers(tmp_path: Path, rows, fail_first: bool) -> None:
     answers = [[*b"dcba", 257], [*b"qwertyui"], [*b"q", 257], [*b"lm", 257]]
-    inner = ScriptedEngine(answers, returned_routes=rows)
-    inner.version = 0
-    await inner.start()
+    inner = await scripted(answers, returned_routes=rows)
     samples = await play(record_engine_routes(inner, tmp_path, "generator-0", traced()), fail_first)
     reports = Reports()
     RouteFileTracer(tmp_path, traced(), reports).write_trace(1, samples, train(samples))
@@ -293,9 +285,7 @@ async def test_from_the_engine_to_the_routers(tmp_path: Path, rows, fail_first: 
 
 
 async def test_routes_that_slip_by_one_position_on_the_way_are_found(tmp_path: Path) -> None:
-    inner = ScriptedEngine([[*b"dcba", 257]])
-    inner.version = 0
-    await inner.start()
+    inner = await scripted([[*b"dcba", 257]])
     samples = await play(record_engine_routes(inner, tmp_path, "generator-0", traced()), False)
     table = samples[2].table
     slipped = table.with_columns(routed_experts=np.roll(table["routed_experts"], 1, axis=0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -11,8 +13,23 @@ from r3async.record.routes import EngineCall, RouteFileError, TrainedRoutes, com
 from tests.helpers.routes import EXPERTS, ID, LAYERS, TOKENS, call, episode, experts
 
 
-def with_rows(trained: TrainedRoutes, **columns: np.ndarray) -> TrainedRoutes:
+def with_rows(trained: TrainedRoutes, **columns: Any) -> TrainedRoutes:
     return msgspec.structs.replace(trained, **columns)
+
+
+def branch_of(trained: TrainedRoutes, lent: np.ndarray, fresh: np.ndarray) -> TrainedRoutes:
+    """Sample s1: it keeps the first five tokens, whose routes are `lent`, and differs after them; its last token is sampled."""
+    sampled, own = np.arange(8) == 7, experts(31, 8)
+    return with_rows(
+        trained,
+        sample_id=f"{ID}s1",
+        token_ids=np.asarray([*TOKENS[:5], 6, 7, 15], np.int32),
+        loss_mask=sampled,
+        rollout_logprobs=np.where(sampled, np.float32(-1), np.float32(0)),
+        policy_version=np.where(sampled, 0, -1).astype(np.int32),
+        own=own,
+        used=np.concatenate([lent, fresh, own[7:]]),
+    )
 
 
 def test_routes_that_were_replayed_are_equal_and_the_last_token_routes_by_itself() -> None:
@@ -107,38 +124,19 @@ def test_of_several_attempts_the_one_that_sampled_these_log_probs_counts() -> No
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_sample_whose_sampling_is_not_in_the_record_is_unmatched(missing: int) -> None:
     trained, calls = episode()
-    del calls[missing]
-    assert compare_routes(trained, calls).unmatched == [f"{ID}s0"]
-    assert compare_routes(trained, []).unmatched == [f"{ID}s0"]
-
-
-def test_a_trained_token_that_the_engine_did_not_sample_is_unmatched() -> None:
-    trained, calls = episode()
     tokens = trained.token_ids.copy()
     tokens[4] += 1
-    assert compare_routes(with_rows(trained, token_ids=tokens), calls).unmatched == [f"{ID}s0"]
+    others_tokens = with_rows(trained, token_ids=tokens)
+    for sample, record in ((trained, calls[:missing] + calls[missing + 1 :]), (trained, []), (others_tokens, calls)):
+        assert compare_routes(sample, record).unmatched == [f"{ID}s0"]
 
 
 def test_a_row_whose_context_was_rewritten_shares_only_what_comes_before() -> None:
-    """Sample s1 keeps the first five tokens and differs after them: rows 5.. belong to the call that fed its own tokens."""
+    """Rows 5.. belong to the call that fed its own tokens."""
     trained, calls = episode()
-    rest, sampled = [6, 7], [15]
-    tokens = np.asarray([*TOKENS[:5], *rest, *sampled], np.int32)
     fresh = experts(30, 2)
-    calls.append(call(2, tokens[:7], sampled, fresh, start=5))
-    own = experts(31, 8)
-    used = own.copy()
-    used[:5], used[5:7] = calls[0].rows, fresh
-    branch = msgspec.structs.replace(
-        trained,
-        sample_id=f"{ID}s1",
-        token_ids=tokens,
-        loss_mask=np.arange(8) == 7,
-        rollout_logprobs=np.where(np.arange(8) == 7, np.float32(-1), np.float32(0)),
-        policy_version=np.where(np.arange(8) == 7, 0, -1).astype(np.int32),
-        own=own,
-        used=used,
-    )
+    branch = branch_of(trained, calls[0].rows, fresh)
+    calls.append(call(2, branch.token_ids[:7], [15], fresh, start=5))
     result = compare_routes(branch, calls)
     assert (result.equal, result.different, result.unrecorded, result.unmatched) == (7 * LAYERS, 0, LAYERS, [])
     assert compare_routes(trained, calls).is_verified
@@ -154,25 +152,11 @@ def of_version(calls, *versions: int):
 
 def branched() -> tuple[TrainedRoutes, list[EngineCall]]:
     """Two calls of the same prompt, of which the second, a row of its own, was asked only for what the first did not return."""
-    trained, calls = episode()
-    lent, own = experts(30, 5), experts(31, 8)
-    tokens = np.asarray([*TOKENS[:5], 6, 7, 15], np.int32)
-    fresh = experts(32, 2)
-    used = own.copy()
-    used[:5], used[5:7] = lent, fresh
-    branch = msgspec.structs.replace(
-        trained,
-        sample_id=f"{ID}s1",
-        token_ids=tokens,
-        loss_mask=np.arange(8) == 7,
-        rollout_logprobs=np.where(np.arange(8) == 7, np.float32(-1), np.float32(0)),
-        policy_version=np.where(np.arange(8) == 7, 0, -1).astype(np.int32),
-        own=own,
-        used=used,
-    )
-    older = calls[0]
+    trained, (older, _) = episode()
+    lent, fresh = experts(30, 5), experts(32, 2)
+    branch = branch_of(trained, lent, fresh)
     again = msgspec.structs.replace(older, turn=1, rows=lent)
-    return branch, [older, again, call(2, tokens[:7], [15], fresh, start=5)]
+    return branch, [older, again, call(2, branch.token_ids[:7], [15], fresh, start=5)]
 
 
 def test_a_branch_has_to_have_the_rows_of_its_own_weights() -> None:

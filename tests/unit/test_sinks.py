@@ -116,8 +116,8 @@ def test_every_sink_that_can_be_named_has_a_package_and_a_backend():
     assert set(SINK_PACKAGES) == set(SINK_BACKENDS)
 
 
-def scrape(endpoint):
-    with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=10) as answer:
+def scrape(address):
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
         return answer.read().decode()
 
 
@@ -129,11 +129,11 @@ def test_prometheus_reads_the_last_row_of_every_process_and_finds_it_by_file(tmp
         assert driver.port != learner.port  # the first free one each
         driver.set_metrics(ROWS[0])
         driver.set_metrics(ROWS[1])
-        text = scrape(driver)
+        text = scrape(f"127.0.0.1:{driver.port}")
         assert to_prometheus_name("reward/mean") == "r3async_reward_mean"
         assert f'r3async_reward_mean{{role="driver",run="{tmp_path.name}"}} 0.5' in text
         assert "process_resident_memory_bytes" in text
-        assert "r3async_reward_mean" not in scrape(learner)
+        assert "r3async_reward_mean" not in scrape(f"127.0.0.1:{learner.port}")
         target = json.loads((tmp_path / "prometheus" / "learner.json").read_text())
         assert target == [
             {"targets": [f"127.0.0.1:{learner.port}"], "labels": {"role": "learner", "run": tmp_path.name}}
@@ -188,12 +188,8 @@ def test_every_actor_process_serves_itself_and_what_its_engine_counts(tmp_path):
     with an_actor(run) as actor:
         (target,) = json.loads((run / "prometheus" / "generator-0.json").read_text())
         assert target["labels"] == {"role": "generator-0", "run": "demo"}
-
-        def text() -> str:
-            with urllib.request.urlopen(f"http://{target['targets'][0]}/metrics", timeout=30) as answer:
-                return answer.read().decode()
-
-        first = text()
+        (address,) = target["targets"]
+        first = scrape(address)
         assert 'r3async_engine_running{role="generator-0",run="demo"} 3.0' in first
         assert "odd" not in first
         assert "process_resident_memory_bytes" in first
@@ -201,7 +197,7 @@ def test_every_actor_process_serves_itself_and_what_its_engine_counts(tmp_path):
         actor.stdin.write("\n")
         actor.stdin.flush()
         deadline = time.monotonic() + 30
-        while "r3async_engine_running" in (now := text()):  # an engine that is stopping
+        while "r3async_engine_running" in (now := scrape(address)):  # an engine that is stopping
             assert time.monotonic() < deadline
         assert "process_resident_memory_bytes" in now
 
@@ -227,9 +223,8 @@ def test_the_driver_hands_rows_on_while_the_run_lasts(tmp_path):
         evaluation = {"step": 0, "time": 9.0, "evaluation/reward_mean": 0.5}
         (tmp_path / "evaluation.jsonl").write_text(json.dumps(evaluation) + "\n")
         outlets.show_status({"rows": []})
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
-        shown = {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"}
+        lines = [line for line in scrape(address).splitlines() if line[0] != "#"]
+        shown = {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines}
         assert "r3async_reward_mean" in shown
         assert shown["r3async_evaluation_reward_mean"] == 0.5
         assert shown["r3async_step"] == ROWS[-1]["step"], "that of the run, not of an evaluation before it"

@@ -2,43 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.transport import LIMIT, Inbox, free_port, make_trajectory, receiving, sending, until
-
-RECEIVER = """
-import asyncio, os, sys, time
-from r3async.config import TransportConfig
-from r3async.transport import TrajectoryLedger, TrajectoryReceiver
-from tests.helpers.transport import SERVER_KEYS
-
-async def main(path, port):
-    ledger = TrajectoryLedger()
-    spool = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-    for line in os.read(spool, 2**20).decode().split("\\n")[:-1]:
-        group, name = line.split()
-        ledger.add(int(group), name)
-
-    def take(trajectory, nbytes):
-        os.write(spool, f"{trajectory.group_index} {trajectory.trajectory_id}\\n".encode())
-        time.sleep(0.002)  # Written, and not acknowledged yet: the moment that a kill should hit.
-        receiver.release_trajectory(trajectory.trajectory_id)
-
-    settings = TransportConfig(ack_timeout=0.3)
-    receiver = TrajectoryReceiver("run", settings, take, keys=SERVER_KEYS, port=int(port), ledger=ledger)
-    await receiver.start()
-    await asyncio.sleep(60)
-
-asyncio.run(main(*sys.argv[1:]))
-"""
+from tests.helpers.transport import LIMIT, Inbox, receiving, until
 
 SENDER = """
 import asyncio, sys
@@ -67,28 +39,6 @@ def process(code: str, *args: Any):
     finally:
         child.kill()
         child.wait(LIMIT)
-
-
-async def test_receiver_process_is_killed_and_restarted(tmp_path):
-    spool = tmp_path / "spool"
-    port = free_port()
-    count = 400
-
-    def accepted() -> list[str]:
-        return [line.split()[1] for line in spool.read_text().splitlines()] if spool.exists() else []
-
-    async with sending(f"tcp://127.0.0.1:{port}") as sender:
-        feed = asyncio.gather(*(sender.send(make_trajectory(i)) for i in range(count)))
-        for goal in (count // 4, count // 2):
-            with process(RECEIVER, spool, port) as child:
-                await until(lambda: len(accepted()) >= goal)  # noqa: B023
-                os.kill(child.pid, signal.SIGKILL)
-        with process(RECEIVER, spool, port):
-            await asyncio.wait_for(feed, LIMIT)
-            assert await sender.flush(LIMIT) == 0
-        assert sender.resent
-        assert sender.reconnects
-    assert Counter(accepted()) == {f"t{i}": 1 for i in range(count)}
 
 
 async def test_sender_process_is_killed_and_restarted():

@@ -112,19 +112,6 @@ def test_keys_are_files_of_the_world():
     simulation.close()
 
 
-async def test_delivery_with_keys_of_a_directory(keys):
-    inbox = Inbox()
-    sent = [make_trajectory(i, length) for i, length in enumerate([0, 50, 20_000])]
-    async with (
-        receiving(inbox, SETTINGS, keys=load_server_keys(keys)) as (receiver, endpoint),
-        sending(endpoint, SETTINGS, keys=load_client_keys(keys)) as sender,
-    ):
-        await send_all(sender, sent)
-        assert await sender.flush(LIMIT) == 0
-        assert sorted(inbox.trajectories, key=lambda t: t.trajectory_id) == sent
-        assert not receiver.refused_peers
-
-
 async def test_every_start_of_a_run_has_keys_of_its_own_and_delivers_with_them():
     """What a learner and a generator do of themselves, without a word of configuration, over loopback."""
     (server, handed), (_, of_another_start) = resolve_learner_keys(SETTINGS), resolve_learner_keys(SETTINGS)
@@ -141,11 +128,20 @@ async def test_every_start_of_a_run_has_keys_of_its_own_and_delivers_with_them()
     assert inbox.once({"t1"})
 
 
-def test_keys_of_a_directory_are_used_and_none_is_handed_over(keys):
-    settings = TransportConfig(keys=str(keys))
+async def test_keys_of_a_directory_are_used_and_none_is_handed_over(keys):
+    settings, inbox = TransportConfig(keys=str(keys), ack_timeout=0.3), Inbox()
     server, handed = resolve_learner_keys(settings)
     assert (server, handed) == (load_server_keys(keys), None)
-    assert resolve_generator_keys(settings, handed) == load_client_keys(keys)
+    client = resolve_generator_keys(settings, handed)
+    assert client == load_client_keys(keys)
+    async with (
+        receiving(inbox, settings, keys=server) as (receiver, endpoint),
+        sending(endpoint, settings, keys=client) as sender,
+    ):
+        await send_all(sender, [make_trajectory(1)])
+        assert await sender.flush(LIMIT) == 0
+        assert not receiver.refused_peers
+    assert inbox.once({"t1"})
     with pytest.raises(TransportError, match=r"has keys of `transport.keys`, and this generator does not"):
         resolve_generator_keys(SETTINGS, None)
 

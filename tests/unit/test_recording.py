@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
-import subprocess
-import sys
+import shutil
 
 import msgspec
 import pytest
@@ -24,6 +23,7 @@ from r3async.tools.cli import app
 from r3async.tools.replay import replay_run
 from tests.helpers import checkpoint as hc
 from tests.helpers import models as hm
+from tests.helpers.cli import typed
 from tests.unit.test_ahead import NoTrace, played, stand_in
 
 STEPS = 4
@@ -69,26 +69,37 @@ def model(tmp_path_factory):
     return hm.make_hf_model(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
 
 
-@pytest.fixture
-def run(tmp_path, model):
-    assert record(tmp_path, recorded_config(model), model) == []
-    return tmp_path
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, model):
+    """Record a run for tests that only read it."""
+    path = tmp_path_factory.mktemp("run")
+    assert record(path, recorded_config(model), model) == []
+    return path
+
+
+@pytest.fixture(scope="module")
+def recorded_run(tmp_path_factory, model):
+    """Record a run whose steps have two minibatches, for tests that only read it."""
+    path = tmp_path_factory.mktemp("run")
+    assert record(path, recorded_config(model, schedule={"minibatches_per_step": 2}), model) == []
+    return path
 
 
 @pytest.mark.parametrize("backend", ["torch", "megatron"])
-def test_the_same_steps_are_made_bit_by_bit(tmp_path, model, backend):
-    config = recorded_config(model, backend, schedule={"minibatches_per_step": 2})
-    assert record(tmp_path, config, model) == []
-    done = replay_run(tmp_path)
+def test_the_same_steps_are_made_bit_by_bit(request, tmp_path, model, backend):
+    run = tmp_path
+    if backend == "torch":
+        run = request.getfixturevalue("recorded_run")
+    else:
+        assert record(run, recorded_config(model, backend, schedule={"minibatches_per_step": 2}), model) == []
+    done = replay_run(run)
     assert (done.first, done.last, done.difference) == (1, STEPS, None)
-    step, groups = read_recorded_step(find_recorded_steps(tmp_path)[1])
+    step, groups = read_recorded_step(find_recorded_steps(run)[1])
     assert step.step == 2
     assert [len(group) for group in groups] == [4, 4]
     assert len(step.minibatches) == 2
-    assert (
-        len({m["weights"] for path in find_recorded_steps(tmp_path) for m in read_recorded_step(path)[0].minibatches})
-        > STEPS
-    )
+    weights = {m["weights"] for path in find_recorded_steps(run) for m in read_recorded_step(path)[0].minibatches}
+    assert len(weights) > STEPS
 
 
 def test_other_settings_are_a_counterfactual_on_the_same_data(run, tmp_path):
@@ -130,7 +141,8 @@ def test_steps_that_a_resume_took_back_are_not_replayed(tmp_path, model):
     ]
 
 
-def test_a_missing_or_damaged_step_is_named(run):
+def test_a_missing_or_damaged_step_is_named(run, tmp_path):
+    run = shutil.copytree(run, tmp_path / "run")
     second = find_recorded_steps(run)[1]
     data = bytearray(second.read_bytes())
     data[-20] ^= 1
@@ -167,11 +179,8 @@ def scaled(factor, at=0):
         def changed(*args, **kwargs):
             out = call(*args, **kwargs)
             if isinstance(out, tuple):
-                return (
-                    type(out)(*(o * factor if i == at else o for i, o in enumerate(out)))
-                    if hasattr(out, "_fields")
-                    else (tuple(o * factor if i == at else o for i, o in enumerate(out)))
-                )
+                parts = [part * factor if i == at else part for i, part in enumerate(out)]
+                return type(out)(*parts) if hasattr(out, "_fields") else tuple(parts)
             return [o * factor for o in out] if isinstance(out, list) else out * factor
 
         return changed
@@ -316,13 +325,6 @@ def counted(call):
     return changed
 
 
-@pytest.fixture(scope="module")
-def recorded_run(tmp_path_factory, model):
-    run = tmp_path_factory.mktemp("run")
-    assert record(run, recorded_config(model, schedule={"minibatches_per_step": 2}), model) == []
-    return run
-
-
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_change_of_the_code_is_found_in_its_step_and_stage(recorded_run, monkeypatch, name):
     target, change, stage = PLANTED[name]
@@ -376,12 +378,10 @@ def test_the_command_says_whether_all_is_the_same(recorded_run, monkeypatch):
         (["--model", "/nowhere"], "--model"),
     ],
 )
-def test_a_mistake_is_one_line_and_ends_with_2(recorded_run, words, named):
+def test_a_mistake_is_one_line_and_ends_with_2(recorded_run, tmp_path, words, named):
     (recorded_run / "config.toml").touch()
     own = words if words[0] == "no-such-run" else [str(recorded_run), *words]
-    done = subprocess.run(
-        [sys.executable, "-m", "r3async", "replay", *own], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = typed("replay", *own, cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert named in done.stderr
     assert "Traceback" not in done.stderr

@@ -38,7 +38,7 @@ def test_a_second_prefill_that_disagrees_appends_and_never_overwrites():
 calls = st.lists(
     st.tuples(
         st.integers(1, 6),  # tokens fed beyond what was fed before
-        st.integers(0, 3),  # how many already known rows come again
+        st.integers(0, 12),  # how many rows come again, of positions with one and of those that were fed without
         st.integers(0, 3),  # rows missing at the end (abort)
         st.booleans(),  # the call returns nothing at all
     ),
@@ -64,13 +64,6 @@ def test_the_trace_equals_a_position_by_position_reference(history):
         assert recorded[position] == (position in reference)
         expected = reference.get(position, np.broadcast_to(np.arange(TOP_K), (LAYERS, TOP_K)))
         assert (experts[position] == expected).all()
-
-
-def test_a_position_fed_without_a_row_is_never_filled_by_a_later_prefill():
-    routes = trace()
-    routes.record_rows(0, None, positions_fed=5)
-    routes.record_rows(0, rows(8), positions_fed=8)
-    assert routes.to_arrays(8)[1].tolist() == [False] * 5 + [True] * 3
 
 
 @pytest.mark.parametrize(
@@ -146,16 +139,6 @@ def test_an_empty_return_is_unrecorded(nothing):
     assert (experts[5] == rows(1, seed=9)[0]).all()
 
 
-def test_an_aborted_call_keeps_the_rows_it_returned():
-    routes = trace()
-    routes.record_rows(0, rows(4), positions_fed=9)  # the abort came after nine positions, rows of four are back
-    routes.record_rows(0, rows(12, seed=1), positions_fed=12)
-    experts, recorded = routes.to_arrays(13)
-    assert recorded.tolist() == [True] * 4 + [False] * 5 + [True] * 3 + [False]
-    assert (experts[:4] == rows(4)).all()
-    assert (experts[9:12] == rows(12, seed=1)[9:]).all()
-
-
 def test_invalid_rows_change_nothing():
     routes = trace()
     routes.record_rows(0, rows(3), positions_fed=3)
@@ -212,11 +195,3 @@ def test_an_engine_that_returns_every_row_again_costs_no_more_memory():
         routes.record_rows(0, rows(fed, seed=fed), positions_fed=fed)
     held = {id(owner): owner.nbytes for _, b in routes._blocks for owner in [b if b.base is None else b.base]}
     assert sum(held.values()) == routes.positions_fed * rows(1).nbytes
-
-
-def test_ids_above_255_are_held_without_wrapping():
-    wide = RoutingTrace(layers=LAYERS, top_k=TOP_K, num_experts=512)
-    high = rows(3, experts=512)
-    high[0, 0] = [511, 256]
-    wide.record_rows(0, high, positions_fed=3)
-    assert wide.to_arrays(3)[0].tolist() == high.tolist()

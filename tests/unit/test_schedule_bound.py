@@ -54,45 +54,51 @@ def test_no_order_at_all_exceeds_the_bound_and_none_gets_stuck(staleness, per_st
     shape = Shape(staleness, per_step, per_version, samples=1, window=window, versions=versions)
     seen, waiting, oldest, ends = set(), [()], 0, 0
     while waiting:
-        path = waiting.pop()
-        state, age, moves, done = visit(shape, path)
-        oldest = max(oldest, age)
-        if state in seen:
-            continue
-        seen.add(state)
-        ends += done
-        assert moves or done, f"stuck after {path}"
-        waiting += [(*path, move) for move in moves]
+        run, path = Run(shape, players=1), waiting.pop()
+        for move in path:
+            make_move(run, move)
+        while (state := state_of(run)) not in seen:  # on from there, always by the first move
+            seen.add(state)
+            oldest, ends, moves = max(oldest, run.oldest), ends + run.done, possible_moves(run)
+            assert moves or run.done, f"stuck after {path}"
+            if moves:
+                waiting += [(*path, move) for move in moves[1:]]
+                path = (*path, moves[0])
+                make_move(run, moves[0])
     assert ends
     assert oldest == shape.bound
 
 
-def visit(shape, path):
-    """Play the moves of `path`; the state, the greatest age so far, the moves that are possible, and whether it is the end."""
-    run = Run(shape, players=1)
+def make_move(run, move):
     player = run.players["p0"]
-    for move in path:
-        if move == "lease":
-            run.lease("p0", 1000)
-        elif move == "train":
-            run.train()
-        elif move == "install":
-            run.publish()
-            run.install()
-        else:
-            player.outbox[move, 0] = player.playing.pop((move, 0))
-            run.arrive("p0")
+    if move == "lease":
+        run.lease("p0", 1000)
+    elif move == "train":
+        run.train()
+    elif move == "install":
+        run.publish()
+        run.install()
+    else:
+        player.outbox[move, 0] = player.playing.pop((move, 0))
+        run.arrive("p0")
+
+
+def state_of(run):
+    player, taken = run.players["p0"], run.buffer._consumed
     playing = tuple(sorted((g, v) for (g, _), v in player.playing.items()))
     here = tuple(sorted((g, int(e[0][0].samples[0].table["policy_version"][1])) for g, e in run.buffer._groups.items()))
-    taken = run.buffer._consumed
     held = tuple(sorted(player.held.items()))
-    state = (playing, held, here, taken.head, tuple(sorted(taken.beyond_head)), run.steps, player.version, run.oldest)
-    moves: list = [g for g, _ in playing]
-    if not run.done:
-        moves += ["lease"] * (run.admission.can_lease())
-        moves += ["train"] * bool(run.batch())
-        moves += ["install"] * (player.version < run.learner_version)
-    return state, run.oldest, [] if run.done else moves, run.done
+    return (playing, held, here, taken.head, tuple(sorted(taken.beyond_head)), run.steps, player.version, run.oldest)
+
+
+def possible_moves(run):
+    if run.done:
+        return []
+    player = run.players["p0"]
+    moves = [group for group, _ in sorted(player.playing)]
+    moves += ["lease"] * run.admission.can_lease()
+    moves += ["train"] * bool(run.batch())
+    return moves + ["install"] * (player.version < run.learner_version)
 
 
 @settings(max_examples=60)

@@ -127,6 +127,12 @@ async def send_all(sender: TrajectorySender, trajectories: list[Trajectory]) -> 
         await asyncio.wait_for(sender.send(trajectory), LIMIT)
 
 
+async def deliver_all(sender: TrajectorySender, trajectories: list[Trajectory]) -> None:
+    """Send them, and wait until each is acknowledged."""
+    await send_all(sender, trajectories)
+    assert await sender.flush(LIMIT) == 0
+
+
 @contextlib.asynccontextmanager
 async def raw_dealer(endpoint: str, name: bytes = b"raw") -> AsyncIterator[Any]:
     """Connect a peer that sends anything: `await peer.send(*frames)`. Its answers are messages, or None if there is none in

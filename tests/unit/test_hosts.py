@@ -11,7 +11,7 @@ import pytest
 
 from r3async.config import TransportConfig, config_from_dict, is_loopback_host
 from tests.helpers.serving import answer_ids, ready, renderer, serving
-from tests.helpers.transport import LIMIT, Inbox, make_trajectory, receiving, send_all, sending
+from tests.helpers.transport import Inbox, deliver_all, make_trajectory, receiving, sending
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,8 +58,7 @@ async def test_trajectories_arrive_over_ipv6(host):
     config, inbox = TransportConfig(host=host, ack_timeout=0.3), Inbox()
     async with receiving(inbox, config) as (_, endpoint), sending(endpoint, config) as sender:
         assert endpoint.startswith("tcp://[::1]:")
-        await send_all(sender, [make_trajectory(1)])
-        assert await sender.flush(LIMIT) == 0
+        await deliver_all(sender, [make_trajectory(1)])
     assert inbox.once({"t1"})
 
 

@@ -22,7 +22,7 @@ from r3async.rollout.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.rollout.vllm.engine import RunningRequest, VllmEngine
 from r3async.schedule.validation import validate_trajectory
 from tests.helpers.engine import prompt, request
-from tests.helpers.wire import make_supports, make_trajectory
+from tests.helpers.wire import make_table, make_trajectory
 
 SHAPE = RoutingShape(layers=2, top_k=2, num_experts=300)
 
@@ -161,27 +161,14 @@ def test_ids_above_255_do_not_wrap(where, order):
 ADDED = SCHEMA.with_column(Column("made_up", ("int16", "int32"), 7, inner_dims=("width",)))
 
 
-def random_table(length: int, seed: int, schema: TokenSchema, dtype: int) -> TokenTable:
-    chance, inner = np.random.default_rng(seed), {"layers": 2, "top_k": 2, "width": 3}
-    columns = {}
-    for name, column in schema.columns.items():
-        if column.holds_sets:
-            columns[name] = make_supports(chance, length)
-            continue
-        shape = (length, *(inner[d] for d in column.inner_dims))
-        kind = np.dtype(column.dtypes[min(dtype, len(column.dtypes) - 1)])
-        columns[name] = chance.integers(0, 2 if kind.name == "bool" else 100, shape).astype(kind)
-    return TokenTable(columns, schema)
-
-
 @given(
-    st.lists(st.tuples(st.integers(1, 12), st.floats(0, 1), st.integers(0, 1)), min_size=1, max_size=5),
+    st.lists(st.tuples(st.integers(1, 12), st.floats(0, 1), st.booleans()), min_size=1, max_size=5),
     st.sampled_from([SCHEMA, ADDED]),
     st.integers(0, 4),
 )
 def test_no_field_is_lost_in_slice_merge_split_pad_pack_or_on_the_wire(pieces, schema, padding):
     """Every declared column, one that is declared here among them, has every token's value after each of them."""
-    tables = [random_table(length, seed, schema, dtype) for seed, (length, _, dtype) in enumerate(pieces)]
+    tables = [make_table(seed, length, schema=schema, wide=wide) for seed, (length, _, wide) in enumerate(pieces)]
     halves = [
         (table.slice_rows(0, cut), table.slice_rows(cut, len(table)))
         for table, (length, part, _) in zip(tables, pieces, strict=True)
@@ -203,7 +190,7 @@ def test_no_field_is_lost_in_slice_merge_split_pad_pack_or_on_the_wire(pieces, s
                 continue
             assert np.array_equal(merged[name][at : at + len(table)], table[name]), name
             assert np.array_equal(packed[name][: len(table)], table[name]), name
-            fill = np.arange(2) if column.fill == "arange" else column.fill
+            fill = np.arange(table[name].shape[-1]) if column.fill == "arange" else column.fill
             assert (packed[name][len(table) :] == fill).all(), name
         at += len(table)
 

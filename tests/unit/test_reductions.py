@@ -70,10 +70,3 @@ def test_weights_of_one_step():
         weights = compute_loss_weights(masks, episodes, groups, reduction, norm_length=10)
         assert [float(weights[i].max()) for i in (0, 1, 3)] == pytest.approx(want)
         assert not weights[2].any()
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_step_that_trains_nothing_has_no_weights(reduction):
-    assert compute_loss_weights([], [], [], reduction, norm_length=1) == []
-    weights = compute_loss_weights([np.zeros(3, bool), np.zeros(0, bool)], [0, 1], [0, 1], reduction, norm_length=1)
-    assert [w.tolist() for w in weights] == [[0, 0, 0], []]

@@ -26,6 +26,7 @@ from r3async.rollout.scripted import (
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.publish import VersionStore
 from tests.helpers.scripted import scripted_logprob, scripted_routes
+from tests.helpers.world import Clock
 
 PROMPT = np.asarray([5, 6, 7], np.int32)
 
@@ -204,18 +205,8 @@ async def test_failures_are_engine_errors():
         await engine.score_tokens(PROMPT)
 
 
-class Watch:
-    """A clock that a test sets."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 async def test_an_answer_may_take_as_long_as_a_function_says_and_weights_come_in_its_middle():
-    clock, loading = Watch(), asyncio.Event()
+    clock, loading = Clock(), asyncio.Event()
 
     async def load(manifest):
         clock.now += 5.0
@@ -245,7 +236,7 @@ async def test_an_answer_may_take_as_long_as_a_function_says_and_weights_come_in
 
 
 async def test_an_answer_that_takes_time_is_aborted_with_what_was_sampled_and_ends_with_the_engine():
-    clock = Watch()
+    clock = Clock()
     engine = await started([list(range(1, 11))] * 2, answer_seconds=lambda tokens, running: 0.1 * tokens, clock=clock)
     first = asyncio.create_task(engine.generate(request(20)))
     await asyncio.sleep(0)

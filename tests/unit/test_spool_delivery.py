@@ -24,6 +24,7 @@ from tests.helpers.transport import (
     LIMIT,
     SLOW,
     Inbox,
+    deliver_all,
     free_port,
     make_trajectory,
     memory_size,
@@ -69,8 +70,7 @@ async def test_a_learner_that_died_has_everything_again_but_what_was_committed(t
     spool = Spool(tmp_path, DISK)
     sent = [sampled(i) for i in range(12)]
     async with receiving(inbox, store=spool) as (receiver, endpoint), sending(endpoint) as sender:
-        await send_all(sender, sent)
-        assert await sender.flush(LIMIT) == 0
+        await deliver_all(sender, sent)
         for group in (0, 1):
             receiver.forget_group(group)
         ledger = TrajectoryLedger(
@@ -86,8 +86,7 @@ async def test_a_learner_that_died_has_everything_again_but_what_was_committed(t
         assert [int(p.name[:9]) for p in tmp_path.iterdir()] == [2]
         assert receiver.unreleased_bytes > 0
         async with sending(endpoint) as sender:
-            await send_all(sender, [*sent[6:9], make_trajectory("never-kept", group=2)])
-            assert await sender.flush(LIMIT) == 0
+            await deliver_all(sender, [*sent[6:9], make_trajectory("never-kept", group=2)])
         assert receiver.duplicates == 3
         assert [t.trajectory_id for t in again.trajectories[4:]] == ["tnever-kept"]
         receiver.forget_group(2)
@@ -104,8 +103,7 @@ async def test_what_is_not_valid_is_neither_kept_nor_taken_again(tmp_path, caplo
     heard: list[tuple[str, str]] = []
     async with receiving(inbox, store=spool, validate=validate) as (receiver, endpoint):
         async with sending(endpoint, on_reject=lambda t, why: heard.append((t.trajectory_id, why))) as sender:
-            await send_all(sender, [sampled(i) for i in range(3)])
-            assert await sender.flush(LIMIT) == 0
+            await deliver_all(sender, [sampled(i) for i in range(3)])
     await spool.close()
     assert heard == [("t1", "not today")]
     bad.add("t2")
@@ -131,8 +129,7 @@ async def test_beyond_its_memory_a_buffer_is_on_disk_and_the_memory_is_free_agai
         receiving(inbox, config, store=mapped, window=0) as (receiver, endpoint),
         sending(endpoint, config) as sender,
     ):
-        await send_all(sender, sent)
-        assert await sender.flush(LIMIT) == 0
+        await deliver_all(sender, sent)
         assert sorted(inbox.trajectories, key=lambda t: t.group_index) == sent
         assert receiver.unreleased_bytes < config.credit_bytes < 30 * size
     await mapped.close()

@@ -22,6 +22,7 @@ from tests.helpers.transport import (
     LIMIT,
     SLOW,
     Inbox,
+    deliver_all,
     delivered,
     free_port,
     make_trajectory,
@@ -39,8 +40,7 @@ async def test_round_trip():
     sent = [make_trajectory(i, length) for i, length in enumerate([0, 1, 50, 1000, 20_000])]
     inbox = Inbox()
     async with receiving(inbox, SLOW) as (receiver, endpoint), sending(endpoint, SLOW) as sender:
-        await send_all(sender, sent)
-        assert await sender.flush(LIMIT) == 0
+        await deliver_all(sender, sent)
         assert sorted(inbox.trajectories, key=lambda t: t.trajectory_id) == sent
         assert (sender.sent, sender.acked, sender.resent, sender.reconnects) == (5, 5, 0, 0)
         assert (receiver.received, receiver.duplicates, receiver.rejected, receiver.unreleased_bytes) == (5, 0, 0, 0)
@@ -114,12 +114,10 @@ async def test_a_receiver_that_was_busy_does_not_blame_its_senders():
         receiving(inbox, config, world=LateWorld(late)) as (receiver, endpoint),
         sending(endpoint, config) as sender,
     ):
-        await send_all(sender, [make_trajectory(1)])
-        assert await sender.flush(LIMIT) == 0
+        await deliver_all(sender, [make_trajectory(1)])
         late[0] = 1000.0
         await asyncio.sleep(1)  # One heartbeat.
-        await send_all(sender, [make_trajectory(2)])
-        assert await sender.flush(LIMIT) == 0
+        await deliver_all(sender, [make_trajectory(2)])
         assert receiver.sender_count == 1
         assert sender.reconnects == 0
 
@@ -183,8 +181,7 @@ async def test_lost_acknowledgement():
 
     inbox = Inbox()
     async with receiving(inbox, kind=Forgetful) as (receiver, endpoint), sending(endpoint) as sender:
-        await send_all(sender, [make_trajectory(i) for i in range(5)])
-        assert await sender.flush(LIMIT) == 0
+        await deliver_all(sender, [make_trajectory(i) for i in range(5)])
         assert receiver.duplicates >= 2
         assert sender.resent >= 2
         assert sender.reconnects >= 1
@@ -240,8 +237,7 @@ async def test_cancelled_send_is_not_sent():
         receiver.release_trajectory("t0")
         assert await sender.flush(LIMIT) == 0
         receiver.release_trajectory("t1")
-        await send_all(sender, [make_trajectory(2)])  # A second try is a new one.
-        assert await sender.flush(LIMIT) == 0
+        await deliver_all(sender, [make_trajectory(2)])  # A second try is a new one.
         assert inbox.once({"t0", "t1", "t2"})
 
 
@@ -269,13 +265,11 @@ async def test_redelivered_later_by_another_sender():
     async with receiving(inbox) as (receiver, endpoint):
         for name in ("g0", "g1"):
             async with sending(endpoint, name=name) as sender:
-                await send_all(sender, [make_trajectory(1, group=5)])
-                assert await sender.flush(LIMIT) == 0
+                await deliver_all(sender, [make_trajectory(1, group=5)])
         assert receiver.received == 1
         receiver.forget_group(5)
         async with sending(endpoint, name="g2") as sender:
-            await send_all(sender, [make_trajectory(1, group=5), make_trajectory(2, group=5)])
-            assert await sender.flush(LIMIT) == 0
+            await deliver_all(sender, [make_trajectory(1, group=5), make_trajectory(2, group=5)])
         assert receiver.received == 1
         assert receiver.duplicates >= 3  # more, where an acknowledgement was late
         assert inbox.once({"t1"})

@@ -20,6 +20,7 @@ from tests.helpers.transport import (
     LIMIT,
     SLOW,
     Inbox,
+    deliver_all,
     delivered,
     make_trajectory,
     memory_size,
@@ -141,8 +142,7 @@ async def test_message_over_the_limit_is_an_error_of_the_sender():
             TransportError, match=r"'t1' takes \d+ bytes, more than `transport.max_message_bytes` = 2000"
         ):
             await asyncio.wait_for(sender.send(make_trajectory(1, 5000)), LIMIT)
-        await send_all(sender, [make_trajectory(2, 10)])
-        assert await sender.flush(LIMIT) == 0
+        await deliver_all(sender, [make_trajectory(2, 10)])
         assert inbox.once({"t2"})
         # A peer with other settings is refused.
         async with raw_dealer(endpoint) as peer:
@@ -169,8 +169,7 @@ async def test_large_payloads_are_handled_off_the_event_loop(monkeypatch):
     inbox = Inbox()
     async with receiving(inbox) as (_, endpoint), sending(endpoint) as sender:
         for size in (10, 20_000):  # one after the other: what arrives together is opened together
-            await send_all(sender, [make_trajectory(size, size)])
-            assert await sender.flush(LIMIT) == 0
+            await deliver_all(sender, [make_trajectory(size, size)])
     assert here == {"encode": [True, False], "decode": [True, False]}
 
 

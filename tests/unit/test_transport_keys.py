@@ -37,10 +37,10 @@ from tests.helpers.transport import (
     CLIENT_KEYS,
     LIMIT,
     Inbox,
+    deliver_all,
     delivered,
     make_trajectory,
     receiving,
-    send_all,
     sending,
     until,
     wire_size,
@@ -119,8 +119,7 @@ async def test_every_start_of_a_run_has_keys_of_its_own_and_delivers_with_them()
     inbox = Inbox()
     async with receiving(inbox, SETTINGS, keys=server) as (receiver, endpoint):
         async with sending(endpoint, SETTINGS, keys=resolve_generator_keys(SETTINGS, handed)) as sender:
-            await send_all(sender, [make_trajectory(1)])
-            assert await sender.flush(LIMIT) == 0
+            await deliver_all(sender, [make_trajectory(1)])
         async with sending(endpoint, SETTINGS, keys=of_another_start) as late:
             task = asyncio.create_task(late.send(make_trajectory(2)))
             await until(lambda: receiver.refused_peers[REFUSED_OTHER_LEARNER])
@@ -138,8 +137,7 @@ async def test_keys_of_a_directory_are_used_and_none_is_handed_over(keys):
         receiving(inbox, settings, keys=server) as (receiver, endpoint),
         sending(endpoint, settings, keys=client) as sender,
     ):
-        await send_all(sender, [make_trajectory(1)])
-        assert await sender.flush(LIMIT) == 0
+        await deliver_all(sender, [make_trajectory(1)])
         assert not receiver.refused_peers
     assert inbox.once({"t1"})
     with pytest.raises(TransportError, match=r"has keys of `transport.keys`, and this generator does not"):
@@ -174,8 +172,7 @@ async def test_what_is_sent_can_not_be_read_on_the_way():
         proxy = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         sent = make_trajectory("recognisable", 2000, group=0)
         async with sending(proxy, SETTINGS) as sender:
-            await send_all(sender, [sent])
-            assert await sender.flush(LIMIT) == 0
+            await deliver_all(sender, [sent])
         server.close()
     assert inbox.once({"trecognisable"})
     assert len(seen) > wire_size(sent)
@@ -202,8 +199,7 @@ async def test_a_stranger_on_this_machine_gets_no_trajectory_in_and_no_word_out(
         assert (receiver.sender_count, receiver.rejected, receiver.unreleased_bytes) == (0, 0, 0)
         # The right key goes through beside it.
         async with sending(endpoint, SETTINGS) as sender:
-            await send_all(sender, [make_trajectory(2)])
-            assert await sender.flush(LIMIT) == 0
+            await deliver_all(sender, [make_trajectory(2)])
     assert inbox.once({"t2"})
 
 
@@ -265,8 +261,7 @@ async def test_a_client_with_a_key_that_is_not_known_is_refused_and_counted():
         assert set(receiver.refused_peers) == {REFUSED_UNKNOWN_KEY}
         # The right key goes through beside it.
         async with sending(endpoint, SETTINGS) as sender:
-            await send_all(sender, [make_trajectory(2)])
-            assert await sender.flush(LIMIT) == 0
+            await deliver_all(sender, [make_trajectory(2)])
     assert inbox.once({"t2"})
 
 

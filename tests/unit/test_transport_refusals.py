@@ -27,12 +27,12 @@ from tests.helpers.transport import (
     SERVER_KEYS,
     SLOW,
     Inbox,
+    deliver_all,
     delivered,
     make_trajectory,
     memory_size,
     raw_dealer,
     receiving,
-    send_all,
     sending,
 )
 
@@ -53,8 +53,7 @@ async def test_what_validation_refuses_or_fails_on_is_nobody_elses_matter(caplog
     heard: list[tuple[str, str]] = []
     async with receiving(inbox, SLOW, validate=validate) as (receiver, endpoint):
         async with sending(endpoint, SLOW, on_reject=lambda t, why: heard.append((t.trajectory_id, why))) as sender:
-            await send_all(sender, [make_trajectory(i, 50 if i else 20_000) for i in range(20)])
-            assert await sender.flush(LIMIT) == 0
+            await deliver_all(sender, [make_trajectory(i, 50 if i else 20_000) for i in range(20)])
         assert inbox.once({f"t{i}" for i in range(20)} - {"t1", "t2"})
         assert sorted(heard) == [("t1", "not today"), ("t2", "the learner failed to take it: KeyError: 'oops'")]
         assert receiver.received == 18
@@ -75,8 +74,7 @@ async def test_consumer_refuses_and_consumer_fails(caplog):
     heard: list[tuple[str, str]] = []
     receiver = TrajectoryReceiver("run", FAST, take, keys=SERVER_KEYS, on_reject=lambda *args: told.append(args))
     async with sending(await receiver.start(), on_reject=lambda t, why: heard.append((t, why))) as sender:
-        await send_all(sender, [make_trajectory(i) for i in range(4)])
-        assert await sender.flush(LIMIT) == 0
+        await deliver_all(sender, [make_trajectory(i) for i in range(4)])
         await receiver.close()
     assert taken == ["t0", "t3"]
     assert told == [("t1", "expert id 9 of 8"), ("t2", "the learner failed to take it: KeyError: 'oops'")]
@@ -127,8 +125,7 @@ async def test_malformed_messages():
         assert receiver.damaged == len(payloads) - 1
         assert receiver.unreleased_bytes == 0
         async with sending(endpoint) as sender:
-            await send_all(sender, [nan])
-            assert await sender.flush(LIMIT) == 0
+            await deliver_all(sender, [nan])
     assert inbox.once({"t2"})
 
 

@@ -45,12 +45,12 @@ from tests.helpers.transport import (
     SERVER_KEYS,
     SLOW,
     Inbox,
+    deliver_all,
     delivered,
     make_trajectory,
     memory_size,
     raw_dealer,
     receiving,
-    send_all,
     sending,
     until,
 )
@@ -93,8 +93,7 @@ async def test_strangers_cost_bounded_memory_before_they_are_let_in(flags):
             highest = max(highest, process.memory_info().rss - before)
         assert highest < 64 * 2**20, f"{highest / 2**20:.0f} MiB"
         async with sending(endpoint) as sender:
-            await send_all(sender, [make_trajectory(1, 20_000)])
-            assert await sender.flush(LIMIT) == 0
+            await deliver_all(sender, [make_trajectory(1, 20_000)])
     assert inbox.once({"t1"})
 
 
@@ -147,8 +146,7 @@ async def test_thousands_of_strangers_do_not_take_the_descriptors_of_the_process
                 most = max(most, process.num_fds() - before - len(strangers))
                 await asyncio.sleep(0.02)
             async with sending(endpoint) as sender:
-                await send_all(sender, [make_trajectory(1, 20_000)])
-                assert await sender.flush(LIMIT) == 0
+                await deliver_all(sender, [make_trajectory(1, 20_000)])
         finally:
             for stranger in strangers:
                 stranger.close()

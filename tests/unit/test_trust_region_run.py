@@ -132,14 +132,19 @@ def poisoned_run(learner: Any, good: list[MicroBatch], poison: list[MicroBatch] 
     return out
 
 
+@pytest.fixture(scope="module", params=BACKENDS)
+def clean_run(request, model_path, batches):
+    """Train both batches; yield the backend, and what came of it."""
+    good, then = (pack_samples(samples, BUDGET) for samples in batches)
+    return request.param, poisoned_run(build_learner(settings(request.param), model_path), good, None, then)
+
+
 @pytest.mark.parametrize("poison", POISONS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_poisoned_batch_is_as_if_it_had_never_come(model_path, batches, backend, poison):
+def test_a_poisoned_batch_is_as_if_it_had_never_come(model_path, batches, clean_run, poison):
+    backend, clean = clean_run
     good, then = (pack_samples(samples, BUDGET) for samples in batches)
     bad = pack_samples(poison(batches[1]), BUDGET)
     run = poisoned_run(build_learner(settings(backend), model_path), good, bad, then)
-    clean = poisoned_run(build_learner(settings(backend), model_path), good, None, then)
-
     for metrics in (run["good"], run["then"]):
         assert metrics["rollout_kl/k3"] < LIMIT
         assert metrics["optimizer/skipped"] == metrics["optimizer/broken"] == 0

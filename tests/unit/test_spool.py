@@ -139,52 +139,34 @@ async def test_a_spool_says_while_it_waits_for_its_disk_and_why(tmp_path, monkey
     await spool.close()
 
 
-async def test_a_full_disk_is_waited_for_and_leaves_no_half_record(tmp_path, monkeypatch):
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
+async def test_a_disk_that_fails_is_waited_for_and_leaves_no_half_record(tmp_path, monkeypatch, code):
+    """It takes half a record and fails; one that is broken does not shrink the file either. What comes next is found."""
     told: list[str] = []
     spool = Spool(tmp_path, DISK, report_event=tell(told), retry_seconds=0.05)
     await put_all(spool, [sampled(0)])
-    real, failures = os.writev, [3]
+    real, failures = (os.writev, os.ftruncate), [3]
 
     def writev(descriptor: int, buffers: Any) -> int:
         if failures[0]:
-            failures[0] -= 1
-            real(descriptor, buffers[:2])
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(descriptor, buffers)
-
-    monkeypatch.setattr(disk.os, "writev", writev)
-    await put_all(spool, [sampled(1)])
-    assert told == ["spool_stalled", "spool_goes_on"]
-    assert spool.stalled_seconds > 0.1
-    assert spool.nbytes == sum(p.stat().st_size for p in tmp_path.iterdir())
-    await spool.close()
-    spool, found = await recovered(tmp_path)
-    assert found == [sampled(0), sampled(1)]
-    assert spool.damages == []
-
-
-async def test_what_a_failed_write_left_is_cut_off_before_the_next(tmp_path, monkeypatch):
-    """The disk takes half a record, fails, and does not shrink the file either: what comes next is found all the same."""
-    spool = Spool(tmp_path, DISK, retry_seconds=0.01)
-    await put_all(spool, [sampled(0)])
-    real, failures = (os.writev, os.ftruncate), [2]
-
-    def writev(descriptor: int, buffers: Any) -> int:
-        if failures[0]:
+            failures[0] -= code == errno.ENOSPC
             real[0](descriptor, buffers[:2])
-            raise OSError(errno.EIO, "broken")
+            raise OSError(code, "it failed")
         return real[0](descriptor, buffers)
 
     def ftruncate(descriptor: int, size: int) -> None:
-        if failures[0]:
+        if failures[0] and code == errno.EIO:
             failures[0] -= 1
-            raise OSError(errno.EIO, "broken")
+            raise OSError(code, "it failed")
         real[1](descriptor, size)
 
     monkeypatch.setattr(disk.os, "writev", writev)
     monkeypatch.setattr(disk.os, "ftruncate", ftruncate)
     await put_all(spool, [sampled(1)])
     assert failures == [0]
+    assert told == ["spool_stalled", "spool_goes_on"]
+    assert spool.stalled_seconds > 0.1
+    assert spool.nbytes == sum(p.stat().st_size for p in tmp_path.iterdir())
     await spool.close()
     spool, found = await recovered(tmp_path)
     assert found == [sampled(0), sampled(1)]

@@ -10,7 +10,7 @@ import pytest
 
 from r3async.envs.tool_calls import parse_tool_calls, run_tool_calls, split_reasoning
 from r3async.rollout.endpoint.protocol import parse_messages
-from tests.helpers.serving import ADD, SETTINGS, talking, user
+from tests.helpers.serving import ADD, SETTINGS, ask, talking, user
 
 PAY = {"type": "function", "function": {"name": "pay", "parameters": {}}}
 DEEP = 1200
@@ -71,7 +71,7 @@ def test_arguments_that_cannot_be_read_come_back_as_the_text_that_they_are(argum
 async def test_the_endpoint_answers_with_an_answer_that_no_decoder_reads(text):
     roomy = msgspec.structs.replace(SETTINGS, max_new_tokens=9000, max_total_tokens=9900)
     async with talking([text], settings=roomy) as (_, session, client):
-        answer = await client.chat.completions.create(model="m", messages=[user("hi")], tools=[ADD])
+        answer = await ask(client, [user("hi")], tools=[ADD])
         assert answer.choices[0].message.content == text
         assert session.turn_count == 1
 
@@ -150,10 +150,9 @@ async def test_the_endpoint_knows_of_a_thought_that_its_prompt_opened():
     call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     answers = [f"Should I {call}", f"Yes.</think>{call}"]
     async with talking(answers, template=OPENS) as (_, _session, client):
-        asked = {"model": "m", "messages": [user("hi")], "tools": [ADD]}
-        first = (await client.chat.completions.create(**asked)).choices[0].message
+        first = (await ask(client, [user("hi")], tools=[ADD])).choices[0].message
         assert (first.content, first.tool_calls) == (answers[0], None)
-        second = (await client.chat.completions.create(**asked)).choices[0].message
+        second = (await ask(client, [user("hi")], tools=[ADD])).choices[0].message
         assert (second.content, len(second.tool_calls)) == ("Yes.</think>", 1)
 
 

@@ -184,6 +184,7 @@ def test_a_restored_controller_goes_on_as_if_it_had_never_stopped():
     for measured in (0.1, 0.05, 0.03):
         one.update_coefficient(measured)
         one.record_served_gaps([None, measured / 3], measured)
+    one.record_step_share(0.9)
     other.load_state_dict(json.loads(json.dumps(one.state_dict())))
     for measured in (0.02, 0.5):
         assert (
@@ -194,6 +195,7 @@ def test_a_restored_controller_goes_on_as_if_it_had_never_stopped():
         one.update_coefficient(measured)
         other.update_coefficient(measured)
     assert other.coef == one.coef
+    assert (other.max_share, other.mean_gap_variance) == (one.max_share, one.mean_gap_variance) != (1, 0)
     older = TrustRegion(config)
     older.load_state_dict({"coef": one.coef, "error": 0.0})
     assert older.extrapolate_served_drift(0.02, [0, 5]) is None

@@ -49,14 +49,17 @@ class Machine:
             f"{generator}.{rank}".encode(), Ready(generator, receiver, version, rank, workers), now
         )
 
+    def ready_all(self, version, **options):
+        for rank in (0, 1):
+            self.ready(version, rank, **options)
+
     def take(self) -> list[tuple]:
         posted, self.posted = self.posted, []
         return posted
 
     def deliver(self, version, *, generator="g0", now=0.0, **kwargs):
         """All workers ask; the newest process is up and has sent."""
-        for rank in (0, 1):
-            self.ready(version, rank, generator=generator, now=now, **kwargs)
+        self.ready_all(version, generator=generator, now=now, **kwargs)
         name = self.names[-1]
         self.links.handle_message(b"s" + name.encode(), Up(name), now)
         self.links.handle_message(b"s" + name.encode(), Sent(name, version), now)
@@ -83,8 +86,7 @@ def test_nobody_begins_before_everybody_is_there():
 
 def test_workers_that_ask_before_the_process_is_up_wait_for_it():
     machine = Machine()
-    machine.ready(0, 0)
-    machine.ready(0, 1)
+    machine.ready_all(0)
     assert machine.take() == []
     machine.links.handle_message(b"s", Up(machine.names[0]), 5.0)
     assert [type(m) for _, m in machine.take()] == [Offer, Offer, Send]
@@ -93,8 +95,7 @@ def test_workers_that_ask_before_the_process_is_up_wait_for_it():
 def test_a_generator_lost_in_the_middle_costs_only_its_own_process():
     machine = Machine()
     well = machine.deliver(0, generator="g1")
-    for rank in (0, 1):
-        machine.ready(0, rank)
+    machine.ready_all(0)
     stuck = machine.names[-1]
     machine.links.handle_message(b"s", Up(stuck), 0.0)
     machine.links.drop_overdue_links(TIMEOUT - 1)
@@ -120,8 +121,7 @@ def test_a_generator_that_restarts_gets_a_new_group_at_once():
 
 def test_a_group_in_which_something_went_wrong_is_not_used_again():
     machine = Machine()
-    machine.ready(0, 0)
-    machine.ready(0, 1)
+    machine.ready_all(0)
     machine.links.handle_message(b"s", Up(machine.names[0]), 0.0)
     machine.take()
     machine.ready(0, 0, now=1.0)  # what it was offered, it did not get
@@ -135,19 +135,16 @@ def test_a_group_in_which_something_went_wrong_is_not_used_again():
 def test_the_next_version_waits_until_the_one_before_it_is_known_to_have_arrived():
     machine = Machine()
     for version in (0, 1):
-        machine.ready(version, 0)
-        machine.ready(version, 1)
+        machine.ready_all(version)
         machine.links.handle_message(b"s", Up(machine.names[0]), 0.0)
     assert [m.version for _, m in machine.take() if isinstance(m, Send)] == [0]
     machine.links.handle_message(b"s", Sent(machine.names[0], 0), TIMEOUT - 1)
     assert [m.version for _, m in machine.take() if isinstance(m, Send)] == [1]
     machine.links.drop_overdue_links(2 * TIMEOUT - 2)
     machine.links.handle_message(b"s", Sent(machine.names[0], 1), 2 * TIMEOUT - 2)
-    for rank in (0, 1):
-        machine.ready(2, rank, now=500.0)
+    machine.ready_all(2, now=500.0)
     machine.take()
-    for rank in (0, 1):
-        machine.ready(1, rank, now=501.0)
+    machine.ready_all(1, now=501.0)
     machine.links.drop_overdue_links(501.0 + TIMEOUT)
     assert [type(m) for _, m in machine.take()] == [Refused, Refused]
     assert len(machine.names) == 1

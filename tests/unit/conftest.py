@@ -7,6 +7,14 @@ import pytest
 from tests.helpers.fleet import Generator, loaded
 
 
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory):
+    """Make a directory with a tiny random model for learners, which no test changes."""
+    from tests.helpers.models import make_hf_model
+
+    return make_hf_model(tmp_path_factory.mktemp("learner_model"))
+
+
 @pytest.fixture
 async def handles():
     return {"generator-0": Generator(), "generator-1": Generator()}

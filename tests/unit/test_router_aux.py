@@ -45,11 +45,6 @@ def batch(budget: int = 64, advantage: float = 0.0):
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return hm.make_hf_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def expected(model_path):
     """Of plain transformers with forced routes: `coef * experts * sum_i f_i P_i` of each layer, and the routers' gradients.
 

@@ -27,11 +27,6 @@ from tests.helpers.parity import batch, config
 TEXT = np.arange(10, 60, dtype=np.int32)
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory) -> Path:
-    return hm.make_hf_model(tmp_path_factory.mktemp("m") / "model")
-
-
 def settings(**options):
     made = config(**options)
     made.learner.backend = "scripted"

@@ -66,11 +66,6 @@ def configured(backend: str = "megatron", dp: int = 1, **region: Any) -> Config:
     )
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return hm.make_hf_model(tmp_path_factory.mktemp("model"))
-
-
 def batch() -> list[Sample]:
     """Samples with random routes recorded everywhere, the second and the last of them probed; the log-probs are made up."""
     made = fully_recorded(hm.make_samples(3, LENGTHS))

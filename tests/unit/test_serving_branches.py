@@ -34,13 +34,14 @@ request_strategy = st.fixed_dictionaries(
         "lost": st.sampled_from([False, False, True]),  # whoever asked has gone when the answer comes
     }
 )
-
-
-@given(
+any_requests = given(
     requests=st.lists(request_strategy, min_size=1, max_size=7),
     rows=st.sampled_from(["auto", "stepwise"]),
     template=st.sampled_from(list(RENDERERS)),
 )
+
+
+@any_requests
 @settings(max_examples=50)
 def test_rows_are_what_the_engine_saw_and_each_sampled_token_is_trained_once(requests, rows, template):
     asyncio.run(_play(requests, rows, RENDERERS[template]))
@@ -53,11 +54,7 @@ class Afresh(AgentSession):
         return None
 
 
-@given(
-    requests=st.lists(request_strategy, min_size=1, max_size=7),
-    rows=st.sampled_from(["auto", "stepwise"]),
-    template=st.sampled_from(list(RENDERERS)),
-)
+@any_requests
 @settings(max_examples=50)
 @pytest.mark.long
 def test_a_conversation_that_is_continued_gives_what_one_begun_afresh_gives(requests, rows, template):
@@ -73,11 +70,7 @@ def test_a_conversation_that_is_continued_gives_what_one_begun_afresh_gives(requ
     assert all(a.table == b.table for a, b in zip(continued.samples, afresh.samples, strict=True))
 
 
-@given(
-    requests=st.lists(request_strategy, min_size=1, max_size=7),
-    rows=st.sampled_from(["auto", "stepwise"]),
-    template=st.sampled_from(list(RENDERERS)),
-)
+@any_requests
 @settings(max_examples=50)
 @pytest.mark.long
 def test_an_answer_that_nobody_got_leaves_the_episode_as_if_it_had_not_been_asked_for(requests, rows, template):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -35,11 +33,6 @@ def config(backend: str = "megatron", replay: str = "rollout", recompute: str = 
             "routing": {"min_recorded_fraction": 0.0, "replay": replay},
         }
     )
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory) -> Path:
-    return hm.make_hf_model(tmp_path_factory.mktemp("model"))
 
 
 def both(budget: int = 4096, seed: int = 0) -> tuple[list[MicroBatch], list[MicroBatch]]:

@@ -44,11 +44,6 @@ def settings(backend: str = "megatron", **changes: Any) -> Config:
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return hm.make_hf_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def batches(model_path):
     """Two batches whose rollout log-probs are the model's own, a little off."""
     learner = build_learner(settings(), model_path)

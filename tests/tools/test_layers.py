@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dev.lint.circles import check_package
+
 ROOT = Path(__file__).parents[2]
 LINT = Path(sys.executable).with_name("lint-imports")
 

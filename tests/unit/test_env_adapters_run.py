@@ -1,21 +1,16 @@
-"""Other people's environments under the episode loop, with a real chat template; and one of them under the whole pipeline."""
+"""Other people's environments under the episode loop, with a real chat template. One of them under the whole
+pipeline: `ray/test_mixed_run.py`."""
 
-import contextlib
-import io
 import json
 
 import pytest
-from rich.console import Console
 
-from r3async.actors.process import NotTrained
-from r3async.config import EnvConfig, EpisodeConfig, load_config
+from r3async.config import EnvConfig, EpisodeConfig
 from r3async.envs.factory import build_environment_factory
-from r3async.record.reading import read_json_objects
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.episode import RetryingPlayer
 from r3async.rollout.scripted import ScriptedEngine
-from r3async.tools.init_model import build_byte_tokenizer, init_model
-from r3async.tools.train import train
+from r3async.tools.init_model import build_byte_tokenizer
 from r3async.weights.manifest import WeightManifest
 from tests.helpers.playing import play_lease
 from tests.helpers.verifiers import tasksets_in
@@ -70,33 +65,3 @@ async def test_a_group_of_episodes_is_played_and_recorded(tasks, name, args, ans
         assert sum(turn.reward for turn in trajectory.turns) == pytest.approx(reward)
         if "Echo" not in name:  # which says in which process it is
             assert trajectory.samples[0].table["token_ids"].tolist() == first
-
-
-@pytest.mark.usefixtures("local_ray")
-@pytest.mark.timeout(400)
-def test_a_game_of_textarena_is_trained_on_by_the_whole_pipeline(tmp_path):
-    """Its processes are started by a Ray actor that holds an engine; the model has to be made without an oracle's help."""
-    model = tmp_path / "init"
-    init_model(model, load_config("quickstart", ["model.init.warm_reward=0.0"]))
-    config = tmp_path / "game.toml"
-    config.write_text(
-        "\n".join(
-            [
-                "steps = 2",
-                "[env]\nname = 'textarena:GuessTheNumber-v0'",
-                "[episode]\nmax_turns = 3\nmax_new_tokens = 8\nmax_prompt_tokens = 768\nmax_total_tokens = 1024",
-                "[generator]\ndtype = 'float32'\nconcurrency = 8\nkv_cache_gib = 0.25",
-                "[schedule]\nprompts_per_step = 2\ngroup_size = 2",
-                "[learner]\ndtype = 'float32'\nmax_tokens_per_micro_batch = 8192",
-            ]
-        )
-    )
-    settings = load_config(str(config), [f"model.path={model}", "name=run"])
-    run = tmp_path / "runs" / "run"
-    with contextlib.suppress(NotTrained):  # eight episodes of a model that knows nothing may all be worth the same
-        train(settings, "game", Console(file=io.StringIO()), tmp_path / "runs")
-    steps = read_json_objects(run / "metrics.jsonl")
-    assert [step["step"] for step in steps] == [1, 2]
-    assert steps[-1]["episode/turns_mean"] > 1
-    episodes = [json.loads(line) for line in (run / "episodes.jsonl").read_text().splitlines()]
-    assert "Guess The Number" in json.dumps(episodes)

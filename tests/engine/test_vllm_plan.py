@@ -8,8 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
 
 from r3async.rollout.vllm.engine import VllmEngine
+from r3async.weights.manifest import WeightManifest
 from r3async.weights.publish import VersionStore
-from tests.helpers.engine import prompt, request
+from tests.helpers.engine import Reference, prompt, request
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -29,7 +30,6 @@ COMMON = {
 }
 QWEN = {"num_experts": 12, "moe_intermediate_size": 32, "norm_topk_prob": True}
 MODELS = {
-    "qwen3": (Qwen3MoeConfig(**COMMON, **QWEN, mlp_only_layers=[1]), "float32"),
     "qwen3-bfloat16": (Qwen3MoeConfig(**COMMON, **QWEN), "bfloat16"),
     "mixtral": (MixtralConfig(**COMMON, num_local_experts=4), "bfloat16"),
     "olmoe": (OlmoeConfig(**(COMMON | {"num_attention_heads": 2}), num_experts=8), "float32"),
@@ -48,13 +48,57 @@ def weights(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Te
     return {name: 0.1 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize(
-    "kind", [kind if kind == "qwen3" else pytest.param(kind, marks=pytest.mark.nightly) for kind in MODELS]
-)
-async def test_a_plan_loads_what_the_loader_loads(kind, tmp_path):
+async def check_plan(engine: VllmEngine, shapes: dict[str, tuple[int, ...]], dtype: str, directory) -> None:
+    async def install(seed: int, turned: bool = False) -> WeightManifest:
+        tensors = weights(shapes, seed)
+        tensors = dict(reversed(tensors.items())) if turned else tensors
+        manifest = publisher.write_tensors(engine.version + 1, tensors, getattr(torch, dtype))
+        await engine.install_version(manifest, 60)
+        return manifest
+
+    async def ask(method: str, *args):
+        (answer,) = await engine._core.collective_rpc(method, args=args)
+        return answer
+
+    with VersionStore(directory) as publisher:
+        # Another order of the same tensors is another file, which has a plan of its own.
+        await install(0, turned=True)
+        loads = await ask("r3_loads")
+        await install(0)
+        assert await ask("r3_loads") == loads + 1
+        await install(1)
+        await install(2)
+        # Neither loaded, nor planned, once more.
+        assert await ask("r3_loads") == loads + 1
+        assert await ask("r3_copies") < len(shapes)
+        worked = await ask("r3_worked")
+        # Small matrices in single precision are not packed, hence filled where they are.
+        assert bool(worked) == (dtype != "float32"), worked
+        answer = await engine.generate(request(prompt(20), 5))
+        assert len(answer.token_ids) == 5
+        last = await install(3)
+        by_plan = await ask("r3_digests")
+        await ask("r3_load_as_vllm", msgspec.msgpack.encode(last))
+        assert await ask("r3_digests") == by_plan
+        assert len(by_plan) > 10
+        await install(3, turned=True)
+        assert await ask("r3_digests") == by_plan
+        assert await ask("r3_loads") == loads + 3
+
+
+async def test_a_plan_loads_what_the_loader_loads(vllm_engine, tiny_model, tmp_path):
+    await check_plan(vllm_engine, names_and_shapes(tiny_model), "float32", tmp_path / "published")
+    with VersionStore(tmp_path / "after") as publisher:  # other tests take the engine as they find it
+        tensors = Reference(tiny_model).tensors()
+        manifest = publisher.write_tensors(vllm_engine.version + 1, tensors, torch.float32)
+        await vllm_engine.install_version(manifest, 60)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", MODELS)
+async def test_a_plan_loads_what_the_loader_loads_in_other_models(kind, tmp_path):
     config, dtype = MODELS[kind]
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    shapes = names_and_shapes(tmp_path / "model")
     engine = VllmEngine(
         str(tmp_path / "model"),
         dtype=dtype,
@@ -65,38 +109,6 @@ async def test_a_plan_loads_what_the_loader_loads(kind, tmp_path):
     )
     await engine.start()
     try:
-        with VersionStore(tmp_path / "published") as publisher:
-
-            async def install(version: int) -> None:
-                await engine.install_version(
-                    publisher.write_tensors(version, weights(shapes, version), getattr(torch, dtype)), 60
-                )
-
-            await install(0)
-            (loads,) = await engine._core.collective_rpc("r3_loads")
-            assert loads == 1
-            await install(1)
-            await install(2)
-            # Neither loaded, nor planned, once more.
-            assert await engine._core.collective_rpc("r3_loads") == [1]
-            (copies,) = await engine._core.collective_rpc("r3_copies")
-            assert copies < len(shapes)
-            (worked,) = await engine._core.collective_rpc("r3_worked")
-            # Small matrices in single precision are not packed, hence filled where they are.
-            assert bool(worked) == (dtype != "float32"), worked
-            answer = await engine.generate(request(prompt(20), 5))
-            assert len(answer.token_ids) == 5
-            last = publisher.write_tensors(3, weights(shapes, 3), getattr(torch, dtype))
-            await engine.install_version(last, 60)
-            (by_plan,) = await engine._core.collective_rpc("r3_digests")
-            await engine._core.collective_rpc("r3_load_as_vllm", args=(msgspec.msgpack.encode(last),))
-            (by_loader,) = await engine._core.collective_rpc("r3_digests")
-            assert by_plan == by_loader
-            assert len(by_plan) > 10
-            # Another order of the same tensors is another file, which has a plan of its own.
-            turned = dict(reversed(weights(shapes, 3).items()))
-            await engine.install_version(publisher.write_tensors(4, turned, getattr(torch, dtype)), 60)
-            assert (await engine._core.collective_rpc("r3_digests")) == [by_plan]
-            assert await engine._core.collective_rpc("r3_loads") == [3]
+        await check_plan(engine, names_and_shapes(tmp_path / "model"), dtype, tmp_path / "published")
     finally:
         await engine.stop()

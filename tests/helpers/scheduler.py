@@ -10,8 +10,8 @@ import msgspec
 from vllm.v1.core.sched.interface import PauseState
 
 from r3async.rollout.vllm.core import BufferingScheduler
-from r3async.rollout.vllm.worker import WorkerExtension
 from r3async.weights.manifest import WeightManifest
+from tests.helpers.engine import ComparedExtension
 
 FEEDS: dict[str, list[tuple[int, int, int]]] = {}
 """Feeds of each request, in order: version of the loaded weights, first position and the one after the last."""
@@ -75,7 +75,7 @@ class ObservedScheduler(BufferingScheduler):
         return True
 
 
-class ObservingExtension(WorkerExtension):
+class ObservingExtension(ComparedExtension):
     """A worker in the scheduler's process: it knows the weights, and returns the records."""
 
     def r3_install_version(self, manifest: bytes) -> tuple[int, int]:

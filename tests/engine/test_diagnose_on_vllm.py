@@ -15,7 +15,7 @@ from r3async.tools.diagnose.diagnosis import examine_outputs
 from r3async.tools.diagnose.reference import ReferenceModel
 from r3async.tools.diagnose.witnesses import observe_engine
 from tests.helpers import mismatches as hf
-from tests.helpers.engine import needs_fp8_cache
+from tests.helpers.engine import needs_fp8_cache, revive
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -70,15 +70,8 @@ def check(partings, fault: hf.Fault) -> None:
     assert (first.stage, first.layers, first.explanations[0].cause) == fault[1:], partings
 
 
-async def revive(engine) -> None:
-    """An engine that does not hold what it was given is not used again, but here all of it is loaded each time."""
-    engine._requests.failure = None
-    await engine._core.resume_generation()
-    engine._requests.resume_admission()
-
-
 async def seen(engine, reference, tensors, model, tmp_path):
-    await revive(engine)
+    await revive(engine)  # it does not hold what it was given, but here all of it is loaded each time
     prompt = make_prompt(model, CONFIG, 264)
     side = await observe_engine(engine, CONFIG, tensors, prompt, tmp_path)
     return examine_outputs(reference, side.outputs)

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import msgspec
 import numpy as np
-import psutil
 import pytest
 import pytest_asyncio
 import torch
@@ -20,7 +15,6 @@ import torch
 from r3async.data.models import RoutingShape
 from r3async.data.versions import expand_version_spans
 from r3async.rollout.engine import EngineError
-from r3async.rollout.vllm.engine import VllmEngine
 from r3async.weights.publish import VersionStore
 from tests.helpers.engine import END, TOLERANCE, Reference, Weights, make_model, prompt, replay, request, same_sets
 
@@ -249,71 +243,3 @@ async def test_the_environment_is_as_before(vllm_engine):
     assert not [n for n in os.environ if n.startswith("VLLM_")]
     assert "TORCH_COMPILE_DISABLE" not in os.environ
     assert "tcmalloc" not in os.environ.get("LD_PRELOAD", "")
-
-
-async def test_a_broken_installation_is_seen_by_the_score_and_a_failed_one_ends_the_engine(tiny_model, tmp_path):
-    engine = VllmEngine(
-        str(tiny_model),
-        dtype="float32",
-        concurrency=4,
-        max_model_len=512,
-        kv_cache_gib=0.25,
-        engine_args={"worker_extension_cls": "tests.helpers.engine.BrokenExtension"},
-    )
-    with pytest.raises(EngineError, match="has not been started"):
-        await engine.generate(request(prompt(4), 4))
-    await engine.start()
-    try:
-        reference = Reference(tiny_model)
-        ids = prompt(60)
-        assert np.abs(await engine.score_tokens(ids) - reference.score(ids)).max() < TOLERANCE
-        with VersionStore(tmp_path) as publisher:
-            await engine.install_version(publisher.write_tensors(0, reference.tensors(), torch.float32), 30)
-            assert np.abs(await engine.score_tokens(ids) - reference.score(ids)).mean() > 0.1
-            running = asyncio.create_task(engine.generate(request(prompt(4), 500)))
-            await asyncio.sleep(0.1)
-            manifest = publisher.write_tensors(1, reference.tensors(), torch.float32)
-            with pytest.raises(EngineError, match=r"installing version 1 failed: .*lost half-way.* must be restarted"):
-                await engine.install_version(manifest, 30)
-        for call in (
-            running,
-            engine.generate(request(prompt(4), 4)),
-            engine.score_tokens(ids),
-            engine.install_version(manifest, 5),
-        ):
-            with pytest.raises(EngineError, match="lost half-way"):
-                await asyncio.wait_for(call, 10)
-    finally:
-        await engine.stop()
-    assert engine._processes
-    assert not any(process.is_running() for process in engine._processes)
-
-
-async def test_a_killed_owner_leaves_no_process_behind(tiny_model):
-    program = (
-        "import asyncio, sys, time\n"
-        "from r3async.rollout.vllm.engine import VllmEngine\n"
-        "async def main():\n"
-        "    engine = VllmEngine(sys.argv[1], dtype='float32', concurrency=2, max_model_len=64, kv_cache_gib=0.1)\n"
-        "    await engine.start()\n"
-        "    print('pids', *(p.pid for p in engine._processes), flush=True)\n"
-        "    await asyncio.sleep(300)\n"
-        "if __name__ == '__main__': asyncio.run(main())\n"
-    )
-    owner = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs meanwhile
-        [sys.executable, "-c", program, str(tiny_model)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        line = await asyncio.wait_for(asyncio.to_thread(owner.stdout.readline), 120)
-        children = [psutil.Process(int(pid)) for pid in line.split()[1:]]
-        assert line.startswith("pids")
-        assert children
-        owner.send_signal(signal.SIGKILL)
-        owner.wait(10)
-        deadline = time.monotonic() + 15
-        while any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children):
-            assert time.monotonic() < deadline, "the engine's process outlived its owner"
-            await asyncio.sleep(0.1)
-    finally:
-        owner.kill()
-        owner.wait(10)

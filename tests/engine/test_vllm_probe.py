@@ -12,7 +12,6 @@ from r3async.actors.process import RunFailed
 from r3async.config import load_config
 from r3async.learner.torch.backend import TorchLearner
 from r3async.rollout.engine import sample_probe
-from r3async.rollout.vllm.engine import VllmEngine
 from r3async.weights.probe import compare_probe, compare_sampled_probe, make_probe_pair, make_probe_text
 from r3async.weights.publish import VersionStore
 from tests.helpers import torch as ht
@@ -68,30 +67,6 @@ async def test_what_is_sampled_is_what_the_learner_thinks_at_the_runs_temperatur
     result = compare_sampled_probe(await sample_probe(vllm_engine, TEXT, temperature), ours, temperature, 1e-3)
     assert result.passed, result.describe_sampled(temperature)
     assert result.max_difference < 1e-3
-
-
-async def test_log_probs_before_temperature_pass_a_probe_of_given_text_and_are_found_by_the_sampled_one(
-    tiny_model, learner
-):
-    """A fault that the configuration would have refused."""
-    engine = VllmEngine(
-        str(tiny_model),
-        dtype="float32",
-        concurrency=16,
-        max_model_len=256,
-        kv_cache_gib=0.25,
-        engine_args={"logprobs_mode": "raw_logprobs"},
-    )
-    await engine.start()
-    try:
-        assert compare_probe(TEXT.tolist(), learner.score_sequence(TEXT), await engine.score_tokens(TEXT), 1e-3).passed
-        result = compare_sampled_probe(await sample_probe(engine, TEXT, 0.7), scores(learner, 0.7), 0.7, 1e-3)
-        assert not result.passed
-        assert result.mean_difference > 0.05
-        # At temperature 1 there is no difference to be found, and none to be afraid of.
-        assert compare_sampled_probe(await sample_probe(engine, TEXT, 1.0), scores(learner, 1.0), 1.0, 1e-3).passed
-    finally:
-        await engine.stop()
 
 
 async def test_a_tie_of_two_experts_ends_no_run_and_weights_that_differ_do(vllm_engine, tiny_model, tmp_path):

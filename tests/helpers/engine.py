@@ -197,36 +197,43 @@ async def sampled(engine: VllmEngine, name: str, tokens: int) -> None:
             pass
 
 
-class FlippingExtension(WorkerExtension):
-    """A worker in which one bit of three tensors differs from what was checked."""
+async def revive(engine: VllmEngine) -> None:
+    """Make an engine that ended itself go on, with what it holds now. It does not do so by itself: it does not hold what
+    it was given."""
+    engine._requests.failure = None
+    await engine._core.resume_generation()
+    engine._requests.resume_admission()
+
+
+class FaultyExtension(WorkerExtension):
+    """A worker with the fault that it is told to have.
+
+    `flipped`: one bit of three tensors differs from what was checked. `unfinished`: it reloads as plain vLLM does, and
+    experts stay in checkpoint layout. `lost`: the reload dies half-way.
+    """
 
     FLIPPED = (
         "model.layers.0.mlp.experts.3.up_proj.weight",
         "model.layers.2.self_attn.k_proj.weight",
         "model.norm.weight",
     )
+    r3_fault = ""
+
+    def r3_plant(self, fault: str) -> None:
+        self.r3_fault, self.r3_load_plan = fault, None
 
     def r3_map_file(self, published: WeightManifest) -> torch.Tensor:
         content = super().r3_map_file(published).clone()
         for name, tensor in VersionFile(published, content).iter_tensors():
-            if name in self.FLIPPED:
+            if self.r3_fault == "flipped" and name in self.FLIPPED:
                 tensor.reshape(-1).view(torch.int32)[7] ^= 1 << 22
         return content
 
-
-class BrokenExtension(WorkerExtension):
-    """A worker that reloads as plain vLLM does: experts stay in checkpoint layout after a reload. The reload of version
-    1 dies half-way."""
-
-    r3_version = -1
-
-    def r3_install_version(self, manifest: bytes) -> tuple[int, int]:
-        self.r3_version = msgspec.msgpack.decode(manifest, type=WeightManifest).version
-        return super().r3_install_version(manifest)
-
     def r3_finish_load(self) -> None:
-        if self.r3_version == 1:
+        if self.r3_fault == "lost":
             raise RuntimeError("lost half-way")
+        if self.r3_fault != "unfinished":
+            super().r3_finish_load()
 
 
 class ComparedExtension(WorkerExtension):

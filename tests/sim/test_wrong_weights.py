@@ -1,6 +1,6 @@
 """Whole runs, simulated, in which weights do not arrive as they were published, or log-probs are not those of what was sampled:
 each is stopped, and the reason is named. What an engine itself notices:
-`engine/test_vllm_update.py`, `engine/test_vllm_probe.py`."""
+`engine/test_vllm_faults.py`."""
 
 from __future__ import annotations
 

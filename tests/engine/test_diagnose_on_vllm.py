@@ -91,7 +91,7 @@ async def test_sound_vllm_is_left_alone(engine, reference, tensors, model, tmp_p
 
 
 @needs_fp8_cache
-@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", pytest.param("fp8_e5m2", marks=pytest.mark.nightly)])
 async def test_a_quantised_cache_of_vllm_is_named(reference, tensors, model, tmp_path, dtype):
     async with started(model, kv_cache_dtype=dtype) as engine:
         side = await observe_engine(engine, CONFIG, tensors, make_prompt(model, CONFIG, 264), tmp_path)

@@ -1,5 +1,6 @@
-"""Chaos on whole runs: real Ray, ZeroMQ, Megatron, spool and checkpoints, an engine without a model, and kill -9.
-What the accounting finds in learners that are wrong: `sim/test_accounting.py`."""
+"""Chaos on whole runs: real Ray, ZeroMQ, Megatron, spool and checkpoints, an engine without a model, and kill -9. Each time:
+`ray/test_pipeline.py` and `ray/test_resume_run.py`. What the accounting finds in learners that are wrong:
+`sim/test_accounting.py`."""
 
 import io
 
@@ -11,7 +12,7 @@ from dev.chaos.run import chaos
 from dev.chaos.scenarios import SCENARIOS, FullDisk
 from r3async.config import ConfigError
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 
 
 def rehearse(untrained, root, roles, *overrides, **options):
@@ -53,7 +54,6 @@ def allowed(scenario, root):
         pytest.skip(str(error))
 
 
-@pytest.mark.nightly
 def test_a_run_whose_disk_fills_up_continues_and_every_row_is_there_when_it_has_free_bytes_again(untrained, tmp_path):
     allowed(FullDisk, tmp_path)
     report = rehearse(untrained, tmp_path, [], scenario="full-disk")
@@ -69,7 +69,6 @@ def test_a_run_whose_disk_fills_up_continues_and_every_row_is_there_when_it_has_
         ("strangers", {"strangers": 3000, "generator": 1}),
     ],
 )
-@pytest.mark.nightly
 def test_a_run_in_which_weights_meet_trouble_in_one_place_trains_everything_once(untrained, tmp_path, scenario, faults):
     allowed(SCENARIOS[scenario], tmp_path)
     report = rehearse(untrained, tmp_path, [], scenario=scenario)

@@ -75,7 +75,8 @@ def finished_weights(run_dir):
 
 
 def test_a_run_that_is_killed_and_resumed_ends_with_the_same_weights_bit_by_bit(untrained, tmp_path):
-    """Also where the newest checkpoint was cut off, and another was being written."""
+    """First its learner, for which it restarts by itself; then all of it, also where the newest checkpoint was cut off, and
+    another was being written."""
     exact = ["schedule.max_staleness=0", "steps=20", "learner.dtype=float32", "checkpoint.every_steps=4"]
     straight, _ = run(untrained, tmp_path, "straight", *exact)
     killed = tmp_path / "killed"
@@ -83,6 +84,9 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_same_weights_bit_by_bit(
     with (tmp_path / "screen").open("w") as screen:
         driver = subprocess.Popen([*command, *settings(untrained, "killed", *exact)], stdout=screen, stderr=screen)
     try:
+        wait_for(lambda: len(trained(killed)) >= 5, driver, tmp_path / "screen")
+        os.kill(events(killed, "learner_started")[0]["pid"], signal.SIGKILL)
+        wait_for(lambda: len(events(killed, "learner_started")) == 2, driver, tmp_path / "screen")
         wait_for(lambda: len(trained(killed)) >= 10, driver, tmp_path / "screen")
         for role in ("conductor", "learner"):
             os.kill(events(killed, f"{role}_started")[-1]["pid"], signal.SIGKILL)
@@ -101,7 +105,8 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_same_weights_bit_by_bit(
     assert "checkpoint bad" in screen
     assert f"resumes from step {back} " in screen
     assert 4 <= back < last < 20
-    assert [events(killed, "resumed")[-1]["step"], checkpoints.list_steps()[-1]] == [back, 20]
+    assert [e["step"] for e in events(killed, "resumed")] in ([4, back], [8, back])
+    assert checkpoints.list_steps()[-1] == 20
     check_books(killed, 20)
     assert [(x["groups"], x["crc32"]) for x in trained(killed)] == [
         (x["groups"], x["crc32"]) for x in trained(straight)

@@ -8,12 +8,12 @@ import pytest
 
 
 @pytest.mark.timeout(500)
-def test_the_driver_prints_why_vllm_cannot_load_a_model(untrained, tmp_path):
+def test_the_driver_prints_why_vllm_cannot_load_a_model(untrained, tmp_path, ray_head):
     """The engine is told of more layers than the model's files hold; its child process alone knows."""
     words = ["name=broken", f"model.path={untrained}", "learner.backend=scripted", "weights.probe=false"]
     words += ["generator.engine_args.hf_overrides.num_hidden_layers=9"]
     command = [sys.executable, "-m", "r3async", "train", "quickstart", "--runs", str(tmp_path), *words]
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment = os.environ | {"RAY_ADDRESS": ray_head}
     done = subprocess.run(command, capture_output=True, text=True, timeout=450, env=environment)
     assert done.returncode == 1, done.stderr
     last = done.stderr.strip().splitlines()[-1]

@@ -1,5 +1,6 @@
-"""Whole runs on Ray with vLLM whose weights are damaged on their way, or come over TCP. Other faults of theirs:
-`sim/test_wrong_weights.py`."""
+"""Whole runs on Ray with vLLM whose weights are damaged on their way, or come over TCP. Each time:
+`engine/test_vllm_engine.py` and `engine/test_vllm_faults.py` have engines refuse and find what was damaged,
+`sim/test_wrong_weights.py` has runs end for it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from r3async.tools.train import train
 from r3async.weights.probe import FAILED_MODEL_DIRECTORY
 from tests.helpers.engine import needs_fp8_cache
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("local_ray")]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600), pytest.mark.usefixtures("local_ray")]
 
 SMALL = ["steps=6", "schedule.prompts_per_step=4", "schedule.group_size=4", "generator.kv_cache_gib=0.25"]
 CHANGES = ["learner.lr=3e-3", "weights.probe_every=1", "routing.trace=off"]
@@ -37,7 +38,6 @@ def test_a_bit_that_is_flipped_in_shared_memory_stops_the_run_and_is_named(warm_
 
 
 @needs_fp8_cache
-@pytest.mark.nightly
 def test_a_run_whose_probe_fails_is_diagnosed_and_the_setting_is_named(warm_model, tmp_path, capsys):
     with pytest.raises(RunFailed, match=r"version 0 .* does not answer like the learner's"):
         run(warm_model, tmp_path, 'generator.engine_args={ kv_cache_dtype = "fp8_e5m2" }')
@@ -49,7 +49,6 @@ def test_a_run_whose_probe_fails_is_diagnosed_and_the_setting_is_named(warm_mode
     assert diagnosis.read_text() in seen
 
 
-@pytest.mark.nightly
 def test_a_run_over_tcp_is_probed(warm_model, tmp_path):
     run(
         warm_model,

@@ -1,5 +1,5 @@
-"""GRPO on rows of one's own, from the file to the metrics: Ray, vLLM and a learner, with chat prompts and three rewards, one each
-in the forms of TRL and of verl."""
+"""GRPO on rows of one's own, from the file to the metrics: Ray, vLLM and a learner of adapters, with chat prompts and three
+rewards, one each in the forms of TRL and of verl."""
 
 import io
 import json
@@ -51,7 +51,7 @@ def test_rows_and_rewards_of_ones_own_are_trained_evaluated_and_told_by_name(tmp
         "reward": [{"fn": f"rewards.py:{name}", "weight": weight} for name, weight in WEIGHTS.items()],
         "schedule": {"prompts_per_step": 4, "group_size": 4},
         "generator": {"dtype": "float32", "kv_cache_gib": 0.25},
-        "learner": {"dtype": "float32", "lr": 2e-4},
+        "learner": {"dtype": "float32", "lr": 2e-4, "lora": {"rank": 4}},
         "evaluation": {"every_steps": 3, "tasks": 8},
         "model": {"init": {"warm_reward": 0.1}},
         "episode": {"max_new_tokens": 8, "max_prompt_tokens": 64, "max_total_tokens": 128},

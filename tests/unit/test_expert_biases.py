@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -29,22 +28,42 @@ def path(request, tmp_path_factory):
     return ha.make_model(tmp_path_factory.mktemp("model") / "m", request.param)
 
 
+@pytest.fixture
+def build(path):
+    """Build learners of the model, and close them."""
+    built = []
+
+    def build_one(backend: str | Config, **options):
+        config = backend if isinstance(backend, Config) else settings(backend, **options)
+        built.append(build_learner(config, path))
+        return built[-1]
+
+    yield build_one
+    for learner in built:
+        learner.close()
+
+
 def recorded(path, seed: int = 3):
     return batch(seed, layers=ha.mixtures(path))
 
 
+def changed(micro_batch, **columns):
+    return replace(micro_batch, table=micro_batch.table.with_columns(**columns))
+
+
+def assert_biases(learner, expected) -> None:
+    assert all(torch.equal(expected[name], tensor) for name, tensor in biases_of(learner).items())
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_biases_follow_the_tokens_of_replayed_routes(path, backend, dtype):
+def test_biases_follow_the_tokens_of_replayed_routes(path, build, backend, dtype):
     """Rows of the record are counted as they are, padding is not, and rows without a record are the model's own choice: one a
     sample, its last."""
-    learner, micro_batches = build_learner(settings(backend, dtype=dtype), path), recorded(path)
+    learner, micro_batches = build(backend, dtype=dtype), recorded(path)
     before = biases_of(learner)
-    try:
-        result = train_minibatch(learner, micro_batches)
-        after = biases_of(learner)
-    finally:
-        learner.close()
+    result = train_minibatch(learner, micro_batches)
+    after = biases_of(learner)
     assert len(before) == ha.mixtures(path)
     known, unrecorded = counted(micro_batches)
     assert (result.expert_load >= known).all()
@@ -55,82 +74,59 @@ def test_biases_follow_the_tokens_of_replayed_routes(path, backend, dtype):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_without_a_rate_they_stay(path, backend):
-    learner = build_learner(settings(backend, rate=0.0), path)
+def test_without_a_rate_or_an_update_they_stay(path, build, backend):
+    """Equal versions have equal weights."""
+    learner = build(backend, rate=0.0)
     before = biases_of(learner)
     train_minibatch(learner, recorded(path))
-    assert all(torch.equal(before[name], tensor) for name, tensor in biases_of(learner).items())
-    learner.close()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_skipped_update_leaves_them(path, backend):
-    """Equal versions have equal weights."""
-    learner = build_learner(settings(backend), path)
-    before = biases_of(learner)
-    micro_batches = [
+    assert_biases(learner, before)
+    learner = build(backend)
+    nothing = [
         changed(m, advantages=np.zeros(m.num_tokens, np.float32), loss_mask=np.zeros(m.num_tokens, bool))
         for m in recorded(path)
     ]
-    assert train_minibatch(learner, micro_batches).metrics["optimizer/skipped"] == 1
-    assert all(torch.equal(before[name], tensor) for name, tensor in biases_of(learner).items())
-    learner.close()
-
-
-def changed(micro_batch, **columns):
-    return replace(micro_batch, table=micro_batch.table.with_columns(**columns))
+    assert train_minibatch(learner, nothing).metrics["optimizer/skipped"] == 1
+    assert_biases(learner, before)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_they_are_balanced_after_many_steps(path, backend):
+def test_they_are_balanced_after_many_steps(path, build, backend):
     """With own routes: the busiest expert of a layer gets less than before."""
-    learner = build_learner(settings(backend, rate=0.02, replay="off"), path)
-    micro_batches = recorded(path)
+    learner, micro_batches = build(backend, rate=0.02, replay="off"), recorded(path)
     loads = [train_minibatch(learner, micro_batches).expert_load for _ in range(12)]
     assert (loads[-1].max(axis=1) < loads[0].max(axis=1)).all()
-    learner.close()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_run_resumes_with_them(path, tmp_path, backend):
-    config = settings(backend)
-    first = build_learner(config, path)
+def test_a_run_resumes_with_them(path, build, tmp_path, backend):
+    first = build(backend)
     train_minibatch(first, recorded(path))
     write_rank_file(tmp_path, first.capture_state())
     train_minibatch(first, recorded(path, 4))
+    second, without_rate = build(backend), build(backend, rate=0.0)
+    for learner in (second, without_rate):
+        learner.restore_state(LearnerStateReader(hc.paths(tmp_path)))
+    train_minibatch(second, recorded(path, 4))
     expected = first.export_weights()
-    first.close()
-    for later in (config, without(config)):
-        second = build_learner(later, path)
-        second.restore_state(LearnerStateReader(hc.paths(tmp_path)))
-        if later is config:
-            train_minibatch(second, recorded(path, 4))
-            assert all(torch.equal(tensor, expected[name]) for name, tensor in second.export_weights().items())
-        else:  # and keeps them where they no longer move
-            start = load_file(path / "model.safetensors")
-            assert all(not torch.equal(tensor, start[name]) for name, tensor in biases_of(second).items())
-        second.close()
-
-
-def without(config: Config) -> Config:
-    return msgspec.structs.replace(config, learner=msgspec.structs.replace(config.learner, expert_bias_rate=0.0))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in second.export_weights().items())
+    start = load_file(path / "model.safetensors")
+    assert not any(torch.equal(tensor, start[name]) for name, tensor in biases_of(without_rate).items())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_reference_model_has_those_of_the_start(path, backend):
+def test_the_reference_model_has_those_of_the_start(path, build, backend):
     config = settings(backend, rate=0.3, replay="off")
     config.algorithm.reference_kl.coef = 0.1
-    learner, micro_batches = build_learner(config, path), recorded(path)
+    learner, micro_batches = build(config), recorded(path)
     start = learner.logprobs(micro_batches)
-    train_minibatch(learner, [with_reference(m, learner, i) for i, m in enumerate(micro_batches)])
+    train_minibatch(learner, [with_reference(m, learner) for m in micro_batches])
     now = biases_of(learner)
     again = learner.logprobs(micro_batches, use_reference=True)
     assert all((a == b).all() for a, b in zip(start, again, strict=True))
-    assert all(torch.equal(now[name], tensor) for name, tensor in biases_of(learner).items())
-    learner.close()
+    assert_biases(learner, now)
 
 
-def with_reference(micro_batch, learner, index):
+def with_reference(micro_batch, learner):
     return changed(micro_batch, reference_logprobs=learner.logprobs([micro_batch], use_reference=True)[0])
 
 
@@ -148,8 +144,6 @@ def test_what_leaves_routers_as_they_are_is_refused(other):
         config_from_dict({"learner": {"expert_bias_rate": RATE, **other}})
 
 
-def test_names_of_biases_are_those_of_the_checkpoint(path):
+def test_names_of_biases_are_those_of_the_checkpoint(path, build):
     names = {name for name in load_file(path / "model.safetensors") if name.endswith(EXPERT_BIAS_SUFFIX)}
-    learner = build_learner(settings("megatron"), path)
-    assert {bias.name for bias in learner.expert_biases} == names
-    learner.close()
+    assert {bias.name for bias in build("megatron").expert_biases} == names

@@ -40,6 +40,10 @@ class Events:
     def names(self):
         return [event for event, _ in self.seen]
 
+    def facts(self, name):
+        """Return the facts of each event of this name."""
+        return [facts for event, facts in self.seen if event == name]
+
 
 def scores(version: int) -> np.ndarray:
     return np.full(len(TOKENS) - 1, -1.0 - version, np.float32)
@@ -145,6 +149,12 @@ def membership(installer):
     made = FleetMembership(world, fleet.config, fleet.events, fleet, dispatcher, stop_requested)
     made.begin_membership(installer, StandIn(), {}, set())
     return made
+
+
+async def restart(installer, generator):
+    """Lose a generator, and restart it."""
+    generator.health.mark_lost()
+    await membership(installer)._restart_generator(generator)
 
 
 async def deliver(installer, version):

@@ -33,15 +33,24 @@ class Events:
         return lambda event, **fields: self.reported.append((event, fields))
 
 
-def evaluator(tmp_path, answer, dead=False, **settings):
-    config = config_from_dict({"evaluation": {"every_steps": 2, **settings}, "supervise": {"stop_grace_seconds": 0.3}})
+async def half(*_):
+    return {"reward_mean": 0.5}
+
+
+async def fails():
+    raise RuntimeError("the environment is away")
+
+
+def evaluator(tmp_path, answer=half, *, silence=30.0, version=0, generators=None, **settings):
+    """Return an evaluator of `generators`, by default of one that answers so, all with weights of `version`."""
+    supervise = {"stop_grace_seconds": 0.3, "silence_seconds": silence}
+    config = config_from_dict({"evaluation": {"every_steps": 2, **settings}, "supervise": supervise})
     events = Events()
-    fleet = Fleet(config, events, {"g": StandIn(evaluate=answer)})
-    fleet["g"].health.mark_loaded()
-    fleet["g"].health.mark_installed(0, 0)
-    if dead:
-        fleet["g"].health.mark_lost()
-    return Evaluator(config, tmp_path, events, fleet), events
+    fleet = Fleet(config, events, generators or {"g": StandIn(evaluate=answer)})
+    for member in fleet:
+        member.health.mark_loaded()
+        member.health.mark_installed(version, version)
+    return Evaluator(config, tmp_path, events, fleet), events, fleet
 
 
 def lines(tmp_path):
@@ -54,13 +63,10 @@ async def settle(it):
 
 
 async def test_a_run_that_has_loaded_begins_evaluations_without_reading_files(tmp_path, monkeypatch):
-    async def answer():
-        return {"reward_mean": 0.5}
-
     def no_descriptors(*_, **__):
         raise OSError(errno.EMFILE, "Too many open files")
 
-    it, _ = evaluator(tmp_path, answer, at_start=True)
+    it, _, _ = evaluator(tmp_path, at_start=True)
     monkeypatch.setattr("r3async.actors.tasks.read_evaluations", no_descriptors)
     monkeypatch.setattr("r3async.actors.tasks.read_json_objects", no_descriptors)
     it.resume_evaluations(0, 0)
@@ -72,7 +78,7 @@ async def test_evaluations_are_due_every_so_many_steps_and_after_the_last(tmp_pa
     async def answer():
         return {"reward_mean": 0.5, "version_min": 3, "version_max": 4, "episodes": 32}
 
-    it, _ = evaluator(tmp_path, answer, at_start=True)
+    it, _, _ = evaluator(tmp_path, answer, at_start=True)
     it.resume_evaluations(0, 0)
     await settle(it)
     for step in range(1, 6):
@@ -98,7 +104,7 @@ async def test_the_result_is_kept_beside_the_checkpoints_and_a_failed_one_leaves
         await asyncio.sleep(0.1)
         return result
 
-    it, _ = evaluator(tmp_path, answer)
+    it, _, _ = evaluator(tmp_path, answer)
     it.evaluate_if_due(2, 0)
     await asyncio.wait_for(playing.wait(), 5)
     found = read_evaluations(tmp_path / "checkpoints")
@@ -111,10 +117,7 @@ async def test_the_result_is_kept_beside_the_checkpoints_and_a_failed_one_leaves
     assert row == {"step": 2, "time": row["time"]} | {f"evaluation/{k}": v for k, v in one.figures.items()}
     assert list(it.recent_rows) == [row]
 
-    async def fails():
-        raise RuntimeError("the environment is away")
-
-    it, _ = evaluator(tmp_path, fails)
+    it, _, _ = evaluator(tmp_path, fails)
     it.evaluate_if_due(4, 0)
     await settle(it)
     assert list(read_evaluations(tmp_path / "checkpoints")) == [2]
@@ -130,19 +133,15 @@ async def test_an_evaluation_waits_for_the_weights_of_its_step_and_prefers_who_h
 
         return StandIn(evaluate=evaluate)
 
-    it, events = evaluator(tmp_path, None, timeout=1.0)
-    it._fleet = fleet = Fleet(it.config, events, {name: generator(name) for name in "ab"})
-    for member in fleet:
-        member.health.mark_loaded()
-        member.health.mark_installed(0, 0)
+    it, events, fleet = evaluator(tmp_path, timeout=1.0, generators={name: generator(name) for name in "ab"})
     it.evaluate_if_due(2, version=1)
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(0.1)
     assert asked == []
     fleet["b"].health.mark_installed(1, 1)
     await settle(it)
     assert asked == ["b"]
     it.evaluate_if_due(4, version=2)
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(0.1)
     for member in fleet:  # it did not install them in time
         member.health.mark_lost()
     await settle(it)
@@ -164,13 +163,8 @@ async def test_a_generator_that_stops_answering_in_an_evaluation_is_left_for_ano
 
         return StandIn(evaluate=evaluate, describe_process=whereabouts)
 
-    it, events = evaluator(tmp_path, None, timeout=1.0)
-    it.config = config_from_dict({"supervise": {"silence_seconds": 0.1}})
-    fleet = Fleet(it.config, events, {name: generator(name, name != "c") for name in "abc"})
-    for member in fleet:
-        member.health.mark_loaded()
-        member.health.mark_installed(0, 0)
-    it._fleet = fleet
+    generators = {name: generator(name, name != "c") for name in "abc"}
+    it, events, fleet = evaluator(tmp_path, timeout=1.0, silence=0.1, generators=generators)
     it.evaluate_if_due(2, 0)
     await settle(it)
     assert asked == ["a", "b", "c"]
@@ -203,12 +197,9 @@ async def test_a_generator_that_comes_back_plays_its_evaluation_again(tmp_path, 
         if len(tries) == 1 and not lost:
             await back.wait()
 
-    it, events = evaluator(tmp_path, None)
-    it.config = config_from_dict({"supervise": {"silence_seconds": 0.1}})
-    it._fleet = fleet = Fleet(it.config, events, {"g": StandIn(evaluate=answer, describe_process=whereabouts)})
+    generators = {"g": StandIn(evaluate=answer, describe_process=whereabouts)}
+    it, events, fleet = evaluator(tmp_path, silence=0.1, version=3, generators=generators)
     health = fleet["g"].health
-    health.mark_loaded()
-    health.mark_installed(3, 3)
     it.evaluate_if_due(2, version=3)
     await until(lambda: events.reported)
     await asyncio.sleep(0.3)
@@ -234,9 +225,6 @@ async def test_a_generator_that_comes_back_plays_its_evaluation_again(tmp_path, 
 
 
 async def test_a_result_waits_for_a_disk_that_does_not_take_it(tmp_path, monkeypatch):
-    async def answer():
-        return {"reward_mean": 0.5}
-
     def write(directory, evaluation, **facts):
         if evaluation.is_finished and len(refused) < 2:
             refused.append(evaluation.step)
@@ -245,7 +233,7 @@ async def test_a_result_waits_for_a_disk_that_does_not_take_it(tmp_path, monkeyp
 
     refused = []
     monkeypatch.setattr(tasks, "write_evaluation", write)
-    it, events = evaluator(tmp_path, answer)
+    it, events, _ = evaluator(tmp_path)
     it._disk_wait._retry_seconds = 0.05
     it.evaluate_if_due(2, 0)
     await settle(it)
@@ -256,16 +244,14 @@ async def test_a_result_waits_for_a_disk_that_does_not_take_it(tmp_path, monkeyp
 
 
 async def test_an_evaluation_that_fails_is_an_event_and_no_more(tmp_path):
-    async def answer():
-        raise RuntimeError("the environment is away")
-
-    it, events = evaluator(tmp_path, answer)
+    it, events, _ = evaluator(tmp_path, fails)
     it.evaluate_if_due(2, 0)
     await settle(it)
     await it.finish_evaluations(2, 0, asyncio.Event())
     assert [(e, f["step"]) for e, f in events.reported] == [("evaluation_failed", 2)]
     assert "the environment is away" in events.reported[0][1]["error"]
-    it, events = evaluator(tmp_path, answer, dead=True, timeout=0.3)
+    it, events, fleet = evaluator(tmp_path, timeout=0.3)
+    fleet["g"].health.mark_lost()
     it.evaluate_if_due(2, 0)
     await settle(it)
     assert events.reported[0][1]["error"].startswith("no generator was healthy and had version 0")
@@ -276,7 +262,7 @@ async def test_one_that_takes_long_lets_the_next_one_out_and_a_stopped_run_waits
     async def answer():
         await asyncio.sleep(60)
 
-    it, events = evaluator(tmp_path, answer)
+    it, events, _ = evaluator(tmp_path, answer)
     it.evaluate_if_due(2, 0)
     it.evaluate_if_due(4, 0)
     assert events.reported == [("evaluation_skipped", {"step": 4, "running_since_step": 2})]
@@ -289,7 +275,7 @@ async def test_one_that_takes_long_lets_the_next_one_out_and_a_stopped_run_waits
 
 
 async def test_a_run_without_evaluations_asks_for_none(tmp_path):
-    it, events = evaluator(tmp_path, None, every_steps=0)
+    it, events, _ = evaluator(tmp_path, every_steps=0)
     it.resume_evaluations(0, 0)
     for step in range(1, 5):
         it.evaluate_if_due(step, 0)

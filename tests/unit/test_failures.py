@@ -33,7 +33,7 @@ from r3async.weights.manifest import WeightManifest
 from tests.helpers import torch as ht
 from tests.helpers.playing import play_lease
 
-LIMITS = EpisodeConfig(max_turns=1, max_new_tokens=8, retries=1)
+RETRIES = 1
 
 
 class Away:
@@ -46,7 +46,7 @@ class Away:
 
     async def step(self, action):
         Away.tries += 1
-        if Away.tries <= LIMITS.retries + 1:
+        if Away.tries <= RETRIES + 1:
             raise ConnectionError("the tool server is away")
         return StepResult(1.0, done=True)
 
@@ -165,26 +165,35 @@ def test_without_a_size_a_quarantined_task_is_not_posed_either():
     assert [g for g in range(20) if cursor.pick_task(g) != plain.pick_task(g)] == [7]
 
 
-async def test_a_group_with_a_failed_episode_is_complete_and_arrives_whole():
-    reports = []
+@pytest.fixture
+async def engine():
     engine = ScriptedEngine([[65, 257]])
     await engine.start()
     await engine.install_version(WeightManifest(version=0, path="", tensors={}, nbytes=0), timeout=1)
-    Away.tries = 0
+    return engine
 
-    player = RetryingPlayer(
-        factory=Away,
+
+def player_of(engine, factory, reports, *, raise_failures=False, **settings):
+    """Return a player of one turn an episode, which appends to `reports` each event with its facts."""
+    return RetryingPlayer(
+        factory=factory,
         engine=engine,
         renderer=ChatRenderer(build_byte_tokenizer()),
-        settings=LIMITS,
+        settings=EpisodeConfig(max_turns=1, max_new_tokens=8, **settings),
         generator_id="g",
-        report=lambda event, **fields: reports.append(event),
-        raise_failures=False,
+        report=lambda event, **facts: reports.append((event, facts)),
+        raise_failures=raise_failures,
     )
+
+
+async def test_a_group_with_a_failed_episode_is_complete_and_arrives_whole(engine):
+    reports = []
+    Away.tries = 0
+    player = player_of(engine, Away, reports, retries=RETRIES)
     played = [*await play_lease(player, 0, 9, (0,)), *await play_lease(player, 0, 9, (1, 2))]
     delivered = [decode_trajectory(encode_trajectory(one.trajectory)) for one in played]
     ends = [one.end for one in played]
-    assert reports == ["episode_failed", "episode_abandoned"]
+    assert [event for event, _ in reports] == ["episode_failed", "episode_abandoned"]
     assert [t.stop_reason for t in delivered] == ["error", "env_done", "env_done"]
     assert [(e.group_index, e.episode_index, e.task_seed) for e in ends] == [(0, i, 9) for i in range(3)]
     assert [e.failed_by for e in ends] == ["environment", None, None]
@@ -236,29 +245,12 @@ class Unwell:
         environment = Away()
         environment.step = step
         reports = []
-
-        player = RetryingPlayer(
-            factory=lambda: environment,
-            engine=self.engine,
-            renderer=ChatRenderer(build_byte_tokenizer()),
-            settings=EpisodeConfig(max_turns=1, max_new_tokens=8, **settings),
-            generator_id="g",
-            report=lambda event, **fields: reports.append((event, fields.get("by"))),
-            raise_failures=not tolerant,
-        )
+        player = player_of(self.engine, lambda: environment, reports, raise_failures=not tolerant, **settings)
         (played,) = await play_lease(player, 0, 9, (0,))
         self.ends.append(played.end)
-        ending, failed = played.trajectory.stop_reason, [event for event, _ in reports].count("episode_failed")
-        assert player.attempt_count == failed + 1
-        return ending, reports
-
-
-@pytest.fixture
-async def engine():
-    engine = ScriptedEngine([[65, 257]])
-    await engine.start()
-    await engine.install_version(WeightManifest(version=0, path="", tensors={}, nbytes=0), timeout=1)
-    return engine
+        reports = [(event, facts.get("by")) for event, facts in reports]
+        assert player.attempt_count == [event for event, _ in reports].count("episode_failed") + 1
+        return played.trajectory.stop_reason, reports
 
 
 async def test_what_the_engine_fails_at_is_not_charged_to_the_environment(engine):
@@ -309,34 +301,26 @@ class Broken(Away):
         raise self.errors[min(self.steps, len(self.errors)) - 1]
 
 
-async def play_broken(engine, environment, retries):
-    """How often it was stepped, and what was reported, of an episode that fails."""
-    reports = []
-
-    player = RetryingPlayer(
-        factory=lambda: environment,
-        engine=engine,
-        renderer=ChatRenderer(build_byte_tokenizer()),
-        settings=EpisodeConfig(max_turns=1, max_new_tokens=8, retries=retries),
-        generator_id="g",
-        report=lambda event, **fields: reports.append((event, fields)),
-        raise_failures=False,
-    )
-    (played,) = await play_lease(player, 35, 7, (0,))
+async def play_broken(engine, retries, *errors):
+    """Return how often an environment that raises these was stepped in an episode, what was reported, and its end."""
+    environment, reports = Broken(*errors), []
+    (played,) = await play_lease(player_of(engine, lambda: environment, reports, retries=retries), 35, 7, (0,))
     assert played.trajectory.stop_reason == "error"
-    return environment.steps, reports, [played.end]
+    return environment.steps, reports, played.end
 
 
 async def test_what_the_users_code_raises_twice_at_one_place_is_not_tried_again(engine):
-    errors = [
-        ValueError("no number in 'ab'"),
-        ValueError("no number in 'cd'"),
-    ]  # the answers differ, the fault does not
-    steps, reports, (end,) = await play_broken(engine, Broken(*errors), retries=5)
+    # The answers differ, the fault does not.
+    errors = [ValueError(f"no number in '{answer}'") for answer in ("ab", "cd")]
+    steps, reports, end = await play_broken(engine, 5, *errors)
     assert steps == 2
     assert [event for event, _ in reports] == ["episode_failed", "episode_abandoned"]
     assert end.error.startswith("ValueError: no number in 'cd' (test_failures.py:")
     assert " in step); 2 tries (episode.retries = 5)\nTraceback" in end.error
+
+
+BEHIND = RuntimeError("no answer of the judge")
+BEHIND.__cause__ = TimeoutError()
 
 
 @pytest.mark.parametrize(
@@ -344,24 +328,17 @@ async def test_what_the_users_code_raises_twice_at_one_place_is_not_tried_again(
     [
         [TimeoutError("slow")],
         [ConnectionError("away")],
+        [BEHIND],
         [ValueError("a"), KeyError("b"), ValueError("c"), KeyError("d")],
     ],
-    ids=["a time-out", "a connection", "something else each time"],
+    ids=["a time-out", "a connection", "a time-out behind what a client raises", "something else each time"],
 )
 async def test_what_may_pass_is_tried_as_often_as_the_setting_allows(engine, errors):
-    steps, _, _ = await play_broken(engine, Broken(*errors), retries=3)
-    assert steps == 4
-
-
-async def test_a_time_out_behind_what_a_client_raises_is_tried_again(engine):
-    error = RuntimeError("no answer of the judge")
-    error.__cause__ = TimeoutError()
-    steps, _, _ = await play_broken(engine, Broken(error), retries=3)
-    assert steps == 4
+    assert (await play_broken(engine, 3, *errors))[0] == 4
 
 
 async def test_a_failed_try_names_task_group_error_and_the_users_last_frame_and_its_traceback_once(engine):
-    _, reports, _ = await play_broken(engine, Broken(ValueError("my parser broke on row 7")), retries=1)
+    _, reports, _ = await play_broken(engine, 1, ValueError("my parser broke on row 7"))
     (_, first), (_, last) = reports
     assert {"task_seed": 7, "group": 35, "by": "environment"}.items() <= first.items()
     assert first["error"] == last["error"] == "ValueError: my parser broke on row 7"
@@ -373,12 +350,12 @@ async def test_a_failed_try_names_task_group_error_and_the_users_last_frame_and_
 async def test_tracebacks_of_ever_new_errors_end_at_a_limit(engine, monkeypatch):
     monkeypatch.setattr("r3async.rollout.episode.MAX_REPORTED_TRACEBACKS", 2)
     errors = [ValueError("a"), KeyError("b"), TypeError("c"), IndexError("d")]
-    _, reports, _ = await play_broken(engine, Broken(*errors), retries=3)
+    _, reports, _ = await play_broken(engine, 3, *errors)
     assert ["exception" in facts for _, facts in reports] == [True, True, False, False]
 
 
 async def test_an_environment_that_exits_fails_its_episode_and_not_the_process(engine):
-    _, reports, _ = await play_broken(engine, Broken(SystemExit(3)), retries=0)
+    _, reports, _ = await play_broken(engine, 0, SystemExit(3))
     assert reports[0][1]["error"] == "the environment called sys.exit(3)"
     assert reports[0][1]["place"].endswith("in step")
 

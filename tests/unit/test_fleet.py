@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import re
 from functools import partial
 
 import msgspec
@@ -15,13 +16,13 @@ from r3async.actors.leasing import LeaseAnswer, LeaseCall, LeaseDispatcher
 from r3async.actors.process import ActorNotLoaded, RunFailed
 from r3async.config import config_to_dict, load_config
 from r3async.rollout.engine import InstallReport
-from r3async.weights.manifest import TensorMismatch, WeightManifest
+from r3async.weights.manifest import TensorEntry, TensorMismatch, WeightManifest
 from r3async.weights.probe import FAILED_MODEL_DIRECTORY
 from r3async.weights.publish import TransferOffer
 from r3async.world import ActorLostError
 from r3async.world.files import DiskRetrier
 from r3async.world.real import REAL_WORLD
-from tests.helpers.fleet import TOKENS, deliver, loaded, membership, published, sampled, scores
+from tests.helpers.fleet import TOKENS, deliver, loaded, membership, published, restart, sampled, scores
 from tests.helpers.world import StandIn
 
 
@@ -35,24 +36,19 @@ async def test_one_that_is_lost_before_it_has_weights_is_left_to_its_supervisor_
     assert sorted(fleet.events.names()) == ["generator_lost", "probe", "probe_sampled"]
 
 
-async def test_a_failed_installation_is_the_loss_of_its_generator_whose_process_is_ended(installer, fleet, handles):
-    handles["generator-0"].wrong["install_version"] = RuntimeError("no kernel image")
+@pytest.mark.parametrize(
+    ("error", "told"), [(RuntimeError("no kernel image"), "no kernel image"), (AssertionError(), "AssertionError()")]
+)
+async def test_a_failed_installation_is_the_loss_of_its_generator_whose_process_is_ended(
+    installer, fleet, handles, error, told
+):
+    """One without words is not taken for silence."""
+    handles["generator-0"].wrong["install_version"] = error
     assert await deliver(installer, 1) is not None
     assert [(g.state, g.version) for g in fleet] == [("lost", -1), ("healthy", 1)]
     assert installer._world.killed == [(handles["generator-0"], True)]
-    (failed,) = [facts for event, facts in fleet.events.seen if event == "install_failed"]
-    assert (failed["generator"], failed["version"], failed["error"]) == (
-        "generator-0",
-        1,
-        "generator-0: no kernel image",
-    )
-
-
-async def test_a_failure_without_words_is_not_taken_for_silence(installer, fleet, handles):
-    handles["generator-0"].wrong["install_version"] = AssertionError()
-    await deliver(installer, 1)
-    (failed,) = [facts for event, facts in fleet.events.seen if event == "install_failed"]
-    assert failed["error"] == "generator-0: AssertionError()"
+    (failed,) = fleet.events.facts("install_failed")
+    assert (failed["generator"], failed["version"], failed["error"]) == ("generator-0", 1, f"generator-0: {told}")
 
 
 async def test_a_version_that_every_generator_refuses_also_when_it_was_restarted_ends_the_run(
@@ -61,14 +57,14 @@ async def test_a_version_that_every_generator_refuses_also_when_it_was_restarted
     for handle in handles.values():
         handle.wrong["install_version"] = RuntimeError("tensor 'a' is corrupt")
     assert await deliver(installer, 1) is None
-    fleet["generator-0"].health.begin_restart()
-    fleet["generator-0"].health.mark_loaded()
-    with pytest.raises(ActorLostError, match="generator-0: tensor 'a' is corrupt"):
-        await installer.install_until_current(fleet["generator-0"])
-    fleet["generator-1"].health.begin_restart()
-    fleet["generator-1"].health.mark_loaded()
-    with pytest.raises(RunFailed, match=r"generator-1: tensor 'a' is corrupt \(no generator can install version 1"):
-        await installer.install_until_current(fleet["generator-1"])
+    refused = "generator-1: tensor 'a' is corrupt (no generator can install version 1"
+    for generator, raised, message in zip(
+        fleet, (ActorLostError, RunFailed), ("generator-0: tensor 'a' is corrupt", refused), strict=True
+    ):
+        generator.health.begin_restart()
+        generator.health.mark_loaded()
+        with pytest.raises(raised, match=re.escape(message)):
+            await installer.install_until_current(generator)
 
 
 async def test_what_does_not_come_in_time_is_no_refusal_however_often(installer, fleet, handles):
@@ -103,12 +99,8 @@ async def test_a_restarted_generator_waits_for_its_hosts_disk_and_is_named(insta
     assert await deliver(installer, 1) is not None, "the other one does not wait for it"
     del handle.wrong["install_version"]
     await asyncio.wait_for(reviving, 10)
-    assert (generator.state, generator.version, generator.restarts, generator.is_waiting_for_disk) == (
-        "healthy",
-        1,
-        1,
-        False,
-    )
+    assert (generator.state, generator.version, generator.restarts) == ("healthy", 1, 1)
+    assert not generator.is_waiting_for_disk
     waited = [(event, facts["generator"]) for event, facts in fleet.events.seen if event.startswith("weights_")]
     assert waited == [("weights_stalled", "generator-0"), ("weights_go_on", "generator-0")]
 
@@ -136,7 +128,7 @@ async def test_a_run_goes_on_without_a_generator_that_was_lost_too_often_and_end
     with pytest.raises(RunFailed, match=r"generator-1 was lost 5 times .*, the last time by: it was killed"):
         await asyncio.wait_for(members.run(), 30)
     assert installer._world.killed == [(handles["generator-0"], False)]
-    (excluded,) = [facts for event, facts in fleet.events.seen if event == "generator_excluded"]
+    (excluded,) = fleet.events.facts("generator_excluded")
     assert excluded["generator"] == "generator-0"
     assert "generator-0 was lost 3 times (generator.max_restarts = 2)" in excluded["error"]
 
@@ -152,11 +144,11 @@ async def test_one_that_plays_is_lost_if_its_disk_does_not_take_a_version_in_tim
     fleet["generator-0"].health._clock.now += 121
     assert await asyncio.wait_for(delivering, 10) is not None
     assert [g.state for g in fleet] == ["lost", "healthy"]
-    (failed,) = [facts for event, facts in fleet.events.seen if event == "install_failed"]
+    (failed,) = fleet.events.facts("install_failed")
     assert "Too many open files" in failed["error"]
     for gone in ("its connection is gone", "it was killed"):
         fleet.report_lost(fleet["generator-0"], ActorLostError(gone), [])
-    told = [facts["error"] for event, facts in fleet.events.seen if event == "generator_lost"]
+    told = [facts["error"] for facts in fleet.events.facts("generator_lost")]
     assert "Too many open files" in told[0], "the cause, and not what it looks like from here"
     assert told[1] == fleet["generator-0"].last_loss_reason == "it was killed"
 
@@ -169,8 +161,7 @@ async def test_the_first_installation_of_a_process_has_the_time_that_its_bytes_t
     generator = fleet["generator-0"]
     await installer.deliver_newest()
     assert generator.answer_seconds == pytest.approx(120 + 122)
-    generator.health.mark_lost()
-    await membership(installer)._restart_generator(generator)
+    await restart(installer, generator)
     assert generator.answer_seconds == pytest.approx(120 + 305)
 
 
@@ -225,13 +216,6 @@ async def test_a_generator_that_is_lost_in_a_delivery_is_left_to_its_supervisor(
     assert fleet["generator-0"].state == "lost"
     handles["generator-1"].wrong["score_tokens"] = ActorLostError("it was killed")
     assert await deliver(installer, 3) is None
-
-
-async def test_a_generator_that_missed_an_update_is_named(installer, handles):
-    handles["generator-1"].wrong["install_version"] = InstallReport(0, 0.1, 0.1)
-    message = "generator-1 was given version 1 of the weights, but it has version 0: it missed an update"
-    with pytest.raises(RunFailed, match=message):
-        await deliver(installer, 1)
 
 
 async def test_the_probe_comes_at_the_start_and_every_so_many_versions(installer, handles):
@@ -294,8 +278,7 @@ async def test_a_failed_probe_names_generator_version_and_tensor(installer, flee
     bad = handles["generator-1"]
     bad.wrong["score_tokens"] = scores(2)
     bad.wrong["find_weight_differences"] = [
-        TensorMismatch("model.a", "model.ab", 5),
-        TensorMismatch("model.b", "model.ab", 6),
+        TensorMismatch(f"model.{x}", "model.ab", n) for x, n in (("a", 5), ("b", 6))
     ]
     message = (
         r"version 3 of the weights in generator-1 .* 'model\.a' \(5 elements of parameter 'model\.ab'\), 'model\.b'"
@@ -324,11 +307,17 @@ async def test_a_failed_probe_without_a_difference_says_so(installer, handles):
         await deliver(installer, 6)
 
 
-async def test_log_probs_that_are_not_those_of_sampling_stop_the_run(installer, handles):
-    handles["generator-1"].wrong["sample_probe"] = sampled(-1.5)
-    with pytest.raises(
-        RunFailed, match=r"generator-1 under version 3 reports other log-probs than it samples with.* 0.5 "
-    ):
+@pytest.mark.parametrize(
+    ("method", "answer", "message"),
+    [
+        ("sample_probe", sampled(-1.5), r" under version 3 reports other log-probs than it samples with.* 0.5 "),
+        ("count_stale_cached_tokens", 128, ": a new request under version 3 took 128 positions from a prefix cache"),
+        ("install_version", InstallReport(0, 0.1, 0.1), " was given version 3 .* has version 0: it missed an update"),
+    ],
+)
+async def test_an_engine_that_is_not_what_the_learner_trains_stops_the_run(installer, handles, method, answer, message):
+    handles["generator-1"].wrong[method] = answer
+    with pytest.raises(RunFailed, match=f"generator-1{message}"):
         await deliver(installer, 3)
 
 
@@ -349,7 +338,7 @@ async def test_one_text_that_differs_is_a_tie_of_experts_and_two_are_a_fault(
         return
     await deliver(installer, 3)
     assert fleet["generator-1"].version == fleet["generator-1"].probed_version == 3
-    (tie,) = [facts for event, facts in fleet.events.seen if event == "probe_tie"]
+    (tie,) = fleet.events.facts("probe_tie")
     assert (tie["generator"], tie["version"]) == ("generator-1", 3)
     assert tie["mean_difference"] > tie["tolerance"]
 
@@ -361,14 +350,6 @@ async def test_an_engine_that_lacks_a_published_tensor_is_not_asked_for_a_second
     with pytest.raises(RunFailed, match=r"'model\.a'"):
         await deliver(installer, 3)
     assert len(bad.asked("score_tokens")) == 2  # at the start, and now
-
-
-async def test_a_stale_prefix_cache_stops_the_run(installer, handles):
-    handles["generator-0"].wrong["count_stale_cached_tokens"] = 128
-    with pytest.raises(
-        RunFailed, match="generator-0: a new request under version 3 took 128 positions from a prefix cache"
-    ):
-        await deliver(installer, 3)
 
 
 async def test_the_figures_are_those_of_the_slowest_and_the_share_is_of_all_time(installer):
@@ -393,8 +374,6 @@ def test_the_backend_follows_from_the_hosts_unless_it_is_named():
 
 
 def test_equal_contents_have_equal_digests():
-    from r3async.weights.manifest import TensorEntry
-
     tensors = {"a": TensorEntry("float32", (2,), 1), "b": TensorEntry("float32", (2,), 2)}
     manifest = WeightManifest(1, "x", tensors, 8)
     assert manifest.digest == msgspec.structs.replace(manifest, version=2, path="y").digest
@@ -414,9 +393,8 @@ async def test_a_generator_that_is_lost_again_and_again_waits_longer_each_time_a
 ):
     generator = fleet["generator-0"]
     for _ in range(2):
-        generator.health.mark_lost()
-        await membership(installer)._restart_generator(generator)
-    waits = [facts["waited"] for event, facts in fleet.events.seen if event == "generator_restarted"]
+        await restart(installer, generator)
+    waits = [facts["waited"] for facts in fleet.events.facts("generator_restarted")]
     assert waits == [0.02, 0.04]
     generator.health.mark_lost()
     fleet.report_lost(generator, ActorLostError("no kernel image"), [])
@@ -492,11 +470,8 @@ async def test_only_a_healthy_generator_is_leased_episodes(fleet, tmp_path, monk
     generator.health._clock.now += 11
     fleet.check_silence()
     assert await leases() == 1  # by asking, it answered
-    generator.health.mark_lost()
-    assert await leases() == 0
-    generator.health.begin_restart()
-    assert await leases() == 0
-    generator.health.mark_loaded()
-    assert await leases() == 0
+    for change in (generator.health.mark_lost, generator.health.begin_restart, generator.health.mark_loaded):
+        change()
+        assert await leases() == 0
     generator.health.mark_installed(0, 0)
     assert await leases() == 1

@@ -115,5 +115,5 @@ async def test_a_paused_generator_does_not_time_out_and_one_that_answers_does(in
     await until(lambda: installer.needs_delivery)
     await installer.deliver_newest()
     assert fleet["generator-0"].state == "lost"
-    (failed,) = [facts for event, facts in fleet.events.seen if event == "install_failed"]
+    (failed,) = fleet.events.facts("install_failed")
     assert failed["error"].startswith("generator-0: no answer to `install_version` within")

@@ -20,6 +20,7 @@ from r3async.envs import Action, EnvironmentFailed
 from r3async.envs.factory import build_environment_factory
 from r3async.envs.sandbox import CommandLimits, Sandbox, build_docker_command, build_local_command, find_isolation
 from r3async.envs.tool_calls import run_tool_calls
+from tests.helpers.transport import until
 
 SERVER = str(Path(__file__).parents[1] / "helpers" / "mcp_server.py")
 
@@ -28,17 +29,17 @@ def call(name, **arguments):
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def mcp(*mode, task="reverse-text", **args):
+def mcp(*mode, of="reverse-text", **args):
     servers = {"sums": {"command": [sys.executable, SERVER, *mode]}}
-    return EnvConfig(name=f"mcp:{task}", args={"servers": servers, "task": {"letters": 3, "turns": 1}} | args)
+    return EnvConfig(name=f"mcp:{of}", args={"servers": servers, "task": {"letters": 3, "turns": 1}} | args)
 
 
 @pytest.fixture
 async def env():
     made = []
 
-    def make(**args):
-        made.append(build_environment_factory(mcp(**args))())
+    def make(*mode, **args):
+        made.append(build_environment_factory(mcp(*mode, **args))())
         return made[-1]
 
     yield make
@@ -77,12 +78,10 @@ async def test_tools_of_a_server_are_offered_called_at_once_and_the_task_judges_
 async def test_the_task_gets_the_tokens_of_an_answer_if_it_takes_them(env, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     task = {"path": str(tmp_path / "rows.jsonl"), "reward": "tests.unit.test_envs_tools:counted"}
-    args = {"servers": {"sums": {"command": [sys.executable, SERVER]}}, "task": task}
-    environment = build_environment_factory(EnvConfig(name="mcp:dataset", args=args))()
+    environment = env(of="dataset", task=task)
     await environment.reset(0)
     assert environment.takes_tokens
     assert (await environment.step(Action("two", token_ids=[4, 5, 6]))).reward == 3
-    await environment.close()
 
 
 def counted(completions, completion_ids):
@@ -104,13 +103,13 @@ async def test_an_episode_has_servers_of_its_own_and_they_end_with_it(env):
 
 @pytest.mark.long
 async def test_calls_have_limits_and_what_goes_wrong_is_told_to_the_policy(env):
-    environment = env(call_timeout=3.0, output_characters=20, calls_at_once=2, calls=7)
+    environment = env(call_timeout=1.5, output_characters=20, calls_at_once=2, calls=7)
     await environment.reset(1)
 
     async def told(*calls):
         return [m.content for m in (await environment.step(Action("".join(calls)))).messages]
 
-    assert await told(call("wait", seconds=60)) == ["error: wait took longer than 3 s"]
+    assert await told(call("wait", seconds=60)) == ["error: wait took longer than 1.5 s"]
     (failed,) = await told(call("fail"))
     assert failed.startswith("error: ")
     (wrong,) = await told(call("add", a="x"))
@@ -152,23 +151,12 @@ async def test_a_server_that_runs_is_asked_over_http_with_headers_that_name_secr
     await asyncio.gather(one.close(), two.close())
 
 
-async def test_a_server_that_does_not_run_fails_the_episode_and_is_named(env):
-    environment = env(servers={"web": {"url": "http://127.0.0.1:1/mcp"}}, start_timeout=20)
-    with pytest.raises(EnvironmentFailed, match="the MCP servers web could not start"):
-        await environment.reset(1)
-
-
-@pytest.mark.parametrize("mode", ["dies", "hangs"])
-async def test_a_server_that_does_not_start_fails_the_episode_and_is_named(mode):
-    environment = build_environment_factory(
-        EnvConfig(
-            name="mcp:reverse-text",
-            args={"servers": {"sums": {"command": [sys.executable, SERVER, mode]}}, "start_timeout": 2.0},
-        )
-    )()
+@pytest.mark.parametrize("fault", ["dies", "hangs", "does not run"])
+async def test_a_server_that_does_not_start_fails_the_episode_and_is_named(env, fault):
+    web = {"servers": {"sums": {"url": "http://127.0.0.1:1/mcp"}}}
+    environment = env(**web, start_timeout=20) if fault == "does not run" else env(fault, start_timeout=1.0)
     with pytest.raises(EnvironmentFailed, match="the MCP servers sums could not start"):
         await environment.reset(1)
-    await environment.close()
     assert servers_running() == []
 
 
@@ -248,19 +236,18 @@ async def test_a_command_has_limits(sandbox, monkeypatch):
 
 
 async def test_a_command_that_never_ends_is_killed_with_all_that_it_started(sandbox):
-    mark = f"r3-{os.getpid()}-{id(sandbox)}"
-    code = f"import time; time.sleep(600)  # {mark}"
-    await sandbox.write({"sleep.py": code})
-    ran = await sandbox.run(f"echo begun; python -c '{code}' & python -c '{code}'", seconds=1.5)
+    mark = f"600.{os.getpid()}{id(sandbox)}"
+    ran = await sandbox.run(f"echo begun; sleep {mark} & sleep {mark}", seconds=1.0)
     assert ran.exit_code is None
     assert ran.output == "begun\n"
     assert ran.format_for_policy() == "begun\n[out of time]"
     await _none_of(mark)
-    left = await sandbox.run(f"python -c '{code}' >/dev/null 2>&1 & echo done")
-    assert (left.exit_code, left.output) == (0, "done\n")
-    await _none_of(mark)
-    running = asyncio.create_task(sandbox.run(f"python -c '{code}'"))
-    await asyncio.sleep(0.5)
+    for output in ("", ">/dev/null 2>&1"):  # the command ends when its shell does, and not what is in the background
+        left = await sandbox.run(f"echo begun; sleep {mark} {output} & echo done")
+        assert left.format_for_policy() == "begun\ndone\n[exit code 0]"
+        await _none_of(mark)
+    running = asyncio.create_task(sandbox.run(f"sleep {mark}"))
+    await until(lambda: any(mark in _words(p) for p in psutil.process_iter()))
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -278,14 +265,15 @@ PUT_IN_PLACE = {
 }
 
 
-@pytest.mark.parametrize("what", PUT_IN_PLACE)
-async def test_a_file_is_written_whatever_a_command_left_in_its_place(sandbox, tmp_path, what):
+async def test_a_file_is_written_whatever_a_command_left_in_its_place(sandbox, tmp_path):
     (tmp_path / "out").write_text("outside")
-    assert (await sandbox.run(PUT_IN_PLACE[what].format(tmp_path / "out"))).exit_code == 0
-    await asyncio.wait_for(sandbox.write({"t.py": "right\n"}), 10)
-    assert not (sandbox.directory / "t.py").is_symlink()
-    assert (sandbox.directory / "t.py").read_text() == "right\n"
-    assert os.access(sandbox.directory / "t.py", os.X_OK) == (what == "a program")
+    file = sandbox.directory / "t.py"
+    for what, command in PUT_IN_PLACE.items():
+        assert (await sandbox.run("rm -rf t.py; " + command.format(tmp_path / "out"))).exit_code == 0, what
+        await asyncio.wait_for(sandbox.write({"t.py": "right\n"}), 10)
+        assert not file.is_symlink(), what
+        assert file.read_text() == "right\n", what
+        assert os.access(file, os.X_OK) == (what == "a program")
     assert (tmp_path / "out").read_text() == "outside"
 
 
@@ -371,22 +359,13 @@ async def test_a_confined_command_writes_in_its_sandbox_only():
         await sandbox.close()
 
 
-async def test_a_command_ends_when_its_shell_does_and_not_what_it_left_in_the_background(sandbox):
-    ran = await sandbox.run("echo begun; sleep 600 & echo done")
-    assert ran.format_for_policy() == "begun\ndone\n[exit code 0]"
-
-
 async def _only_folders(sandbox):
     assert sorted(path.name for path in sandbox.directory.parent.iterdir()) == ["home", "tmp", "work"]
     assert (await sandbox.run("ls -A")).output == ""
 
 
 async def _none_of(mark):
-    for _ in range(100):
-        if not any(mark in " ".join(_words(p)) for p in psutil.process_iter()):
-            return
-        await asyncio.sleep(0.05)
-    raise AssertionError("a process outlived its command")
+    await until(lambda: not any(mark in " ".join(_words(p)) for p in psutil.process_iter()))
 
 
 async def test_an_isolated_command_reaches_no_network_and_its_session_ends_with_it():
@@ -444,11 +423,11 @@ def test_the_words_of_a_command():
         "RLIMIT_CORE": 0,
         "RLIMIT_NPROC": 7,
     }
-    plain = json.loads(build_local_command("echo hi", limits, (), Path("/d"))[-4])
-    assert "RLIMIT_NPROC" not in plain["limits"], "it would count all of our user's"
-    confined = json.loads(
-        build_local_command("echo hi", limits, ("unshare", "--user", "--keep-caps", "--"), Path("/d"))[-4]
+    plain, confined = (
+        json.loads(build_local_command("echo hi", limits, prefix, Path("/d"))[-4])
+        for prefix in ((), ("unshare", "--user", "--keep-caps", "--"))
     )
+    assert "RLIMIT_NPROC" not in plain["limits"], "it would count all of our user's"
     assert (confined["root"], confined["shm_bytes"]) == ("/d", 64 * 2**20)
     docker = build_docker_command("echo hi", limits, "python:3.12", Path("/d"), "r3-1")
     text = " ".join(docker)

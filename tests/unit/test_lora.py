@@ -26,6 +26,20 @@ def model_path(tmp_path_factory):
     return hm.make_hf_model(tmp_path_factory.mktemp("model"), num_hidden_layers=4, mlp_only_layers=[1])
 
 
+@pytest.fixture
+def build(model_path):
+    """Build learners of the model, and close them."""
+    built = []
+
+    def build_one(config):
+        built.append(build_learner(config, model_path))
+        return built[-1]
+
+    yield build_one
+    for learner in built:
+        learner.close()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "mlp.gate", "experts"), ("layers.2",)])
 def test_the_gradient_is_that_of_full_training_on_the_adapters_subspace(model_path, tmp_path, backend, targets):
@@ -61,53 +75,47 @@ def test_recomputed_layers_have_the_same_gradient(model_path, backend, recompute
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_start_is_the_base_and_only_targets_move(model_path, backend, dtype):
+def test_the_start_is_the_base_and_only_targets_move(build, backend, dtype):
     config = hl.settings(backend, dtype=dtype)
-    base = build_learner(config, model_path)
-    start = base.export_weights()
-    base.close()
-    learner = build_learner(hl.with_lora(config, "q_proj", "experts"), model_path)
-    try:
-        assert all(torch.equal(t, start[n]) for n, t in learner.export_weights().items())
-        hc.train(learner, config, hc.batches(2))
-        moved = {n for n, t in learner.export_weights().items() if not torch.equal(t, start[n])}
-        assert all(".q_proj." in n or ".experts." in n for n in moved)
-        assert sum(".q_proj." in n for n in moved) == 4
-        # The optimizer has moments of adapters alone, and no weight keeps a gradient.
-        names = {held.places[0].name for held in learner.trained_slices()}
-        assert all(".lora_" in n for n in names)
-        assert all(p.grad is None for p in learner.model.parameters())
-        elements = sum(s["exp_avg"].numel() for s in learner.optimizer.iter_states() if "exp_avg" in s)
-        assert 0 < elements < sum(t.numel() for t in start.values()) / 2
-    finally:
-        learner.close()
+    start = build(config).export_weights()
+    learner = build(hl.with_lora(config, "q_proj", "experts"))
+    assert all(torch.equal(t, start[n]) for n, t in learner.export_weights().items())
+    hc.train(learner, config, hc.batches(2))
+    moved = {n for n, t in learner.export_weights().items() if not torch.equal(t, start[n])}
+    assert all(".q_proj." in n or ".experts." in n for n in moved)
+    assert sum(".q_proj." in n for n in moved) == 4
+    # The optimizer has moments of adapters alone, and no weight keeps a gradient.
+    names = {held.places[0].name for held in learner.trained_slices()}
+    assert all(".lora_" in n for n in names)
+    assert all(p.grad is None for p in learner.model.parameters())
+    elements = sum(s["exp_avg"].numel() for s in learner.optimizer.iter_states() if "exp_avg" in s)
+    assert 0 < elements < sum(t.numel() for t in start.values()) / 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_routers_stay_frozen(model_path, backend):
+def test_routers_stay_frozen(build, backend):
     config = hl.settings(backend)
     config = msgspec.structs.replace(config, learner=msgspec.structs.replace(config.learner, freeze_router=True))
-    learner = build_learner(config, model_path)
-    try:
-        start = learner.export_weights()
-        hc.train(learner, config, hc.batches(1))
-        still = {n for n, t in learner.export_weights().items() if torch.equal(t, start[n])}
-        assert still == {n for n in start if n.endswith("mlp.gate.weight")}
-    finally:
-        learner.close()
+    learner = build(config)
+    start = learner.export_weights()
+    hc.train(learner, config, hc.batches(1))
+    still = {n for n, t in learner.export_weights().items() if torch.equal(t, start[n])}
+    assert still == {n for n in start if n.endswith("mlp.gate.weight")}
     with pytest.raises(
         LearnerError, match=r"learner.lora.targets.*'mlp.gate'.*self_attn.q_proj.*learner.freeze_router"
     ):
-        build_learner(hl.with_lora(config, "mlp.gate", freeze_router=True), model_path)
+        build(hl.with_lora(config, "mlp.gate", freeze_router=True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_ten_steps_are_five_and_five(model_path, tmp_path, backend, dtype):
+def test_steps_after_a_restart_are_those_without_it(build, model_path, tmp_path, backend, dtype):
     config = hl.with_lora(hc.settings(backend, dtype=dtype))
     straight, half, whole = (hc.fresh(tmp_path / name) for name in ("straight", "half", "whole"))
-    hc.begun(model_path, config, 4, straight)
-    hc.begun(model_path, config, 2, half)
+    learner = build(config)
+    for first, out in ((0, half), (2, straight)):
+        hc.train(learner, config, hc.batches(2, first=first))
+        hc.write_rank_file(out, learner.capture_state())
     hc.continued(model_path, config, hc.paths(half), 2, 2, whole)
     hc.assert_same(hc.paths(straight), hc.paths(whole))
     saved = hc.contents(hc.paths(whole))
@@ -121,29 +129,23 @@ def parameters_of(path: Path) -> int:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_reference_is_the_start_model(model_path, backend):
+def test_the_reference_is_the_start_model(build, backend):
     config = hl.with_lora(hl.settings(backend))
     config.algorithm.reference_kl.coef = 0.1
-    learner = build_learner(config, model_path)
-    try:
-        (step,) = hc.batches(1)
-        before = learner.logprobs(step)
-        hl.randomize(learner)
-        moved = learner.logprobs(step)
-        assert max(abs(a - b).max() for a, b in zip(before, moved, strict=True)) > 1e-3
-        assert all((a == b).all() for a, b in zip(before, learner.logprobs(step, use_reference=True), strict=True))
-        assert all((a == b).all() for a, b in zip(moved, learner.logprobs(step), strict=True))
-    finally:
-        learner.close()
+    learner, (step,) = build(config), hc.batches(1)
+    before = learner.logprobs(step)
+    hl.randomize(learner)
+    moved = learner.logprobs(step)
+    assert max(abs(a - b).max() for a, b in zip(before, moved, strict=True)) > 1e-3
+    assert all((a == b).all() for a, b in zip(before, learner.logprobs(step, use_reference=True), strict=True))
+    assert all((a == b).all() for a, b in zip(moved, learner.logprobs(step), strict=True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_target_that_names_nothing_is_refused_with_what_there_is(model_path, backend):
-    for target in ("query_key_value", "embed_tokens", "lm_head"):
-        with pytest.raises(
-            LearnerError, match=rf"`learner.lora.targets`: '{target}' names no matrix.*self_attn.q_proj"
-        ):
-            build_learner(hl.with_lora(hl.settings(backend), "q_proj", target), model_path)
+@pytest.mark.parametrize("target", ["query_key_value", "embed_tokens", "lm_head"])
+def test_a_target_that_names_nothing_is_refused_with_what_there_is(build, backend, target):
+    with pytest.raises(LearnerError, match=rf"`learner.lora.targets`: '{target}' names no matrix.*self_attn.q_proj"):
+        build(hl.with_lora(hl.settings(backend), "q_proj", target))
 
 
 def test_settings_that_cannot_be():

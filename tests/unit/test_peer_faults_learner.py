@@ -21,6 +21,12 @@ def model_path(tmp_path_factory):
     return hm.make_hf_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture
+def build(model_path):
+    """Build learners of the model; none of their steps is taken, so the weights stay."""
+    return lambda **options: MegatronLearner.from_pretrained(config(**options), model_path)
+
+
 def step_gradients(learner: MegatronLearner, micro_batches) -> dict[str, torch.Tensor]:
     """Gradients of one step, which is not taken."""
     accumulate_gradients(learner, begin_minibatch(learner, micro_batches))
@@ -41,13 +47,12 @@ def blanked(sample: Sample, fill: np.uint8) -> Sample:
     return replace_columns(sample, routed_experts=np.where(kept, table["routed_experts"], fill))
 
 
-def test_missing_rows_are_not_trained_as_expert_0(model_path):
+def test_missing_rows_are_not_trained_as_expert_0(build):
     """A record of zeros, or of any ids, where nothing was recorded, changes nothing: these tokens route by themselves."""
     samples = hm.make_samples(1, LENGTHS)
     nothing = [replace_columns(s, routing_recorded=np.zeros(len(s.table), bool)) for s in samples]
     zeros = [replace_columns(s, routed_experts=np.zeros_like(s.table["routed_experts"])) for s in nothing]
-    learner = MegatronLearner.from_pretrained(config(), model_path)
-    off = MegatronLearner.from_pretrained(config(replay="off"), model_path)
+    learner, off = build(), build(replay="off")
     exact = step_gradients(off, [collate_samples(samples)])
     load = off.replay.pop_counts().expert_load
     for unrecorded in (nothing, zeros):
@@ -70,20 +75,20 @@ def test_missing_rows_are_not_trained_as_expert_0(model_path):
         assert_bit_equal(step_gradients(learner, [collate_samples(other)]), exact)
 
 
-def test_no_replay_is_stale_on_a_padding_micro_batch(model_path):
+def test_no_replay_is_stale_on_a_padding_micro_batch(build):
     """Not longer, not shorter than what came before it, and no trace of it in gradients or figures."""
-    real = collate_samples(hm.make_samples(2, [20]))
+    learner, real = build(), collate_samples(hm.make_samples(2, [20]))
+    exact = step_gradients(learner, [real])
+    alone = learner.replay.pop_counts()
+    # As on one rank of several: padding is fed forward and back like everything else.
+    learner.config.learner.parallel = config(dp=2).learner.parallel
     for tokens in (1, 20, 33):
-        learner = MegatronLearner.from_pretrained(config(), model_path)
-        exact = step_gradients(learner, [real])
-        alone = learner.replay.pop_counts()
         padding = make_padding_batch(real, tokens)
-        # As on one rank of several: padding is fed forward and back like everything else.
-        learner.config.learner.parallel = config(dp=2).learner.parallel
         minibatch = begin_minibatch(learner, [real, padding, real])
         assert minibatch.micro_batches[1] is padding
         accumulate_gradients(learner, minibatch)
         found = {n: g.clone() for n, g in gradients(learner).items()}
+        learner.optimizer.zero_grad()
         counts = learner.replay.pop_counts()
         for name, gradient in exact.items():
             # The denominator is twice as large, and the same tokens are there twice.
@@ -96,11 +101,11 @@ def test_no_replay_is_stale_on_a_padding_micro_batch(model_path):
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_a_forward_only_pass_is_not_consumed_by_a_later_backward(model_path, recompute):
+def test_a_forward_only_pass_is_not_consumed_by_a_later_backward(build, recompute):
     """Scoring, recording and a forward pass without a backward, of other micro-batches, change no bit of the gradient."""
     micro_batches = pack_samples(hm.make_samples(3, LENGTHS), 48)
-    exact = step_gradients(MegatronLearner.from_pretrained(config(recompute=recompute), model_path), micro_batches)
-    learner = MegatronLearner.from_pretrained(config(recompute=recompute), model_path)
+    learner = build(recompute=recompute)
+    exact = step_gradients(learner, micro_batches)
     others = pack_samples(hm.make_samples(4, [31, 7, 40]), 48)
     learner.logprobs(others)
     learner.record_learner_routes(others)
@@ -153,14 +158,14 @@ def test_ids_above_255_reach_the_router_unwrapped():
     assert load[0].nonzero()[:, 0].tolist() == [1, 256, 257, 511]
 
 
-def test_routers_of_multi_token_prediction_are_not_replayed(model_path):
+def test_routers_of_multi_token_prediction_are_not_replayed(build):
     """A layer beside the decoder, with experts of its own: it is in no record, so its router stays Megatron's."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.spec_utils import build_module
 
     from r3async.learner.megatron.layers import attach_replay, build_layer_spec
 
-    learner = MegatronLearner.from_pretrained(config(), model_path)
+    learner = build()
     model = learner.model
     aside = build_module(
         build_layer_spec(model.config, learner.shape, moe=True), config=model.config, layer_number=hm.LAYERS + 1

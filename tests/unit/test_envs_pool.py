@@ -57,25 +57,13 @@ async def until(condition, seconds=20):
 async def test_an_episode_is_played_in_one_other_process_and_episodes_are_spread(make):
     factory = make(workers=2)
     envs = [factory() for _ in range(4)]
+    assert pool_of(factory).workers == [], "no process is started before an episode is"
     pids = [where(await env.reset(seed)) for seed, env in enumerate(envs)]
     assert os.getpid() not in pids
     assert sorted(pids.count(pid) for pid in set(pids)) == [2, 2]
     for seed, env in enumerate(envs):
         assert (await env.step(Action(str(seed)))).reward == 0.5
         assert (await env.step(Action(str(seed + 1)))).done
-
-
-async def test_no_process_is_started_before_an_episode_is(make):
-    assert pool_of(make()).workers == []
-
-
-async def test_a_process_that_sends_what_is_no_reply_is_ended_and_replaced(make):
-    factory = make()
-    env = factory()
-    there = where(await env.reset(1))
-    with pytest.raises(EnvironmentFailed, match="its process sent what is no reply"):
-        await env.step(Action("no reply"))
-    assert where(await factory().reset(2)) != there
 
 
 async def test_an_oracle_in_another_process_answers_at_once(make):
@@ -94,14 +82,18 @@ async def test_a_copy_repeats_the_answers_so_far(make):
 
 
 async def test_a_call_that_hangs_is_ended_with_its_process_and_the_next_episode_gets_a_new_one(make):
-    factory = make(step_timeout=2.0)
+    factory = make(step_timeout=1.0)
     hanging, neighbour = factory(), factory()
     first = where(await hanging.reset(1))
     assert where(await neighbour.reset(2)) == first
-    late, waiting = await asyncio.gather(
-        hanging.step(Action("hang")), neighbour.step(Action("2")), return_exceptions=True
-    )
-    assert "`step` took longer than env.step_timeout = 2 s" in str(late)
+    calls = [asyncio.create_task(env.step(Action(text))) for env, text in ((hanging, "hang"), (neighbour, "2"))]
+    beats = 0
+    while not all(call.done() for call in calls):
+        await asyncio.sleep(0.02)
+        beats += 1
+    assert beats > 10, "the event loop continues"
+    late, waiting = (call.exception() for call in calls)
+    assert "`step` took longer than env.step_timeout = 1 s" in str(late)
     assert isinstance(waiting, EnvironmentFailed)  # and not a cancellation
     with pytest.raises(EnvironmentFailed, match=r"process of .* is lost: `step` took longer than env\.step_timeout"):
         await neighbour.step(Action("2"))
@@ -111,57 +103,44 @@ async def test_a_call_that_hangs_is_ended_with_its_process_and_the_next_episode_
     assert (await again.step(Action("1"))).reward == 0.5
 
 
-async def test_the_event_loop_continues_while_a_call_hangs(make):
-    env = make(step_timeout=2.0)()
-    await env.reset(1)
-    hanging, beats = asyncio.create_task(env.step(Action("hang"))), 0
-    while not hanging.done():
-        await asyncio.sleep(0.02)
-        beats += 1
-    assert beats > 20
-    with pytest.raises(EnvironmentFailed):
-        hanging.result()
-
-
-@pytest.mark.parametrize(
-    ("answer", "error"), [("raise", "ValueError: the dice rolled off the table"), ("quit", "SystemExit: no licence")]
-)
-async def test_what_is_raised_there_is_told_with_the_last_frame_and_the_process_stays(make, answer, error):
+async def test_what_is_raised_there_is_told_with_the_last_frame_and_the_process_stays(make):
     factory = make()
     env, neighbour = factory(), factory()
-    await env.reset(1)
     there = where(await neighbour.reset(2))
-    with pytest.raises(EnvironmentFailed) as caught:
-        await env.step(Action(answer))
-    raised = summarize_error(caught.value)
-    assert raised.error == error
-    assert re.fullmatch(r"envs\.py:\d+ in step", raised.place)
-    assert raised.trace.rstrip().endswith(error)
-    assert summarize_error(pickle.loads(pickle.dumps(caught.value))) == raised  # as it crosses to the conductor
+    for answer, error in (("raise", "ValueError: the dice rolled off the table"), ("quit", "SystemExit: no licence")):
+        await env.reset(1)
+        with pytest.raises(EnvironmentFailed, match=r"(?s)helpers/envs\.py.*in step.*" + error) as caught:
+            await env.step(Action(answer))
+        raised = summarize_error(caught.value)
+        assert raised.error == error
+        assert re.fullmatch(r"envs\.py:\d+ in step", raised.place)
+        assert raised.trace.rstrip().endswith(error)
+        assert summarize_error(pickle.loads(pickle.dumps(caught.value))) == raised  # as it crosses to the conductor
+    for answer, error in (
+        ("nonsense", r"must return a StepResult.*, not a str"),
+        ("half a character", r"(?s)raised in `step`.*surrogates not allowed"),
+    ):
+        with pytest.raises(EnvironmentFailed, match=error):
+            await env.step(Action(answer))
     assert (await neighbour.step(Action("2"))).reward == 0.5
     assert where(await factory().reset(3)) == there
 
 
-@pytest.mark.parametrize(("answer", "code"), [("crash", "-9"), ("exit", "7")])
-async def test_a_lost_process_is_reported_with_its_exit_code_and_replaced(make, answer, code):
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("crash", "ended by itself in `step`, with exit code -9"),
+        ("exit", "ended by itself in `step`, with exit code 7"),
+        ("no reply", "its process sent what is no reply"),
+    ],
+)
+async def test_a_lost_process_is_reported_with_how_it_was_lost_and_replaced(make, answer, message):
     factory = make()
     env = factory()
-    await env.reset(1)
-    with pytest.raises(EnvironmentFailed, match=rf"ended by itself in `step`, with exit code {code}"):
+    there = where(await env.reset(1))
+    with pytest.raises(EnvironmentFailed, match=message):
         await env.step(Action(answer))
-    assert (await factory().reset(1))[0].content.startswith("1 in")
-
-
-async def test_an_exception_arrives_with_the_environments_own_traceback_and_spares_the_process(make):
-    factory = make()
-    env, neighbour = factory(), factory()
-    await env.reset(1)
-    await neighbour.reset(2)
-    with pytest.raises(EnvironmentFailed, match=r"(?s)helpers/envs\.py.*in step.*ValueError: the dice rolled"):
-        await env.step(Action("raise"))
-    with pytest.raises(EnvironmentFailed, match=r"must return a StepResult.*, not a str"):
-        await env.step(Action("nonsense"))
-    assert (await neighbour.step(Action("2"))).reward == 0.5
+    assert where(await factory().reset(2)) != there
 
 
 async def test_a_class_that_does_not_work_in_another_process_says_why(make):
@@ -200,38 +179,29 @@ async def test_environments_may_be_forgotten_at_any_moment(make):
     assert len(pool_of(factory).workers[0].active_instances) == 0
 
 
-async def test_a_process_that_is_stopped_is_ended_and_another_takes_its_place(make):
+@pytest.mark.parametrize(
+    ("when", "action"),
+    [
+        ("before it reads", "1"),
+        ("before it reads a large action", "x" * 4_000_000),
+        ("in the middle of its reply", "half a reply"),
+    ],
+    ids=["at once", "with a large action", "within its reply"],
+)
+async def test_a_process_that_is_stopped_is_ended_and_another_takes_its_place(make, when, action):
+    """An action of more bytes than the connection buffers waits for a reader: the time limit is of that, too. Of a reply, the
+    first bytes may have come, and the rest never does."""
     factory = make(step_timeout=1)
     env = factory()
     pid = where(await env.reset(1))
-    os.kill(pid, signal.SIGSTOP)
+    if when.startswith("before"):
+        os.kill(pid, signal.SIGSTOP)
     with pytest.raises(EnvironmentFailed, match=r"env\.step_timeout = 1 s; its process was ended"):
-        await asyncio.wait_for(env.step(Action("1")), 30)
-    assert not psutil.pid_exists(pid)
-    assert where(await factory().reset(1)) != pid
-
-
-async def test_a_stopped_process_that_takes_no_large_action_is_ended_and_another_plays_on(make):
-    """An action of more bytes than the connection buffers waits for a reader: the time limit is of that, too."""
-    factory = make(step_timeout=1)
-    env = factory()
-    pid = where(await env.reset(1))
-    os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(EnvironmentFailed, match=r"env\.step_timeout = 1 s; its process was ended"):
-        await asyncio.wait_for(env.step(Action("x" * 4_000_000)), 30)
+        await asyncio.wait_for(env.step(Action(action)), 30)
     assert not psutil.pid_exists(pid)
     again = factory()
     assert where(await asyncio.wait_for(again.reset(1), 30)) != pid
     assert (await again.step(Action("1"))).reward == 0.5
-
-
-async def test_a_process_that_is_stopped_in_the_middle_of_its_reply_is_ended(make):
-    """The first bytes of a reply have come, and the rest never does."""
-    env = make(step_timeout=1)()
-    pid = where(await env.reset(1))
-    with pytest.raises(EnvironmentFailed, match=r"env\.step_timeout = 1 s; its process was ended"):
-        await asyncio.wait_for(env.step(Action("half a reply")), 30)
-    assert not psutil.pid_exists(pid)
 
 
 async def test_large_messages_pass_whole_in_both_directions(make):
@@ -239,16 +209,6 @@ async def test_large_messages_pass_whole_in_both_directions(make):
     await env.reset(1)
     result = await env.step(Action("repeat" + "é" * 3_000_000))
     assert result.messages[0].content == "é" * 3_000_000
-
-
-async def test_what_no_message_can_hold_fails_its_episode_and_spares_the_process(make):
-    factory = make()
-    env, neighbour = factory(), factory()
-    await env.reset(1)
-    await neighbour.reset(2)
-    with pytest.raises(EnvironmentFailed, match=r"(?s)raised in `step`.*surrogates not allowed"):
-        await env.step(Action("half a character"))
-    assert (await neighbour.step(Action("2"))).reward == 0.5
 
 
 async def test_closing_the_pool_ends_its_processes_and_what_they_play(make):

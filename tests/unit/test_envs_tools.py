@@ -401,13 +401,14 @@ async def test_a_repository_is_mended_by_commands_and_rewarded_by_its_tests():
         assert (await environment.step(Action(environment.oracle()))).messages[0].content == "[exit code 0]"
         final = await environment.step(Action(environment.oracle()))
         assert (final.reward, final.done, final.metrics) == (1, True, {"commands": 2})
-        await environment.reset(seed)
-        cheat = call("run", command="echo 'import sys; sys.exit(0)' > test_shop.py")
-        await environment.step(Action(cheat))
-        assert (await environment.step(Action("Done."))).reward == 0
         directory = environment.sandbox.directory
         await environment.close()
         assert not directory.exists()
+    await environment.reset(seed)
+    cheat = call("run", command="echo 'import sys; sys.exit(0)' > test_shop.py")
+    await environment.step(Action(cheat))
+    assert (await environment.step(Action("Done."))).reward == 0
+    await environment.close()
 
 
 def test_the_words_of_a_command():

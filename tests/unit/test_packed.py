@@ -13,7 +13,7 @@ from r3async.data.routes import CHUNK_ROWS, iter_sorted_columns, route_dtype
 from r3async.data.tokens import SCHEMA, Sample, SchemaError, TokenTable, Trajectory
 from r3async.data.wire import decode_trajectory, encode_trajectory
 
-FAST = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+FAST = settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 
 
 def routes(tokens: int, layers: int, top_k: int, experts: int, seed: int = 0) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.data.tokens import Sample
@@ -20,6 +20,7 @@ def make_samples(lengths):
     return [Sample(f"s{i}", make_table(n, seed=i, schema=EXTRA), 0.5 + i) for i, n in enumerate(lengths)]
 
 
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 9), max_size=12), st.integers(9, 30), st.integers(1, 5))
 def test_packed_rows_are_the_samples_rows_with_positions_from_zero(lengths, cap, ranks):
     samples = make_samples(lengths)
@@ -66,11 +67,6 @@ def test_nothing_to_train_is_no_micro_batch():
 def test_padding_of_padding_stays_padding():
     padding = make_padding_batch(make_padding_batch(collate_samples(make_samples([3, 4]))), 5)
     assert (padding.num_tokens, padding.num_real_tokens, padding.segment_lengths.tolist()) == (5, 0, [5])
-
-
-def test_a_sample_longer_than_the_cap_is_refused_with_the_setting():
-    with pytest.raises(PackingError, match=r"sample 1 has 9 tokens.*learner\.max_tokens_per_micro_batch = 8"):
-        pack_samples(make_samples([3, 9]), 8)
 
 
 @pytest.mark.parametrize("cap", [100, 3])

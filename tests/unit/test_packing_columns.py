@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.data.tokens import SCHEMA, Column, Sample, TokenTable
@@ -49,6 +49,7 @@ def check_padding(table: TokenTable) -> None:
     assert table["surprise"].shape[1:] == (2,)
 
 
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 4))
 def test_decoded_packed_split_padded_and_merged(lengths, ranks):
     sent = make_trajectory(tables=[], samples=[make_sample(i, n) for i, n in enumerate(lengths)])

@@ -4,8 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
+from r3async.config import EpisodeConfig
+from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.episode import EpisodeTask, PlayedEpisode, RetryingPlayer
+
+
+def make_player(
+    factory: Any,
+    engine: Any,
+    chat: ChatRenderer,
+    settings: EpisodeConfig,
+    reports: list[tuple[str, dict[str, Any]]],
+    **options: Any,
+) -> RetryingPlayer:
+    """Return the player of generator "g", which appends each event and its facts to `reports`."""
+    return RetryingPlayer(
+        factory=factory,
+        engine=engine,
+        renderer=chat,
+        settings=settings,
+        generator_id="g",
+        report=lambda event, **facts: reports.append((event, facts)),
+        **options,
+    )
 
 
 async def play_lease(

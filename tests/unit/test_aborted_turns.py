@@ -11,10 +11,10 @@ from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.endpoint.protocol import ApiError
 from r3async.rollout.endpoint.session import AgentSession
 from r3async.rollout.engine import EngineError, Generation, GenerationRequest
-from r3async.rollout.episode import EpisodePlayer, EpisodeTask, RetryingPlayer
+from r3async.rollout.episode import EpisodePlayer, EpisodeTask
 from r3async.rollout.scripted import SCRIPTED_ROUTING
 from r3async.tools.init_model import build_byte_tokenizer
-from tests.helpers.playing import play_lease
+from tests.helpers.playing import make_player, play_lease
 from tests.helpers.scripted import scripted_logprob, scripted_routes
 from tests.helpers.serving import handed_out, ready
 from tests.helpers.templates import QWEN3, renderer
@@ -110,20 +110,12 @@ async def test_a_row_that_branches_is_asked_again_too():
 async def test_after_too_many_the_episode_has_failed_by_the_engine_and_is_not_begun_again():
     chat, engine = await engine_that("error", *range(1, 99))
     env, reports = Counts(), []
-
-    player = RetryingPlayer(
-        factory=lambda: env,
-        engine=engine,
-        renderer=chat,
-        settings=limits(engine_retries=2, retries=2),
-        generator_id="g",
-        report=lambda event, **fields: reports.append(event),
-    )
+    player = make_player(lambda: env, engine, chat, limits(engine_retries=2, retries=2), reports)
     with pytest.raises(ExceptionGroup) as raised:
         await play_lease(player, 0, 9, (0,))
     assert "; 3 tries (episode.engine_retries = 2)" in str(raised.value.exceptions[0])
     assert (env.begun, len(engine.requests)) == (1, 4)
-    assert reports == ["call_failed"] * 3 + ["episode_failed"]
+    assert [event for event, _ in reports] == ["call_failed"] * 3 + ["episode_failed"]
 
 
 async def test_an_error_of_the_environment_still_begins_the_episode_again():
@@ -140,14 +132,7 @@ async def test_an_error_of_the_environment_still_begins_the_episode_again():
         begun.append(Breaks())
         return begun[-1]
 
-    player = RetryingPlayer(
-        factory=factory,
-        engine=engine,
-        renderer=chat,
-        settings=limits(),
-        generator_id="g",
-        report=lambda event, **fields: None,
-    )
+    player = make_player(factory, engine, chat, limits(), [])
     (played,) = await play_lease(player, 0, 9, (0,))
     assert len(begun) == 2
     assert len(played.trajectory.turns) == 3

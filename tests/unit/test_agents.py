@@ -13,9 +13,9 @@ import pytest
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig, config_from_dict
 from r3async.rollout import agents
 from r3async.rollout.agents import make_agent, open_agent_player, parse_last_reward
-from r3async.rollout.episode import EpisodeError, EpisodeTask, RetryingPlayer
+from r3async.rollout.episode import EpisodeError, EpisodeTask
 from r3async.rollout.evaluation import check_environment
-from tests.helpers.playing import play_lease
+from tests.helpers.playing import make_player, play_lease
 from tests.helpers.serving import answer_ids, ready, renderer, until
 
 TASK = EpisodeTask(group_index=3, episode_index=0, task_seed=11)
@@ -38,24 +38,6 @@ async def play(env, answers=("abcd",), settings=SETTINGS, task=TASK, **values):
     engine = await ready(answer_ids(chat, *answers))
     async with open_agent_player(env, engine, chat, settings, ServingConfig(**values), generator_id="g") as player:
         return await player(task)
-
-
-async def test_a_proxy_of_the_machine_is_not_between_an_agent_and_its_endpoint(monkeypatch):
-    """It would look for 127.0.0.1 on its own machine."""
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.setenv(name, "example.org")
-    assert (await play(function("counts"))).reward == pytest.approx(4)
-    asks = (
-        "import os, urllib.request as u; r = u.Request(os.environ['OPENAI_BASE_URL'] + '/models');"
-        "r.add_header('Authorization', 'Bearer ' + os.environ['OPENAI_API_KEY']); u.urlopen(r, timeout=20).read();"
-        "import openai; openai.OpenAI().chat.completions.create(model='policy', messages=[{'role': 'user', 'content': 'x'}]);"
-        "print('{\"reward\": 1.0}')"
-    )
-    command = EnvConfig(name="agent-command", args=program(asks).args, variables=["HTTP_PROXY", "http_proxy"])
-    assert (await play(command)).reward == 1
-    assert os.environ["NO_PROXY"] == "example.org,127.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -121,15 +103,7 @@ async def test_a_group_of_an_agent_is_played_like_any_other_and_tried_again():
     engine = await ready(answer_ids(chat, "ab"))
 
     async with open_agent_player(function("counts"), engine, chat, SETTINGS, ServingConfig()) as player:
-        group = RetryingPlayer(
-            factory=None,
-            engine=engine,
-            renderer=chat,
-            settings=SETTINGS,
-            generator_id="g",
-            report=lambda event, **fields: reports.append(event),
-            play_episode=player,
-        )
+        group = make_player(None, engine, chat, SETTINGS, reports, play_episode=player)
         played = [one.trajectory for one in await play_lease(group, 4, 9, (0, 2))]
     assert sorted((trajectory.trajectory_id, trajectory.reward) for trajectory in played) == [
         ("g00000004e0000", 2),
@@ -141,7 +115,10 @@ async def test_a_group_of_an_agent_is_played_like_any_other_and_tried_again():
 # -- commands -----------------------------------------------------------------------------------------------------
 
 ASKS = """
-import os, openai
+import os, openai, urllib.request
+key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+models = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/models", headers=key)
+assert urllib.request.urlopen(models, timeout=20).read()
 client = openai.OpenAI()
 answer = client.chat.completions.create(model="m", messages=[{"role": "user", "content": os.environ["R3ASYNC_TASK_SEED"]}])
 print("a line of its own")
@@ -150,13 +127,19 @@ print('{"reward": %s}' % len(answer.choices[0].message.content))
 
 
 async def test_a_command_has_an_address_a_key_and_a_seed_and_says_its_reward_in_its_last_line(monkeypatch):
-    # A proxy that does not exist is not asked for the way to this machine.
-    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    trajectory = await play(program(ASKS))
+    """A proxy of the machine, which would look for 127.0.0.1 on its own machine, is not asked: neither by a command nor by a
+    function."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "example.org")
+    assert (await play(function("counts"))).reward == pytest.approx(4)
+    env = EnvConfig(name="agent-command", args=program(ASKS).args, variables=["HTTP_PROXY", "http_proxy"])
+    trajectory = await play(env)
     assert (trajectory.reward, trajectory.stop_reason) == (4, "stop")
     text = renderer().decode(trajectory.samples[0].table["token_ids"].tolist())
     assert text == "<|user|>11<|assistant|>abcd<|end|>"
+    assert os.environ["NO_PROXY"] == "example.org,127.0.0.1"
 
 
 @pytest.mark.parametrize("example", ["calculator_agent", "calculator_responses", "calculator_messages"])

@@ -1,4 +1,7 @@
-"""Rewards for rows of one's own: functions in the forms of TRL and of verl, unchanged; plain ones; those that are built in."""
+"""Rewards for rows of one's own: plain functions, several together, and those that are built in.
+
+Functions in the forms of TRL and of verl: `test_documented_forms`.
+"""
 
 import json
 
@@ -22,18 +25,8 @@ from r3async.tools.eval import describe_result
 from r3async.tools.init_model import build_byte_tokenizer
 from tests.helpers.judge import PORT, judge_answers
 
-OWN = r'''
-import re
+OWN = r"""
 import time
-
-def format_reward_func(completions, **kwargs):
-    """As in TRL's documentation of GRPO: conversational completions."""
-    contents = [completion[0]["content"] for completion in completions]
-    return [1.0 if re.match(r"^<think>.*?</think>", content) else 0.0 for content in contents]
-
-def reward_func(completions, ground_truth, **kwargs):
-    matches = [re.search(r"\\boxed\{(.*?)\}", completion) for completion in completions]
-    return [1.0 if match and match.group(1) == wanted else 0.0 for match, wanted in zip(matches, ground_truth)]
 
 def lengths(prompts, completions, completion_ids):
     assert len(prompts) == len(completions) == len(completion_ids) == 1
@@ -42,18 +35,11 @@ def lengths(prompts, completions, completion_ids):
 def math_only(prompts, completions, task, **kwargs):
     return [1.0 if each == "math" else None for each in task]
 
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    assert data_source == "openai/gsm8k" and extra_info["index"] == 7
-    return {"score": float(solution_str.endswith(ground_truth)), "acc": True}
-
 def plain(completion, answer):
     return completion == answer
 
 def only(completion):
     return len(completion)
-
-async def waits(completions, answer, **kwargs):
-    return [float(a == b) for a, b in zip(completions, answer)]
 
 async def counts(completion, row):
     row["meta"]["seen"] = row["meta"].get("seen", 0) + 1
@@ -93,11 +79,8 @@ def slow(completion, answer):
 def hungry(completions, hunger, **kwargs):
     return [0.0]
 
-def stateful(completions, trainer_state):
-    return [0.0]
-
 constant = 3
-'''
+"""
 
 
 @pytest.fixture
@@ -123,37 +106,8 @@ async def paid(env, text, token_ids=()):
     return result.reward, {name.removeprefix("reward/"): value for name, value in result.metrics.items()}
 
 
-CHAT = [{"role": "user", "content": "1+1?"}]
-VERL = {
-    "data_source": "openai/gsm8k",
-    "prompt": CHAT,
-    "ability": "math",
-    "reward_model": {"style": "rule", "ground_truth": "2"},
-    "extra_info": {"split": "train", "index": 7},
-}
-
-
-async def test_rewards_of_trl_get_messages_for_chat_prompts_and_texts_for_texts(dataset):
-    env = dataset({"prompt": CHAT}, "own.py:format_reward_func")
-    assert await paid(env, "<think>so</think>2") == (1.0, {"format_reward_func": 1.0})
-    assert (await paid(env, "2"))[0] == 0.0
-    env = dataset({"prompt": "1+1?", "ground_truth": "2"}, "own.py:reward_func")
-    assert (await paid(env, r"it is \boxed{2}"))[0] == 1.0
-    assert (await paid(env, "2"))[0] == 0.0
-    env = dataset({"prompt": "1+1?"}, "own.py:lengths")
-    assert env.takes_tokens
-    assert (await paid(env, "two", [1, 2, 3, 4]))[0] == 4.0
-
-
-async def test_a_row_and_a_reward_of_verl_need_no_settings(dataset):
-    env = dataset(VERL, "own.py:compute_score")
-    assert env.oracle() == "2"
-    assert await paid(env, "#### 2") == (1.0, {"compute_score": 1.0, "acc": 1.0})
-    assert (await paid(env, "#### 3"))[0] == 0.0
-
-
-@pytest.mark.parametrize(("fn", "text", "reward"), [("plain", "2", 1.0), ("only", "two", 3.0), ("waits", "2", 1.0)])
-async def test_plain_functions_and_those_that_wait(dataset, fn, text, reward):
+@pytest.mark.parametrize(("fn", "text", "reward"), [("plain", "2", 1.0), ("only", "two", 3.0)])
+async def test_plain_functions(dataset, fn, text, reward):
     assert (await paid(dataset({"prompt": "1+1?", "answer": "2"}, f"own.py:{fn}"), text))[0] == reward
 
 
@@ -197,7 +151,6 @@ async def test_what_is_no_reward_fails_the_episode_by_name(dataset, fn, message)
     ("reward", "message"),
     [
         ("own.py:hungry", r"rows.jsonl, line 1: no field 'hunger', which reward 'hungry' asks for"),
-        ("own.py:stateful", r"asks for `trainer_state`, which only TRL's trainer has: give it a default"),
         ("own.py:plaim", r"own.py has no 'plaim'; did you mean 'plain'"),
         ("own.py:constant", r"is a int, not a function"),
         ("none.py:plain", r"there is no file .*/none.py"),

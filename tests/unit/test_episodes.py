@@ -1,5 +1,7 @@
 """The episode loop: what is recorded is what the engine saw."""
 
+import asyncio
+
 import numpy as np
 import pytest
 
@@ -8,16 +10,24 @@ from r3async.envs import Action, EnvironmentProtocolError, Message, StepResult
 from r3async.envs.builtin import ReverseText
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engine import GenerationRequest
-from r3async.rollout.episode import EpisodeError, EpisodePlayer, EpisodeTask, PromptTooLongError, RetryingPlayer
+from r3async.rollout.episode import EpisodeError, EpisodePlayer, EpisodeTask, PromptTooLongError
 from r3async.rollout.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.tools.init_model import build_byte_tokenizer
 from r3async.tools.preflight import try_environments
 from r3async.weights.manifest import WeightManifest
-from tests.helpers.playing import play_lease
+from tests.helpers.playing import make_player, play_lease
 from tests.helpers.scripted import scripted_logprob, scripted_routes
 
 TASK = EpisodeTask(group_index=3, episode_index=0, task_seed=11)
-SETTINGS = EpisodeConfig(max_turns=3, max_new_tokens=8, max_prompt_tokens=64, max_total_tokens=128)
+
+
+def limits(**changes):
+    return EpisodeConfig(
+        **{"max_turns": 3, "max_new_tokens": 8, "max_prompt_tokens": 64, "max_total_tokens": 128} | changes
+    )
+
+
+SETTINGS = limits()
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +127,7 @@ async def test_sampled_tokens_are_kept_as_they_are_and_only_they_are_trained(cha
 
 async def test_each_turn_extends_the_tokens_of_the_turn_before_exactly(chat):
     engine = await ready([encode(chat, "ab"), encode(chat, "cd", end=False), encode(chat, "e")])
-    trajectory = await play(
-        chat, engine, EpisodeConfig(max_turns=3, max_new_tokens=2, max_total_tokens=128, max_prompt_tokens=64)
-    )
+    trajectory = await play(chat, engine, limits(max_new_tokens=2))
     whole = trajectory.samples[0].table["token_ids"].tolist()
     for call in engine.requests:
         assert call.prompt_ids.tolist() == whole[: len(call.prompt_ids)]
@@ -149,14 +157,10 @@ async def test_an_answer_that_was_cut_is_ended_outside_of_the_loss(chat):
 
 
 async def test_the_budget_of_a_turn_respects_the_context_left(chat):
-    settings = EpisodeConfig(max_turns=9, max_new_tokens=8, max_prompt_tokens=10, max_total_tokens=22)
+    settings = limits(max_turns=9, max_prompt_tokens=10, max_total_tokens=22)
     engine = await ready([encode(chat, "abcdefghij", end=False)])
     trajectory = await play(chat, engine, settings, ReverseText(4, 9))
-    assert (
-        [c.max_tokens for c in engine.calls] == [8, 22 - len(engine.calls[1].prompt_ids)]
-        if len(engine.requests) > 1
-        else [8]
-    )
+    assert [call.max_tokens for call in engine.requests] == [8, *(22 - len(c.prompt_ids) for c in engine.requests[1:])]
     assert trajectory.stop_reason == "length"
     assert len(trajectory.samples[0].table) <= 22
 
@@ -170,9 +174,7 @@ async def test_a_first_prompt_that_is_too_long_is_an_error_that_names_the_settin
 
 async def test_turns_run_out(chat):
     engine = await ready([encode(chat, "a")])
-    trajectory = await play(
-        chat, engine, EpisodeConfig(max_turns=2, max_new_tokens=4, max_prompt_tokens=64, max_total_tokens=128)
-    )
+    trajectory = await play(chat, engine, limits(max_turns=2))
     assert trajectory.stop_reason == "turns"
     assert len(trajectory.turns) == 2
     assert trajectory.samples[0].table["loss_mask"][-1]  # nothing dangles after the last answer
@@ -191,11 +193,9 @@ async def test_rows_that_never_came_are_marked_and_hold_distinct_experts(chat):
 
 async def test_a_slow_episode_times_out_with_the_setting(chat):
     async def never():
-        import asyncio
-
         await asyncio.sleep(30)
 
-    settings = EpisodeConfig(max_turns=1, max_new_tokens=4, max_prompt_tokens=64, max_total_tokens=128, timeout=0.05)
+    settings = limits(timeout=0.05)
     with pytest.raises(EpisodeError, match=r"episode\.timeout"):
         await play(chat, await ready([encode(chat, "a")], before_token=never), settings)
 
@@ -217,22 +217,11 @@ class Greedy(Talker):
         return StepResult(float("inf"), done=True)
 
 
-def player(chat, engine, factory, reports, settings=SETTINGS):
-    return RetryingPlayer(
-        factory=factory,
-        engine=engine,
-        renderer=chat,
-        settings=settings,
-        generator_id="g",
-        report=lambda event, **fields: reports.append((event, fields)),
-    )
-
-
 async def test_a_group_plays_the_episodes_of_its_lease_and_retries_what_failed(chat):
     reports = []
     Flaky.failures = 1
     engine = await ready([encode(chat, "a")])
-    played = await play_lease(player(chat, engine, Flaky, reports), 4, 9, (1, 3))
+    played = await play_lease(make_player(Flaky, engine, chat, SETTINGS, reports), 4, 9, (1, 3))
     assert sorted(one.trajectory.trajectory_id for one in played) == ["g00000004e0001", "g00000004e0003"]
     assert [event for event, _ in reports] == ["episode_failed"]
 
@@ -244,7 +233,7 @@ async def test_an_episode_that_always_fails_stops_the_group_with_the_cause(chat,
     Flaky.failures = 99
     engine = await ready([encode(chat, "a")])
     with pytest.raises(ExceptionGroup) as caught:
-        await play_lease(player(chat, engine, factory, []), 4, 9, (0,))
+        await play_lease(make_player(factory, engine, chat, SETTINGS, []), 4, 9, (0,))
     assert message in str(caught.value.exceptions[0])
     assert "episode.retries = 2" in str(caught.value.exceptions[0])
 
@@ -274,8 +263,7 @@ class ClosesPlainly(Talker):
 async def test_an_environment_is_closed_however_the_episode_ends(chat, kind, turns):
     Closes.closed = 0
     engine = await ready([encode(chat, "a")])
-    limits = EpisodeConfig(max_turns=turns, max_new_tokens=4, max_prompt_tokens=64, max_total_tokens=128)
-    await play(chat, engine, limits, kind())
+    await play(chat, engine, limits(max_turns=turns), kind())
     with pytest.raises(PromptTooLongError):
-        await play(chat, engine, limits, kind("x" * 100))
+        await play(chat, engine, limits(max_turns=turns), kind("x" * 100))
     assert Closes.closed == 2

@@ -20,7 +20,6 @@ from r3async.rollout.episode import (
     EngineAbortError,
     EpisodeError,
     EpisodeTask,
-    RetryingPlayer,
     build_failed_trajectory,
     is_engine_failure,
 )
@@ -31,7 +30,7 @@ from r3async.schedule.validation import check_staleness, compute_staleness_metri
 from r3async.tools.init_model import build_byte_tokenizer
 from r3async.weights.manifest import WeightManifest
 from tests.helpers import torch as ht
-from tests.helpers.playing import play_lease
+from tests.helpers.playing import make_player, play_lease
 
 RETRIES = 1
 
@@ -175,15 +174,9 @@ async def engine():
 
 def player_of(engine, factory, reports, *, raise_failures=False, **settings):
     """Return a player of one turn an episode, which appends to `reports` each event with its facts."""
-    return RetryingPlayer(
-        factory=factory,
-        engine=engine,
-        renderer=ChatRenderer(build_byte_tokenizer()),
-        settings=EpisodeConfig(max_turns=1, max_new_tokens=8, **settings),
-        generator_id="g",
-        report=lambda event, **facts: reports.append((event, facts)),
-        raise_failures=raise_failures,
-    )
+    settings = EpisodeConfig(max_turns=1, max_new_tokens=8, **settings)
+    chat = ChatRenderer(build_byte_tokenizer())
+    return make_player(factory, engine, chat, settings, reports, raise_failures=raise_failures)
 
 
 async def test_a_group_with_a_failed_episode_is_complete_and_arrives_whole(engine):

@@ -8,11 +8,10 @@ import pytest
 from r3async.config import EnvConfig, EpisodeConfig
 from r3async.envs.factory import build_environment_factory
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.episode import RetryingPlayer
 from r3async.rollout.scripted import ScriptedEngine
 from r3async.tools.init_model import build_byte_tokenizer
 from r3async.weights.manifest import WeightManifest
-from tests.helpers.playing import play_lease
+from tests.helpers.playing import make_player, play_lease
 from tests.helpers.verifiers import tasksets_in
 
 SETTINGS = EpisodeConfig(max_turns=6, max_new_tokens=32, max_prompt_tokens=2048, max_total_tokens=4096, retries=1)
@@ -47,15 +46,8 @@ async def test_a_group_of_episodes_is_played_and_recorded(tasks, name, args, ans
     await engine.start()
     await engine.install_version(WeightManifest(version=0, path="", tensors={}, nbytes=0), timeout=1)
     trouble = []
-
-    player = RetryingPlayer(
-        factory=build_environment_factory(EnvConfig(name=name.format(tasks=tasks), args=args)),
-        engine=engine,
-        renderer=chat,
-        settings=SETTINGS,
-        generator_id="g",
-        report=lambda event, **fields: trouble.append(fields),
-    )
+    factory = build_environment_factory(EnvConfig(name=name.format(tasks=tasks), args=args))
+    player = make_player(factory, engine, chat, SETTINGS, trouble)
     played = [one.trajectory for one in await play_lease(player, 0, 11, (0, 1, 2))]
     assert trouble == []
     first = played[0].samples[0].table["token_ids"].tolist()

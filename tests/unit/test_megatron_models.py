@@ -24,10 +24,15 @@ def path(request, tmp_path_factory):
     return ha.make_model(tmp_path_factory.mktemp("model") / "m", request.param)
 
 
-@pytest.fixture
-def learner(path):
+def load(path) -> MegatronLearner:
     off = {} if ha.mixtures(path) else {"routing__replay": "off"}
-    learner = MegatronLearner.from_pretrained(settings(**off), path)
+    return MegatronLearner.from_pretrained(settings(**off), path)
+
+
+@pytest.fixture(scope="module")
+def learner(path):
+    """No test changes its weights."""
+    learner = load(path)
     yield learner
     learner.close()
 
@@ -44,6 +49,7 @@ def test_every_architecture_has_a_model_here():
 
 def test_logits_and_all_gradients_equal_transformers(learner, path):
     assert_equal_transformers(learner, ha.load_plain(path), samples_for(learner), logits=logits, gradients=gradients)
+    learner.optimizer.zero_grad()
 
 
 def test_own_routes_are_those_of_transformers(learner, path):
@@ -69,10 +75,12 @@ def test_numbers_of_the_plan_are_those_of_the_model(learner, path):
     assert shape.rank_parameters(learner.config.learner, 0) == sum(p.numel() for p in learner.model.parameters())
 
 
-def test_a_step_trains_every_weight(learner):
+def test_a_step_trains_every_weight(path):
+    learner = load(path)
     before = learner.export_weights()
     metrics = train_minibatch(learner, pack_samples(samples_for(learner, 2), 64)).metrics
     assert metrics["optimizer/skipped"] == 0
     after = learner.export_weights()
     same = [name for name, tensor in after.items() if torch.equal(before[name], tensor)]
     assert [name for name in same if not name.endswith("e_score_correction_bias")] == []
+    learner.close()

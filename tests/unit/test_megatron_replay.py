@@ -15,7 +15,6 @@ from tests.helpers import models as hm
 from tests.helpers.learner import (
     LENGTHS,
     fully_recorded,
-    gradients,
     logits,
     own_routes,
     replace_columns,
@@ -157,36 +156,3 @@ def test_invalid_records_are_refused_before_the_forward(learner, spoil, message)
     bad = collate_samples([replace_columns(sample, routed_experts=rows)])
     with pytest.raises(RoutingError, match=message), learner.replay.bind_routes(bad):
         pytest.fail("entered")
-
-
-def test_routes_are_bound_by_layer_number(tmp_path):
-    path = hm.make_hf_model(tmp_path / "m", num_hidden_layers=4, mlp_only_layers=[0, 2])
-    learner = MegatronLearner.from_pretrained(settings(), path)
-    assert learner.replay.moe_layer_indices == [0, 1]
-    routers = [getattr(layer.mlp, "router", None) for layer in learner.model.decoder.layers]
-    assert [r and r.router_replay._index for r in routers] == [None, 0, None, 1]
-
-
-def test_recomputed_forward_replays_the_same_routes(learner, monkeypatch):
-    from megatron.core.tensor_parallel import checkpoint
-
-    micro_batch = collate_samples(hm.make_samples(11, LENGTHS))
-
-    def grads() -> dict[str, torch.Tensor]:
-        with learner.replay.bind_routes(micro_batch) as routes:
-            routes.track_backward(logits(learner, micro_batch)).square().sum().backward()
-        taken = {n: g.clone() for n, g in gradients(learner).items()}
-        learner.optimizer.zero_grad()
-        return taken
-
-    plain = grads()
-    for layer in learner.model.decoder.layers:
-        forward = layer.mlp.forward
-        monkeypatch.setattr(
-            layer.mlp,
-            "forward",
-            lambda h, padding_mask=None, forward=forward: (checkpoint(lambda x: forward(x)[0], False, h), None),
-        )
-    recomputed = grads()
-    for name, expected in plain.items():
-        assert (recomputed[name] - expected).norm() <= 1e-6 * expected.norm(), name

@@ -640,8 +640,8 @@ class LearnerActor:
                 trained_at = clock()
                 # Count the step whether or not it made an update: slots are freed by it.
                 counts.steps, counts.since_publication = number, since
-                # A step without contrast is not a fault; any other that made no update is reported.
-                if trained.metrics["optimizer/skipped"] and not trained.metrics["optimizer/no_contrast"]:
+                # A step with zero variance is not a fault; any other that made no update is reported.
+                if trained.metrics["optimizer/skipped"] and not trained.metrics["optimizer/zero_variance"]:
                     self.events.warning("step_skipped", step=number, grad_norm=trained.metrics["grad_norm"])
                 # The groups are trained: the receiver can forget their ids and free their memory.
                 inbox.release_trained(indices)

@@ -204,7 +204,7 @@ def burst_of(
     way: str, seed: int, target: float, calm: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
 ) -> Burst:
     """Summarize `rows`, the steps from the burst on."""
-    drift = [row[SERVED_DRIFT_METRIC] for row in rows if row.get("served_kl/tokens")]
+    drift = [row[SERVED_DRIFT_METRIC] for row in rows if row.get("rollout_kl/served_tokens")]
     if len(drift) < len(rows):
         raise BenchError(f"{way}: served drift was measured in {len(drift)} of {len(rows)} steps")
     return Burst(
@@ -221,7 +221,7 @@ def burst_of(
 
 def phase_of(name: str, rows: Sequence[Mapping[str, Any]]) -> Phase:
     """Return both drifts of the tokens of each age, over `rows`."""
-    found = [_at(age, rows, f"_age_{age}") for age in range(STALENESS_BINS)]
+    found = [_at(age, rows, f"_staleness_{age}") for age in range(STALENESS_BINS)]
     everything = _at(-1, rows, "")
     assert everything is not None
     return Phase(name, [each for each in found if each is not None], everything)

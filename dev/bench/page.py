@@ -4,7 +4,7 @@ docs/figures.
 A table stands between `<!-- bench: NAME -->` and `<!-- end of NAME -->`, so that none of its figures is typed by hand.
 Its data is benchmarks.json, the output of `python -m dev bench all --json`. Between `<!-- science: NAME -->` and `<!--
 end of NAME -->` the data is science/NAME.json, which `python -m dev bench science` wrote; `<!-- science: NAME:
-reward/mean | served_kl/k3, window -->` shows these outcomes alone. Figures within sentences are those of claims.toml
+reward/mean | rollout_kl/served_k3, window -->` shows these outcomes alone. Figures within sentences are those of claims.toml
 (`bench/claims.py`). `--check` writes nothing, and exits 1 if a page differs from what would be written.
 """
 

@@ -109,7 +109,7 @@ class Run(msgspec.Struct, frozen=True):
     """One run, a line of the data file. Each value of a curve is the mean of `WINDOW` steps.
 
     `replayed` and `served` are the k3 of the rollout policy to the learner, with the routes that the loss sees and with
-    the learner's own (`rollout_kl/k3`, `served_kl/k3`).
+    the learner's own (`rollout_kl/k3`, `rollout_kl/served_k3`).
     """
 
     point: str
@@ -135,7 +135,7 @@ class Run(msgspec.Struct, frozen=True):
 KEPT = {
     "reward": "reward/mean",
     "replayed": "rollout_kl/k3",
-    "served": "served_kl/k3",
+    "served": "rollout_kl/served_k3",
     "agreement": "routing/agreement",
 }
 

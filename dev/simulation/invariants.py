@@ -360,7 +360,7 @@ def groups_are_whole(known: Known, event: Trained) -> str:
 
 @rule(TRAINING, "replaced", Trained)
 def groups_are_replaced_for_want_of_contrast(known: Known, event: Trained) -> str:
-    """A step with `schedule.replaced_groups` takes groups until enough of them have contrast. It stops earlier only at
+    """A step with `schedule.replaced_groups` takes groups until the rewards of enough of them differ. It stops earlier only at
     the end of the budget, or of the groups that may be in flight."""
     rules, branch = known.rules, known.branch
     if not rules.replaced_groups:
@@ -378,9 +378,9 @@ def groups_are_replaced_for_want_of_contrast(known: Known, event: Trained) -> st
     if count > budget:
         return f"step {event.step} trains {count} groups, and may take {budget}"
     if sum(differ[:-1]) >= wanted:
-        return f"step {event.step} takes group {event.groups[-1][0].group}, though {wanted} before it have contrast"
+        return f"step {event.step} takes group {event.groups[-1][0].group}, though {wanted} before it differ"
     if sum(differ) < wanted and count < budget:
-        return f"step {event.step} trains {count} groups, {sum(differ)} with contrast, and may take {budget}"
+        return f"step {event.step} trains {count} groups, {sum(differ)} that differ, and may take {budget}"
     return ""
 
 

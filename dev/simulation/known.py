@@ -145,7 +145,7 @@ class Rules(msgspec.Struct, frozen=True):
         window: The setting `schedule.window`.
         urgent: Number of groups, from the oldest on, that are accepted regardless of memory credit and disk.
         more_groups: True if a step takes more groups to reach its number of tokens.
-        replaced_groups: Maximum number of additional groups that replace groups without contrast.
+        replaced_groups: Maximum number of additional groups that replace groups with zero variance.
         durable: What an acknowledged trajectory survives: `nothing`, the end of any `process`, or a failure of `power`.
         first_seconds: Seconds within which the first step after the last fault is made.
         step_seconds: Seconds within which each later step is made.

@@ -113,7 +113,7 @@ def part_plays_another_task(pose: Any) -> Any:
 
 @mutant(reception.TrajectoryInbox, "_has_contrast")
 def groups_replaced_for_nothing(has_contrast: Any) -> Any:
-    """A step also replaces groups that have contrast."""
+    """A step also replaces groups whose rewards differ."""
 
     def never(self: reception.TrajectoryInbox, group: Any) -> bool:
         return False

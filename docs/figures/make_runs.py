@@ -16,7 +16,7 @@ from typing import Any
 HERE = Path(__file__).parent
 FIRST, LAST = 3, 10
 """Steps of the means."""
-METRICS = ("reward/mean", "distillation/reverse_kl", "rollout_kl/k3", "served_kl/k3")
+METRICS = ("reward/mean", "distillation/reverse_kl", "rollout_kl/k3", "rollout_kl/served_k3")
 EVALUATED = ("evaluation/reward_mean", "evaluation/pass@1")
 
 

@@ -39,7 +39,7 @@ class RolloutKLConfig(Section):
     """Measured drift above which a step makes no optimizer update; nor does one whose drift is not finite. Unset: no
     step is refused."""
     measure: Literal["served", "replayed"] = "served"
-    """Drift that `target` and `max` refer to. `served`: `served_kl/k3`, with the routers' own choice. `replayed`:
+    """Drift that `target` and `max` refer to. `served`: `rollout_kl/served_k3`, with the routers' own choice. `replayed`:
     `rollout_kl/k3`, with the routes of the rollout. `limit` always refers to served drift."""
     probe_share: UnitFraction = 0.04
     """Share of a step's tokens on which served drift is measured, with one more forward pass. 0: it is not measured."""
@@ -155,7 +155,7 @@ class GSPOConfig(ClipConfig):
     """Upper end of that range. A range meant for single tokens, such as 0.28, would clip nothing here."""
     noise: float = 0.0
     """Standard deviation of a token's log-ratio between equal weights: the square root of twice
-    `rollout_kl/k3_age_0`. The range of an episode of n tokens is at least 3 noise / sqrt(n) to each side, so that
+    `rollout_kl/k3_staleness_0`. The range of an episode of n tokens is at least 3 noise / sqrt(n) to each side, so that
     rounding alone clips none."""
 
 

@@ -123,7 +123,7 @@ class Config(Section):
             )
         if self.schedule.replaced_groups and not self.algorithm.filter_zero_variance:
             raise ValueError(
-                "`schedule.replaced_groups` takes other groups in place of those without contrast, which are then not to be "
+                "`schedule.replaced_groups` takes other groups in place of those with zero variance, which are then not to be "
                 "trained: set `algorithm.filter_zero_variance` = true"
             )
         if self.algorithm.router_aux.coef and self.routing.replay == "off":

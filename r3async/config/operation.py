@@ -266,8 +266,8 @@ class SuperviseConfig(Section):
 
     max_skipped_steps: int = 20
     """Steps in a row that may make no update because the gradient was not finite or the drift was beyond
-    `algorithm.rollout_kl.max`; at the next one the run fails. Steps without contrast do not count: they have their
-    own event, `no_contrast`. 0: the first one stops the run."""
+    `algorithm.rollout_kl.max`; at the next one the run fails. Steps with zero variance do not count: they have their
+    own event, `zero_variance`. 0: the first one stops the run."""
 
 
 class CheckpointConfig(Section):

@@ -400,7 +400,7 @@ class RewardConfig(Section):
     """Reward function, in the notation of `reward`."""
     weight: SignedFloat = 1.0
     name: str = ""
-    """Name in the metrics, as `reward/NAME_mean`. Empty: the name of the function."""
+    """Name in the metrics, as `rewards/NAME/mean`. Empty: the name of the function."""
 
 
 class DataConfig(Section):

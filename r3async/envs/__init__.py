@@ -74,8 +74,8 @@ class StepResult(msgspec.Struct, frozen=True):
         messages: The messages that follow the answer; none when `done`.
         rewrites: True if `messages` are the whole conversation from here on (a compacted or summarised history) and not
             only what is new in it. Answers that it repeats word for word keep their tokens.
-        metrics: Numbers to log, by name. Those of a step's episodes are in `metrics.jsonl` as `env/NAME_mean` and
-            `env/NAME_std`; a name that contains a `/` is used as it is.
+        metrics: Numbers to log, by name. Those of a step's episodes are in `metrics.jsonl` as `env/NAME/mean` and
+            `env/NAME/std`; a name that contains a `/` is used as it is.
     """
 
     reward: float

@@ -129,7 +129,7 @@ class RewardFunction(NamedTuple):
     @property
     def metric_name(self) -> str:
         """The name of the reward's value among the metrics of an episode."""
-        return f"reward/{self.name}"
+        return f"rewards/{self.name}"
 
     async def __call__(self, inputs: RewardInputs, logged: dict[str, float]) -> float | None:
         """Return the reward of an answer, or None if it does not apply.

@@ -61,7 +61,7 @@ def assign_advantages(
     of others). `max_new_tokens` is needed for `compute_overlong_penalty`, whose value is added to the reward of each
     turn (and, with `credit = "token"`, to that of its last token).
 
-    The figures are always the same: `advantage/zero_variance_groups` (groups without contrast: no compared scores
+    The figures are always the same: `advantage/zero_variance_groups` (groups with zero variance: no compared scores
     differ), `advantage/zero_variance_share` (as a share of all groups), `advantage/overlong_samples` (episodes that
     ended by length), `advantage/filtered_tokens` (tokens that are no longer trained), `advantage/overlong_penalty`
     (mean over turns), and over trained tokens `advantage/mean`, `advantage/std`, `advantage/abs_max`.
@@ -246,8 +246,8 @@ def compute_baseline_and_scale(
     std has n - 1 in the denominator. "Then batch": the mean of the advantages of all trained tokens of the step is
     subtracted from them, and they are divided by their standard deviation (`standardize_advantages`).
 
-    A group without contrast (fewer than two scores, or all equal) has nothing to compare: its advantages are exactly 0,
-    except under `reinforce_pp`, which compares with the whole batch. So a batch has contrast exactly where a trained
+    A group with zero variance (fewer than two scores, or all equal) has nothing to compare: its advantages are exactly 0,
+    except under `reinforce_pp`, which compares with the whole batch. So a batch has no zero variance exactly where a trained
     token's advantage is not 0, and this decides whether an update is made (`trainer.Minibatch.skip_cause`).
     """
     values = np.asarray(scores, np.float64)

@@ -178,17 +178,17 @@ class LossSums:
           weights.
         * `ratio/max`: the largest r. `ratio/ess`: `(sum r)^2 / (n sum r^2)`, the effective sample size by token, 1 when
           all ratios are equal.
-        * `rollout_corr/*`, the vocabulary of verl's rollout correction: `kl` = k1, `k3_kl` = k3, `ess` = `ratio/ess`;
-          `chi2_token` = `mean(r^2) - 1` and `chi2_seq` = `mean over episodes of e^2clamp(sum(delta), -20, 20) - 1`,
-          both estimates of chi^2(pi || mu); `training_ppl`, `rollout_ppl` = mean over episodes of `e^-mean(log pi)`, of
-          `e^-mean(log mu)`; `ppl_ratio` = mean over episodes of `e^-mean(delta)`; `clipped_fraction`: the share of
-          trained tokens that a bound of the policy loss clipped, and `clipped_high_fraction`, `clipped_low_fraction` by
-          the side of the bound; `masked_fraction`: the share that `correction` left out of it, and
-          `masked_sequence_fraction`: the share of episodes of which it left out every token.
+        * `rollout_corr/*`, the vocabulary of verl's rollout correction, whose `kl`, `k3_kl` and `ess` are here
+          `rollout_kl/k1`, `rollout_kl/k3` and `ratio/ess`: `chi2_token` = `mean(r^2) - 1` and `chi2_seq` = `mean over
+          episodes of e^2clamp(sum(delta), -20, 20) - 1`, both estimates of chi^2(pi || mu); `training_ppl`,
+          `rollout_ppl` = mean over episodes of `e^-mean(log pi)`, of `e^-mean(log mu)`; `ppl_ratio` = mean over
+          episodes of `e^-mean(delta)`; `clipped_fraction`: the share of trained tokens that a bound of the policy loss
+          clipped, and `clipped_high_fraction`, `clipped_low_fraction` by the side of the bound; `masked_fraction`: the
+          share that `correction` left out of it, and `masked_sequence_fraction`: the share of episodes of which it left
+          out every token.
         """
         s = dict(zip(LossSums.sum_names(), values.tolist(), strict=True))
         n, episodes = max(s["tokens"], 1.0), max(s["episodes"], 1.0)
-        ess = s["ratio"] ** 2 / (n * s["ratio_squared"]) if s["ratio_squared"] else 0.0
         return {
             "loss/policy": s["policy"],
             "loss/rollout_kl": s["rollout_kl"],
@@ -201,11 +201,8 @@ class LossSums:
             "rollout_logprob/abs_diff_mean": s["abs_diff"] / n,
             "rollout_logprob/abs_diff_max": s["abs_diff_max"],
             "ratio/max": s["ratio_max"],
-            "ratio/ess": ess,
+            "ratio/ess": s["ratio"] ** 2 / (n * s["ratio_squared"]) if s["ratio_squared"] else 0.0,
             "entropy/mean": s["entropy"] / n,
-            "rollout_corr/kl": s["k1"] / n,
-            "rollout_corr/k3_kl": s["k3"] / n,
-            "rollout_corr/ess": ess,
             "rollout_corr/chi2_token": s["ratio_squared"] / n - 1 if s["tokens"] else 0.0,
             "rollout_corr/chi2_seq": s["episode_ratio_squared"] / episodes - 1 if s["episodes"] else 0.0,
             "rollout_corr/training_ppl": s["learner_perplexity"] / episodes,
@@ -219,10 +216,12 @@ class LossSums:
         }
 
 
-SERVED_DRIFT_METRIC = "served_kl/k3"
+SERVED_DRIFT_METRIC = "rollout_kl/served_k3"
 """The drift with the routers' own choice, as engines will serve it; see `trust_region`. Only in steps that measure it."""
 SERVED_ESTIMATE_METRIC = f"{SERVED_DRIFT_METRIC}_estimate"
 """The estimate that the trust region uses for served drift in a step that does not measure it."""
+SERVED_PREDICTION_METRIC = f"{SERVED_DRIFT_METRIC}_predicted"
+"""Served drift of the probed tokens under the weights that the step made; only with a limit."""
 SERVED_BOUND_METRICS = (f"{SERVED_DRIFT_METRIC}_low", f"{SERVED_DRIFT_METRIC}_high")
 INTERVAL_CONFIDENCE, UPPER_WIDENING = 0.99, 5.0
 """The confidence of Student's t, and the factor by which the upper half of the interval is wider. k3 has a long tail:
@@ -235,11 +234,14 @@ FIRST_POSITION_BIN = 64
 """Number of positions in the first range of a sample; each further range is as long as all before it."""
 DRIFT_BINS = STALENESS_BINS + TURN_BINS + POSITION_BINS
 _BIN_NAMES = [
-    *(f"age_{age}" for age in range(STALENESS_BINS)),
+    *(f"staleness_{age}" for age in range(STALENESS_BINS)),
     *(f"turn_{turn}" for turn in range(TURN_BINS)),
     *(f"position_{place}" for place in range(POSITION_BINS)),
 ]
-BINNED_METRIC_PREFIXES = (*(f"{REPLAYED_DRIFT_METRIC}_{kind}_" for kind in ("age", "turn", "position")), "served_kl/")
+BINNED_METRIC_PREFIXES = (
+    *(f"{REPLAYED_DRIFT_METRIC}_{kind}_" for kind in ("staleness", "turn", "position")),
+    "rollout_kl/served_",
+)
 """Prefixes of the metrics that follow from `MinibatchResult.drift`."""
 
 
@@ -361,7 +363,7 @@ def compute_drift_metrics(drift: np.ndarray, moments: np.ndarray, epochs: int = 
     found |= {f"{SERVED_DRIFT_METRIC}_{part}": estimate_served_drift(sums) for part, sums in by_part}
     found |= {
         SERVED_DRIFT_METRIC: estimate_served_drift(drift),
-        "served_kl/tokens": float(drift[2, :STALENESS_BINS, 1].sum()),
+        "rollout_kl/served_tokens": float(drift[2, :STALENESS_BINS, 1].sum()),
     }
     if interval := compute_served_interval(drift, moments, epochs):
         found |= dict(zip(SERVED_BOUND_METRICS, interval, strict=True))
@@ -382,10 +384,11 @@ def build_minibatch_result(
 
     Metrics (means are over trained tokens, log-probs in nats), besides those of `LossSums.compute_metrics`:
 
-    * `rollout_kl/k3_age_N`, `_turn_N`, `_position_N`: means over the tokens of an age, turn or range of positions.
-    * `served_kl/k3`, and by age, turn and position: the same with the routers' own choice, from `served_kl/tokens`
-      probed tokens, with the interval `_low` .. `_high`; else `_estimate` alone. `served_kl/predicted`: of the probed
-      tokens after the update, with a limit.
+    * `rollout_kl/k3_staleness_N`, `_turn_N`, `_position_N`: means over the tokens of that staleness, turn or range of
+      positions.
+    * `rollout_kl/served_k3`, and by staleness, turn and position: the same with the routers' own choice, from
+      `rollout_kl/served_tokens` probed tokens, with the interval `_low` .. `_high`; else `_estimate` alone.
+      `_predicted`: of the probed tokens after the update, with a limit.
     * `optimizer/step_share`: the share of the update that was made, less than 1 where `rollout_kl.limit` shortened it;
       0 where no update was made. For several updates, their mean.
     * `loss/router_aux`: adds up to the loss together with the other `loss/*`. `rollout_kl/coef`: the trust region's
@@ -396,7 +399,7 @@ def build_minibatch_result(
       replay off; missing if nothing is recorded. `routing/agreement_min`: the same in the layer where it is lowest.
     * `routing/load_imbalance`: tokens of the busiest expert over the layer's mean, in the worst layer.
     * `grad_norm` before clipping, `lr` used, `optimizer/updates` 1 or 0, `optimizer/skipped` 0 or 1;
-      `optimizer/no_contrast` 1 if it was skipped because no trained token has an advantage, `optimizer/broken` because
+      `optimizer/zero_variance` 1 if it was skipped because no trained token has an advantage, `optimizer/broken` because
       the drift was beyond `algorithm.rollout_kl.max`.
     * `tokens/dropped_non_finite`, `batch/tokens`, `batch/trained_tokens`, `batch/micro_batches`: counts.
       `batch/shared_tokens`: those of `batch/tokens` that were not computed, as another sample's row served for them.
@@ -429,7 +432,7 @@ def build_minibatch_result(
             "lr": update.lr,
             "optimizer/updates": float(not cause),
             "optimizer/skipped": float(bool(cause)),
-            "optimizer/no_contrast": float(cause == "no_contrast"),
+            "optimizer/zero_variance": float(cause == "zero_variance"),
             "optimizer/broken": float(cause == "trust_region"),
             "optimizer/step_share": 0.0 if cause else update.step_share,
             "tokens/dropped_non_finite": counts.dropped,
@@ -442,7 +445,7 @@ def build_minibatch_result(
         }
     )
     if update.predicted_drift is not None:
-        metrics["served_kl/predicted"] = update.predicted_drift
+        metrics[SERVED_PREDICTION_METRIC] = update.predicted_drift
     if update.served_drift_estimate is not None:
         metrics[SERVED_ESTIMATE_METRIC] = update.served_drift_estimate
     if compared.any():
@@ -489,8 +492,8 @@ def combine_results(results: Sequence[MinibatchResult], epochs: int = 1) -> Mini
         else:
             of = weights[having]
             metrics[name] = float(np.average(values, weights=of if of.any() else None))
-    if predicted := [r.metrics["served_kl/predicted"] for r in results if "served_kl/predicted" in r.metrics]:
-        metrics["served_kl/predicted"] = max(predicted)
+    if predicted := [r.metrics[SERVED_PREDICTION_METRIC] for r in results if SERVED_PREDICTION_METRIC in r.metrics]:
+        metrics[SERVED_PREDICTION_METRIC] = max(predicted)
     if all(SERVED_ESTIMATE_METRIC in r.metrics for r in results):
         metrics[SERVED_ESTIMATE_METRIC] = float(
             np.average([r.metrics[SERVED_ESTIMATE_METRIC] for r in results], weights=weights)
@@ -521,7 +524,7 @@ METRIC_REDUCERS: dict[str, Callable[[list[float]], float]] = {
     "routing/load_imbalance": max,
     "optimizer/updates": sum,
     "optimizer/skipped": max,
-    "optimizer/no_contrast": min,
+    "optimizer/zero_variance": min,
     "optimizer/broken": max,
     "optimizer/step_share": statistics.fmean,
     **dict.fromkeys(("lr", "rollout_kl/coef"), lambda values: values[-1]),

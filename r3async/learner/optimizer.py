@@ -20,7 +20,7 @@ from r3async.config import Config, LearnerConfig
 from r3async.learner.replay import RoutingReplay
 from r3async.learner.results import LearnerError
 
-SkipCause = Literal["", "no_contrast", "not_finite", "trust_region"]
+SkipCause = Literal["", "zero_variance", "not_finite", "trust_region"]
 """The reason why a step made no update: no trained token has an advantage, a number was not finite, or the drift was
 beyond `rollout_kl.max`. Empty: it made one."""
 

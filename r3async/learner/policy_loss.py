@@ -318,7 +318,7 @@ def explain_gspo_clipping(algorithm: AlgorithmConfig, metrics: Mapping[str, floa
     clipped = metrics["rollout_corr/clipped_fraction"]
     if algorithm.policy_loss != "gspo" or algorithm.anchor != "rollout" or clipped <= MAX_ROUNDING_CLIPPED:
         return ""
-    noise = math.sqrt(2 * metrics.get("rollout_kl/k3_age_0", 0.0))
+    noise = math.sqrt(2 * metrics.get("rollout_kl/k3_staleness_0", 0.0))
     return (
         f"{clipped:.0%} of the tokens are clipped by rounding alone, of which a token's log-ratio has {noise:.2g}: set "
         f'algorithm.gspo.noise={noise:.2g}, which widens the range of short episodes, or algorithm.anchor="recomputed"'

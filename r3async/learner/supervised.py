@@ -28,7 +28,7 @@ def run_supervised_step(backend: LearnerBackend, micro_batches: Sequence[MicroBa
     """
     prepared = _prepare_pass(backend, micro_batches)
     if not prepared.num_trained:
-        update = backend.optimizer.skip_step("no_contrast")
+        update = backend.optimizer.skip_step("zero_variance")
         return prepared.build_metrics(math.nan) | {"grad_norm": 0.0, "lr": update.lr, "optimizer/updates": 0.0}
     try:
         loss = prepared.run_pass(backward=True)

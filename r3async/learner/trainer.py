@@ -716,7 +716,7 @@ class Minibatch:
         """
         if self.counts.with_advantage:
             return ""
-        return "not_finite" if self.counts.dropped and not self.counts.trained else "no_contrast"
+        return "not_finite" if self.counts.dropped and not self.counts.trained else "zero_variance"
 
     def set_global_logprobs(self, logprobs: Sequence[np.ndarray]) -> None:
         """Take the learner's current log-probs, `[N]` for each of `micro_batches`. Collective.

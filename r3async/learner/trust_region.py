@@ -1,8 +1,8 @@
 """Served drift: the learner's drift from the rollout policy with the routers' own choice, as engines will serve it.
 
 A step computes its tokens with the routes of the rollout (R3), so the drift that its loss sees, `rollout_kl`, is that
-of the weights behind frozen routers. An engine that is given these weights uses its routers' own choice. `served_kl` is
-the drift then.
+of the weights behind frozen routers. An engine that is given these weights uses its routers' own choice.
+`rollout_kl/served_k3` is the drift then.
 
 It is measured in one of `probe_every` steps on a sample, the *probed* episodes (column `probed`, by
 `trainer.prepare_minibatches`), by one more forward pass without replay and without gradient. The estimate for all
@@ -222,7 +222,7 @@ def apply_update(
     """Clip and make the optimizer's step, unless there is a cause not to or the drift is beyond `rollout_kl.max`.
 
     Then shorten the step if the drift after it is beyond `rollout_kl.limit`. The coefficient of the next step follows
-    from the drift measured in this one, if this one has contrast. Collective.
+    from the drift measured in this one, unless this one has zero variance. Collective.
 
     `total`, `drift`: see `Minibatch.reduce_loss_sums`, `Minibatch.reduce_drift`; `moments`: `compute_gap_moments`.
     """

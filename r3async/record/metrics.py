@@ -175,13 +175,14 @@ _METRIC_TABLE = (
     Metric("reward/std_in_group", "reward spread in a group", "", "",
            "Standard deviation of the rewards of a group, mean over groups: what its episodes are compared by.",
            curve=CurveStyle("Reward spread", "within a group", "orange")),
-    Metric("episode/tokens_mean", "response length", "tokens", "", "Mean number of tokens sampled in an episode, over its turns.",
+    Metric("response_length/mean", "response length", "tokens", "",
+           "Mean number of tokens sampled in an episode, over its turns; prompts and observations do not count.",
            comparison_stats="first_mean last_mean", curve=CurveStyle("Response length", "mean", "blue")),
-    Metric("episode/tokens_p95", "response length, p95", "tokens", "", "95th percentile of these.",
+    Metric("response_length/p95", "response length, p95", "tokens", "", "95th percentile of these.",
            curve=CurveStyle("Response length", "95th percentile", "orange")),
-    Metric("episode/tokens_max", "longest response", "tokens", "", "The most of these.",
+    Metric("response_length/max", "longest response", "tokens", "", "The most of these.",
            curve=CurveStyle("Response length", "longest", "green", "dot")),
-    Metric("episode/truncated_share", "truncated", "fraction", "low",
+    Metric("response_length/clip_ratio", "truncated", "fraction", "low",
            "Share of episodes of which an answer was cut at its length, or whose context was full.",
            curve=CurveStyle("Truncated", "share of episodes", "orange")),
     Metric("episode/turns_mean", "turns", "", "", "Mean number of turns of an episode."),
@@ -214,23 +215,25 @@ _METRIC_TABLE = (
            comparison_stats="last_mean max", curve=CurveStyle("Drift", "k3", "blue"), gauge="drift", part_stats="mean max"),
     Metric("rollout_kl/k3_last_epoch", "drift, last epoch", "nats", "low",
            "Drift k3 in the last of `schedule.epochs_per_step` passes; `rollout_kl/k3` is the mean over all of them."),
-    Metric("served_kl/k3", "served drift", "nats", "low",
+    Metric("rollout_kl/served_k3", "served drift", "nats", "low",
            "The same with the routers' own choice, as engines serve the weights: measured on a sample, in some steps.",
            comparison_stats="last_mean max", curve=CurveStyle("Drift", "served", "green"), part_stats="mean max"),
-    Metric("served_kl/k3_low", "served drift, at least", "nats", "low",
+    Metric("rollout_kl/served_k3_low", "served drift, at least", "nats", "low",
            "Lower end of the interval in which served drift of all trained tokens is, from two probed episodes on."),
-    Metric("served_kl/k3_high", "served drift, at most", "nats", "low", "Its upper end."),
-    Metric("served_kl/k3_estimate", "served drift, estimated", "nats", "low",
+    Metric("rollout_kl/served_k3_high", "served drift, at most", "nats", "low", "Its upper end."),
+    Metric("rollout_kl/served_k3_estimate", "served drift, estimated", "nats", "low",
            "What the trust region takes for served drift in a step that does not measure it."),
-    Metric("served_kl/predicted", "drift ahead", "nats", "low",
+    Metric("rollout_kl/served_k3_predicted", "drift ahead", "nats", "low",
            "With `algorithm.rollout_kl.limit`: served drift of the probed episodes under the weights that the step made."),
-    Metric("served_kl/tokens", "probed tokens", "tokens", "", "Tokens that served drift was measured on."),
-    Metric("rollout_kl/k3_age_0", "drift at age 0", "nats", "low",
-           "Drift k3 over the trained tokens of that age; so `rollout_kl/k3_age_1`, and on; the last, 7, is of all older ones."),
+    Metric("rollout_kl/served_tokens", "probed tokens", "tokens", "", "Tokens that served drift was measured on."),
+    Metric("rollout_kl/k3_staleness_0", "drift at staleness 0", "nats", "low",
+           "Drift k3 over the trained tokens of that staleness; so `rollout_kl/k3_staleness_1`, and on; the last, 7, is of all "
+           "older ones."),
     Metric("rollout_kl/k3_turn_0", "drift in turn 0", "nats", "low",
            "Drift k3 over the trained tokens of an episode's first turn; so `_1`, and on; the last, 15, is of all later ones."),
     Metric("rollout_kl/k3_position_0", "drift at position 0", "nats", "low",
-           "Drift k3 at positions 0 to 63 of samples, `_1` at 64 to 127, and on. `served_kl/k3_age_0`, ... are of served drift."),
+           "Drift k3 at positions 0 to 63 of samples, `_1` at 64 to 127, and on. `rollout_kl/served_k3_staleness_0`, ... are of "
+           "served drift."),
     Metric("loss/reference_kl", "reference loss", "", "low", "KL to the frozen reference model, weighted: a term of the loss."),
     Metric("loss/entropy", "entropy bonus", "", "", "Entropy, weighted and negative: a term of the loss."),
     Metric("loss/router_aux", "router loss", "", "low", "Load balance of the routers, weighted: a term of the loss."),
@@ -239,9 +242,6 @@ _METRIC_TABLE = (
     Metric("distillation/reverse_kl", "distance to teacher", "nats", "low",
            "KL(rollout‖teacher): mean of log μ_rollout - log teacher over trained tokens; may be negative.",
            comparison_stats="first_mean last_mean", curve=CurveStyle("Teacher", "reverse KL", "blue")),
-    Metric("rollout_corr/kl", "rollout KL", "nats", "0", "The same as `rollout_kl/k1`."),
-    Metric("rollout_corr/k3_kl", "rollout k3", "nats", "low", "The same as `rollout_kl/k3`."),
-    Metric("rollout_corr/ess", "rollout ESS", "fraction", "high", "The same as `ratio/ess`."),
     Metric("rollout_corr/chi2_token", "chi² by token", "", "low", "Mean squared ratio of tokens, less 1."),
     Metric("rollout_corr/chi2_seq", "chi² by episode", "", "low", "Mean squared ratio of whole episodes, less 1."),
     Metric("rollout_corr/training_ppl", "learner perplexity", "", "", "Mean over episodes of e^-(mean log-prob)."),
@@ -260,15 +260,15 @@ _METRIC_TABLE = (
     Metric("advantage/mean", "mean advantage", "", "", "Over trained tokens."),
     Metric("advantage/std", "advantage spread", "", "", "Standard deviation over trained tokens."),
     Metric("advantage/abs_max", "largest advantage", "", "", "By absolute value."),
-    Metric("advantage/zero_variance_groups", "groups without contrast", "groups", "low", "All of their scores are equal."),
-    Metric("advantage/zero_variance_share", "share without contrast", "fraction", "low",
-           "Share of the step's groups in which all scores are equal.", gauge="contrast"),
+    Metric("advantage/zero_variance_groups", "groups with zero variance", "groups", "low", "All of their scores are equal."),
+    Metric("advantage/zero_variance_share", "share with zero variance", "fraction", "low",
+           "Share of the step's groups in which all scores are equal.", gauge="zero variance"),
     Metric("advantage/overlong_samples", "overlong", "episodes", "low",
            "Ended because an answer or the context was too long."),
     Metric("advantage/overlong_penalty", "overlong penalty", "", "", "Mean penalty of long answers."),
     Metric("advantage/filtered_tokens", "filtered", "tokens", "", "Tokens that a filter kept from training."),
     Metric("rollout_logprob/abs_diff_mean", "log-prob difference", "nats", "low",
-           "Mean of |log π_learner - log μ_rollout| over trained tokens: 0 with the same weights; age adds to it."),
+           "Mean of |log π_learner - log μ_rollout| over trained tokens: 0 with the same weights; staleness adds to it."),
     Metric("rollout_logprob/abs_diff_max", "largest log-prob difference", "nats", "low",
            "The same of the trained token where it is largest."),
     Metric("ratio/max", "largest ratio", "", "low", "Largest π_learner/μ_rollout of a trained token.", part_stats="max"),
@@ -276,18 +276,18 @@ _METRIC_TABLE = (
            part_stats="mean"),
     Metric("entropy/mean", "entropy", "nats", "", "Mean entropy of the learner's distribution at trained tokens.",
            curve=CurveStyle("Entropy", "entropy", "blue")),
-    Metric("staleness/mean", "mean age", "versions", "low",
-           "Mean age of trained tokens: version of the step less their own.",
-           comparison_stats="mean", curve=CurveStyle("Staleness", "mean", "blue"), gauge="age", part_stats="mean"),
-    Metric("staleness/max", "oldest token", "versions", "low", "Age of the oldest trained token; never over the bound.",
+    Metric("staleness/mean", "mean staleness", "versions", "low",
+           "Mean staleness of trained tokens: version of the step less their own.",
+           comparison_stats="mean", curve=CurveStyle("Staleness", "mean", "blue"), gauge="staleness", part_stats="mean"),
+    Metric("staleness/max", "oldest token", "versions", "low", "Staleness of the oldest trained token; never over the bound.",
            comparison_stats="max", curve=CurveStyle("Staleness", "oldest token", "orange")),
-    Metric("staleness/bound", "age allowed", "versions", "", "What the schedule promises: no trained token is older."),
+    Metric("staleness/bound", "staleness allowed", "versions", "", "What the schedule promises: no trained token is older."),
     Metric("staleness/masked_fraction", "too old", "fraction", "low",
            "Trained tokens older than `schedule.max_token_age`: left out of the policy loss."),
     Metric("staleness/queue_seconds_mean", "queued", "s", "low", "Mean time from an episode's end to the step that trains it."),
     Metric("staleness/queue_seconds_max", "longest queued", "s", "low", "Longest time from an episode's end to its step."),
-    Metric("staleness/age_0", "tokens of age 0", "tokens", "",
-           "Trained tokens of that age; so `staleness/age_1`, and on to the oldest."),
+    Metric("staleness/tokens_0", "tokens at staleness 0", "tokens", "",
+           "Trained tokens of that staleness; so `staleness/tokens_1`, and on to the oldest."),
     Metric("routing/recorded_fraction", "routes recorded", "fraction", "high",
            "Share of trained tokens' inputs with recorded routes.",
            comparison_stats="mean", curve=CurveStyle("Routing", "recorded", "green")),
@@ -301,7 +301,7 @@ _METRIC_TABLE = (
     Metric("routing/load_imbalance", "load imbalance", "", "1",
            "Tokens of the busiest expert over its layer's mean, in the worst layer: 1 is even."),
     Metric("batch/groups", "groups", "groups", "",
-           "Groups that the step consumed; with `schedule.replaced_groups`, those without contrast too."),
+           "Groups that the step consumed; with `schedule.replaced_groups`, those with zero variance too."),
     Metric("batch/quarantined", "quarantined", "trajectories", "0",
            "Trajectories that the step refused, and replaced: they could not be trained."),
     Metric("batch/tokens", "tokens", "tokens", "", "Tokens of the batch, prompts and observations included."),
@@ -329,7 +329,7 @@ _METRIC_TABLE = (
            part_stats="max"),
     Metric("optimizer/updates", "updates", "", "high", "Optimizer updates of the step: at most one a minibatch and epoch."),
     Metric("optimizer/skipped", "skipped", "", "0", "1 if an update was left out, for whatever reason."),
-    Metric("optimizer/no_contrast", "no contrast", "", "0",
+    Metric("optimizer/zero_variance", "zero variance", "", "0",
            "1 if no trained token of the step had an advantage: weights and moments stay."),
     Metric("learner/wait_seconds", "learner waited", "s", "low", "Time the learner waited for a full batch.",
            curve=CurveStyle("Learner time", "waiting for data", "orange"), gauge="learner"),
@@ -425,38 +425,64 @@ ROW_ID_COLUMNS = ("step", "version", "lineage", "time")
 """Columns that identify a row; no view draws them."""
 
 
+RENAMED_METRICS = {
+    r"env/([^/]+)_(mean|std)": r"env/\1/\2",
+    r"episode/tokens_(mean|p95|max)": r"response_length/\1",
+    r"episode/truncated_share": r"response_length/clip_ratio",
+    r"optimizer/no_contrast": r"optimizer/zero_variance",
+    r"reward/(.+)_(mean|std)": r"rewards/\1/\2",
+    r"rollout_corr/ess": r"ratio/ess",
+    r"rollout_corr/k3_kl": r"rollout_kl/k3",
+    r"rollout_corr/kl": r"rollout_kl/k1",
+    r"rollout_kl/k3_age_(\d+)": r"rollout_kl/k3_staleness_\1",
+    r"served_kl/k3_age_(\d+)": r"rollout_kl/served_k3_staleness_\1",
+    r"served_kl/predicted": r"rollout_kl/served_k3_predicted",
+    r"served_kl/(.+)": r"rollout_kl/served_\1",
+    r"staleness/age_(\d+)": r"staleness/tokens_\1",
+}
+"""Patterns of names that metrics no longer have, and the name that is written in its place. The first match counts."""
+
+
+def find_new_name(name: str) -> str:
+    """Return the name that a renamed metric has now; empty if `name` is no old name."""
+    found = ((re.fullmatch(old, name), new) for old, new in RENAMED_METRICS.items())
+    return next((match.expand(new) for match, new in found if match), "")
+
+
 def find_metric(name: str) -> Metric:
     """Return the catalogue entry of a metric. An unknown metric, of another release, is labeled by its name."""
-    age = re.fullmatch(r"staleness/age_(\d+)", name)
-    if age:
-        return METRICS["staleness/age_0"]._replace(name=name, label=f"tokens of age {age[1]}")
-    drift = re.fullmatch(r"(rollout|served)_kl/k3_(age|turn|position)_(\d+)", name)
+    staleness = re.fullmatch(r"staleness/tokens_(\d+)", name)
+    if staleness:
+        return METRICS["staleness/tokens_0"]._replace(name=name, label=f"tokens at staleness {staleness[1]}")
+    drift = re.fullmatch(r"rollout_kl/(served_)?k3_(staleness|turn|position)_(\d+)", name)
     if drift:
-        label = (
-            f"{'served ' * (drift[1] == 'served')}drift {'in' if drift[2] == 'turn' else 'at'} {drift[2]} {drift[3]}"
-        )
+        label = f"{'served ' if drift[1] else ''}drift {'in' if drift[2] == 'turn' else 'at'} {drift[2]} {drift[3]}"
         return METRICS[f"rollout_kl/k3_{drift[2]}_0"]._replace(name=name, label=label)
     if name in METRICS:
         return METRICS[name]
+    reported = re.fullmatch(r"(?:rewards/(.+)|env/([^/]+))/(mean|std)", name)
+    if reported:
+        return _make_reported_metric(name, *reported.groups())
     own = re.fullmatch(r"env/([A-Za-z0-9_-]+)/(.+)", name)
     if own:
         return _make_environment_metric(name, own[1], own[2])
-    told = re.fullmatch(r"(reward|env)/(.+)_(mean|std)", name)
-    if told:
-        of = "Standard deviation" if told[3] == "std" else "Mean"
-        what = (
-            f"reward {told[2]!r}, before its weight"
-            if told[1] == "reward"
-            else f"{told[2]!r}, which the environment told"
-        )
-        return Metric(name, f"{told[2]} {told[3]}", "", "", f"{of} of {what}, over the episodes that have it.")
     return Metric(name, name, "", "", name)
+
+
+def _make_reported_metric(name: str, reward: str | None, figure: str | None, statistic: str) -> Metric:
+    """Build the entry of a statistic of what an environment reported: a reward, or a figure of its own."""
+    of = "Standard deviation" if statistic == "std" else "Mean"
+    what = f"reward {reward!r}, before its weight" if reward else f"{figure!r}, which the environment reported"
+    return Metric(name, f"{reward or figure} {statistic}", "", "", f"{of} of {what}, over the episodes that have it.")
 
 
 def _make_environment_metric(name: str, label: str, figure: str) -> Metric:
     """Build the entry of `env/LABEL/FIGURE`, which a run with several environments has."""
     others = {known.replace("/", "_", 1): known for known in METRICS}
-    known = METRICS["data/epochs"] if figure == "epochs" else find_metric(others.get(figure, f"env/{figure}"))
+    if reported := re.fullmatch(r"(?:rewards/(.+)|(.+))/(mean|std)", figure):
+        known = _make_reported_metric(figure, *reported.groups())
+    else:
+        known = find_metric("data/epochs" if figure == "epochs" else others.get(figure, figure))
     docs = "Episodes of the step." if figure == "episodes" else known.description
     shown = figure if known.label == known.name else known.label
     return Metric(name, f"{label}: {shown}", known.unit, known.desired, f"Of the environment {label}: {docs}")

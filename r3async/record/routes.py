@@ -589,7 +589,7 @@ def _is_source_attempt(attempt: Sequence[EngineCall], trained: TrainedRoutes) ->
 def _make_sampled_mask(trained: TrainedRoutes) -> np.ndarray:
     """Return the mask of sampled tokens, bool `[T]`.
 
-    The loss mask may have fewer tokens: an algorithm removes groups without contrast and truncated episodes from it.
+    The loss mask may have fewer tokens: an algorithm removes groups with zero variance and truncated episodes from it.
     """
     return trained.policy_version > UNSAMPLED_VERSION
 

@@ -247,9 +247,9 @@ PER_ENVIRONMENT_METRICS = (
     "reward/mean",
     "reward/std",
     "reward/std_in_group",
-    "episode/tokens_mean",
-    "episode/tokens_p95",
-    "episode/truncated_share",
+    "response_length/mean",
+    "response_length/p95",
+    "response_length/clip_ratio",
     "episode/turns_mean",
     "episode/ended_error",
 )
@@ -273,10 +273,10 @@ def compute_episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, flo
         "reward/std": float(np.std(rewards)),
         "reward/std_in_group": float(np.mean([float(np.std(group)) for group in groups.values()] or nobody)),
         "reward/max": float(np.max(rewards)),
-        "episode/tokens_mean": float(np.mean(lengths)),
-        "episode/tokens_p95": float(np.percentile(lengths, 95)),
-        "episode/tokens_max": float(np.max(lengths)),
-        "episode/truncated_share": float(np.mean([is_truncated(t) for t in played] or nobody)),
+        "response_length/mean": float(np.mean(lengths)),
+        "response_length/p95": float(np.percentile(lengths, 95)),
+        "response_length/max": float(np.max(lengths)),
+        "response_length/clip_ratio": float(np.mean([is_truncated(t) for t in played] or nobody)),
         "episode/turns_mean": float(np.mean([len(t.turns) for t in played] or nobody)),
         "episode/rows_mean": float(np.mean([len(t.samples) for t in played] or nobody)),
         **{f"episode/ended_{reason}": float(endings[reason]) for reason in STOP_REASONS},
@@ -295,10 +295,10 @@ def compute_environment_metrics(trajectories: Sequence[Trajectory], labels: Sequ
         if not own:
             continue
         told, played = compute_episode_metrics(own), [t for t in own if t.turns]
-        kept = {name: told[name] for name in PER_ENVIRONMENT_METRICS if not math.isnan(told[name])}
+        kept = {name.replace("/", "_"): told[name] for name in PER_ENVIRONMENT_METRICS if not math.isnan(told[name])}
         kept |= {name.removeprefix("env/"): value for name, value in _average_env_metrics(played).items()}
         kept["episodes"] = float(len(own))
-        metrics |= {f"env/{label}/{name.replace('/', '_', 1)}": value for name, value in kept.items()}
+        metrics |= {f"env/{label}/{name}": value for name, value in kept.items()}
     return metrics
 
 
@@ -316,8 +316,8 @@ def _average_env_metrics(played: Sequence[Trajectory]) -> dict[str, float]:
     for trajectory in played:
         for name, value in trajectory.metrics.items():
             told.setdefault(name if "/" in name else f"env/{name}", []).append(value)
-    means = {f"{name}_mean": float(np.mean(values)) for name, values in told.items()}
-    return means | {f"{name}_std": float(np.std(values)) for name, values in told.items()}
+    means = {f"{name}/mean": float(np.mean(values)) for name, values in told.items()}
+    return means | {f"{name}/std": float(np.std(values)) for name, values in told.items()}
 
 
 def select_previews(trajectories: Sequence[Trajectory], labels: Sequence[str] = ("",)) -> list[dict[str, Any]]:

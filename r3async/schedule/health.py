@@ -279,7 +279,7 @@ class Watchdog:
         }
 
 
-NO_CONTRAST = "no contrast"
+ZERO_VARIANCE = "zero variance"
 ALL_EPISODES_FAILED = "every episode failed"
 DRIFT_TOO_LARGE = "drift beyond algorithm.rollout_kl.max"
 GRADIENT_NOT_FINITE = "gradient not finite"
@@ -289,9 +289,9 @@ def explain_no_update(metrics: Mapping[str, Any]) -> str:
     """Return why a step made no update, from its metrics or its row; empty if it made one, or if they do not say."""
     if metrics.get("optimizer/updates", 1):
         return ""
-    if metrics.get("optimizer/no_contrast"):
+    if metrics.get("optimizer/zero_variance"):
         episodes, failed = _count_ended_episodes(metrics)
-        return ALL_EPISODES_FAILED if episodes and failed == episodes else NO_CONTRAST
+        return ALL_EPISODES_FAILED if episodes and failed == episodes else ZERO_VARIANCE
     return DRIFT_TOO_LARGE if metrics.get("optimizer/broken") else GRADIENT_NOT_FINITE
 
 
@@ -304,8 +304,9 @@ def _count_ended_episodes(metrics: Mapping[str, Any]) -> tuple[int, int]:
 class UpdateMonitor:
     """Monitor that counts the steps of a run, as far as this process sees them, by the reason why they made no update.
 
-    Steps without contrast are due to the task or the policy, and no fault: there is one event, `no_contrast`, when they
-    begin, and one, `contrast_returned`, when they end. They neither count as skipped nor end a series of skipped steps.
+    Steps with zero variance are due to the task or the policy, and no fault: there is one event, `zero_variance`, when
+    they begin, and one, `variance_returned`, when they end. They neither count as skipped nor end a series of skipped
+    steps.
     The same holds for steps of which every episode failed, which begin with `every_episode_failed`: `TaskFailures`
     checks how many may fail.
 
@@ -317,10 +318,10 @@ class UpdateMonitor:
 
     def __init__(self, max_skipped: int, report_warning: Callable[..., object], report_info: Callable[..., object]):
         self._max_skipped, self._report_warning, self._report_info = max_skipped, report_warning, report_info
-        self._steps_without_contrast = 0
-        """Number of steps without contrast since the last one that had some."""
+        self._steps_with_zero_variance = 0
+        """Number of steps with zero variance since the last other one."""
         self._skipped: list[tuple[int, str]] = []
-        """Steps in a row that had contrast and made no update, each with the reason."""
+        """Steps in a row that had advantages and made no update, each with the reason."""
         self._reason_counts: Counter[str] = Counter()
         self._episodes = self._failed_episodes = 0
 
@@ -330,15 +331,15 @@ class UpdateMonitor:
         self._reason_counts[why] += 1
         episodes, failed = _count_ended_episodes(metrics)
         self._episodes, self._failed_episodes = self._episodes + episodes, self._failed_episodes + failed
-        if why in (NO_CONTRAST, ALL_EPISODES_FAILED):
-            self._steps_without_contrast += 1
-            if self._steps_without_contrast == 1 and why == ALL_EPISODES_FAILED:
+        if why in (ZERO_VARIANCE, ALL_EPISODES_FAILED):
+            self._steps_with_zero_variance += 1
+            if self._steps_with_zero_variance == 1 and why == ALL_EPISODES_FAILED:
                 self._report_warning(
                     "every_episode_failed", step=step, episodes=episodes, hint="see the events episode_abandoned"
                 )
-            elif self._steps_without_contrast == 1:
+            elif self._steps_with_zero_variance == 1:
                 self._report_warning(
-                    "no_contrast",
+                    "zero_variance",
                     step=step,
                     groups=int(metrics["batch/groups"]),
                     groups_without=int(metrics["advantage/zero_variance_groups"]),
@@ -348,9 +349,9 @@ class UpdateMonitor:
                     "tasks are, or raise schedule.group_size",
                 )
             return ""
-        if self._steps_without_contrast:
-            self._report_info("contrast_returned", step=step, steps_without=self._steps_without_contrast)
-            self._steps_without_contrast = 0
+        if self._steps_with_zero_variance:
+            self._report_info("variance_returned", step=step, steps_without=self._steps_with_zero_variance)
+            self._steps_with_zero_variance = 0
         if not why:
             self._skipped.clear()
             return ""
@@ -376,7 +377,7 @@ class UpdateMonitor:
         return f"no step made an update, and {self._failed_episodes} of {self._episodes} episodes failed"
 
     def describe_no_updates(self) -> str:
-        """Return what the steps without an update lacked, as `12 x no contrast, 1 x gradient not finite`.
+        """Return what the steps without an update lacked, as `12 x zero variance, 1 x gradient not finite`.
 
         The result is empty if there was no such step.
         """

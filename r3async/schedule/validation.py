@@ -422,8 +422,8 @@ def compute_staleness_metrics(
 ) -> dict[str, float]:
     """Return the metrics `staleness/*` of one step; `now` is in unix seconds, like `Trajectory.finished_at`.
 
-    `age_0` to `age_<bound>` are the numbers of trained tokens of that age. `queue_seconds` is the time from the end of
-    an episode to the step that trains it.
+    `tokens_0` to `tokens_<bound>` are the numbers of trained tokens of that staleness. `queue_seconds` is the
+    time from the end of an episode to the step that trains it.
     """
     trajectories = [t for group in groups for t in group]
     ages = np.concatenate([compute_staleness(t, version) for t in trajectories])
@@ -437,5 +437,5 @@ def compute_staleness_metrics(
         "staleness/masked_fraction": masked,
         "staleness/queue_seconds_mean": float(np.mean(queued)) if queued else 0.0,
         "staleness/queue_seconds_max": max(queued, default=0.0),
-        **{f"staleness/age_{age}": float(count) for age, count in enumerate(counts)},
+        **{f"staleness/tokens_{age}": float(count) for age, count in enumerate(counts)},
     }

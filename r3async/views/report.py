@@ -73,8 +73,8 @@ from r3async.world.files import replace_file
 
 
 MAX_MAP_COLUMNS = 400
-STALENESS_METRIC = re.compile(r"staleness/age_(\d+)")
-"""Pattern of the metrics that count the trained tokens of one age."""
+STALENESS_METRIC = re.compile(r"staleness/tokens_(\d+)")
+"""Pattern of the metrics that count the trained tokens of one staleness."""
 
 
 class AgreementLine(msgspec.Struct):
@@ -162,7 +162,7 @@ def build_staleness_histogram(rows: Sequence[dict[str, Any]], bound: int | None)
     ages = sorted({*range((bound or 0) + 1), *counts})
     return {
         "id": "ages",
-        "title": "Age",
+        "title": "Staleness",
         "caption": f"versions between sampling and training; {what}",
         "x": ages,
         "y": [counts[age] / counts.total() for age in ages],
@@ -489,7 +489,7 @@ def _make_stats_table(summaries: Sequence[RunSummary]) -> TableLines:
             for known, figure in metrics
         ),
         ("reward of the last evaluation", [format_number(s.last_evaluation_reward) for s in summaries]),
-        ("allowed age", [format_number(s.staleness_bound) for s in summaries]),
+        ("staleness allowed", [format_number(s.staleness_bound) for s in summaries]),
         ("restarts of generators", [str(s.history.generators_lost) for s in summaries]),
         ("restarts of the learner's ranks", [str(s.history.ranks_restarted) for s in summaries]),
         ("restarts of the run", [str(s.history.run_restarts) for s in summaries]),

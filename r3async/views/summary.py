@@ -12,10 +12,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from r3async.record.events import format_event_details
-from r3async.record.metrics import METRICS, MetricStats, compute_end_windows, finite_or_none, format_stat_label
+from r3async.record.metrics import (
+    METRICS,
+    MetricStats,
+    compute_end_windows,
+    find_new_name,
+    finite_or_none,
+    format_stat_label,
+)
 from r3async.record.reading import EVALUATION_FILE, parse_schedule, read_run_config, read_run_files
 from r3async.schedule.admission import compute_staleness_bound
-from r3async.schedule.health import ALL_EPISODES_FAILED, NO_CONTRAST, explain_no_update
+from r3async.schedule.health import ALL_EPISODES_FAILED, ZERO_VARIANCE, explain_no_update
 from r3async.views.charts import EVALUATION_REWARD, parse_evaluations
 
 if TYPE_CHECKING:
@@ -163,7 +170,7 @@ class RunSummary(msgspec.Struct, kw_only=True):
     steps: int = 0
     updates: int | None = None
     """Number of optimizer updates of these steps."""
-    steps_without_contrast: int = 0
+    steps_with_zero_variance: int = 0
     steps_failed: int = 0
     """Number of steps in which every episode failed."""
     steps_skipped: int = 0
@@ -187,6 +194,8 @@ class RunSummary(msgspec.Struct, kw_only=True):
     errors: int = 0
 
     def __getitem__(self, metric: str) -> MetricStats:
+        if now := find_new_name(metric):
+            raise KeyError(f"no run has {metric!r}: it is {now!r} now")
         return self.stats.get(metric, MetricStats())
 
     @property
@@ -346,9 +355,9 @@ def summarize_records(
         reason=reason,
         steps=len(rows),
         updates=int(sum(updates)) if updates else None,
-        steps_without_contrast=kept_from.count(NO_CONTRAST),
+        steps_with_zero_variance=kept_from.count(ZERO_VARIANCE),
         steps_failed=kept_from.count(ALL_EPISODES_FAILED),
-        steps_skipped=sum(why not in ("", NO_CONTRAST, ALL_EPISODES_FAILED) for why in kept_from),
+        steps_skipped=sum(why not in ("", ZERO_VARIANCE, ALL_EPISODES_FAILED) for why in kept_from),
         planned_steps=steps if isinstance(steps := config.get("steps"), int) else None,
         started_at=min(times) if times else None,
         duration_seconds=max(times) - min(times) if times else None,
@@ -447,10 +456,10 @@ def format_summary(summary: RunSummary) -> Table:
         Headline("status", summary.status, summary.reason, summary.status_kind),
         Headline("progress", summary.progress_text, ""),
     ]
-    idle = summary.steps_without_contrast + summary.steps_failed + summary.steps_skipped
+    idle = summary.steps_with_zero_variance + summary.steps_failed + summary.steps_skipped
     if summary.updates is not None and (idle or not summary.updates):
         why = (
-            f"steps without one: {summary.steps_without_contrast} had no contrast, {summary.steps_skipped} were skipped"
+            f"steps without one: {summary.steps_with_zero_variance} had zero variance, {summary.steps_skipped} were skipped"
             + (f", of {summary.steps_failed} every episode failed" if summary.steps_failed else "")
         )
         lines.append(Headline("updates", str(summary.updates), why, "warn" if summary.updates else "bad"))

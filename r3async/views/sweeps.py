@@ -29,8 +29,8 @@ from r3async.world.files import replace_file
 
 FINISHED_FILE = "finished.jsonl"
 """File of complete runs in the directory of a sweep."""
-DRIFT_PREFIXES, WINDOW_STEPS = ("rollout_kl/", "served_kl/"), 25
-"""Prefixes of drift metrics, and number of consecutive steps in a window.
+DRIFT_PREFIX, WINDOW_STEPS = "rollout_kl/", 25
+"""Prefix of drift metrics, and number of consecutive steps in a window.
 
 A sweep has the largest window mean of each of these metrics, because a bound holds only if it holds in every window.
 """
@@ -150,7 +150,7 @@ class RunCurves(msgspec.Struct, frozen=True):
         for name in metrics:
             if known := self._present_values(name):
                 found |= {name: sum(known) / len(known), f"{name}, last": _compute_mean(known[-LAST_STEPS:])}
-            if name.startswith(DRIFT_PREFIXES):
+            if name.startswith(DRIFT_PREFIX):
                 found[f"{name}, window"] = self.compute_largest_window(name)
             for axis in X_AXES[1:]:
                 if (end := ends[axis]) is not None and (
@@ -339,7 +339,7 @@ def _name_outcomes(metrics: Sequence[str], ends: Mapping[str, float | None]) -> 
         label = find_metric(name).label
         found[name] = f"{label}, mean of all steps"
         found[f"{name}, last"] = f"{label}, last {LAST_STEPS} steps"
-        if name.startswith(DRIFT_PREFIXES):
+        if name.startswith(DRIFT_PREFIX):
             found[f"{name}, window"] = f"{label}, largest mean of {WINDOW_STEPS} steps"
         for axis, words in AXIS_LABELS.items():
             if (end := ends[axis]) is not None:

@@ -73,7 +73,7 @@ def stepped(
 def limit(model_path, given) -> float:
     """Between the drift before the first step and after the whole of it."""
     _, (first, _), _ = stepped(model_path, config(1e6), given)
-    start, whole = first["served_kl/k3"], first["served_kl/predicted"]
+    start, whole = first["rollout_kl/served_k3"], first["rollout_kl/served_k3_predicted"]
     assert whole > start, "the step has to add drift"
     return start + 0.3 * (whole - start)
 
@@ -86,18 +86,20 @@ def alone(model_path, given, limit):
 def assert_as_alone(answers: list[Any], alone: Any) -> None:
     own, metrics, weights = alone
     first, second = metrics
-    assert abs(first["served_kl/k3"] - first["rollout_kl/k3"]) > 1e-3, "random routes are not the routers' own"
+    assert abs(first["rollout_kl/served_k3"] - first["rollout_kl/k3"]) > 1e-3, "random routes are not the routers' own"
     assert 0 < first["optimizer/step_share"] < 1
-    assert "served_kl/tokens" not in second, "measured in one of four steps"
-    difference = first["served_kl/k3"] - first["rollout_kl/k3"]
-    assert second["served_kl/k3_estimate"] == pytest.approx(second["rollout_kl/k3"] + difference)
-    assert second["served_kl/predicted"] > 0
-    names = [n for n in first if n.startswith(("served_kl/", "optimizer/", "rollout_kl/"))]
+    assert "rollout_kl/served_tokens" not in second, "measured in one of four steps"
+    difference = first["rollout_kl/served_k3"] - first["rollout_kl/k3"]
+    assert second["rollout_kl/served_k3_estimate"] == pytest.approx(second["rollout_kl/k3"] + difference)
+    assert second["rollout_kl/served_k3_predicted"] > 0
+    names = [n for n in first if n.startswith(("optimizer/", "rollout_kl/"))]
     for theirs, both, _ in answers:
         for ours, expected in zip(theirs, own, strict=True):
             np.testing.assert_allclose(ours, expected, atol=2e-5)
         assert {n: both[0][n] for n in names} == pytest.approx({n: first[n] for n in names}, rel=2e-3, abs=1e-6)
-        assert both[1]["served_kl/predicted"] == pytest.approx(second["served_kl/predicted"], rel=1e-2)
+        assert both[1]["rollout_kl/served_k3_predicted"] == pytest.approx(
+            second["rollout_kl/served_k3_predicted"], rel=1e-2
+        )
         assert both == answers[0][1], "every rank has the same figures, and makes the same share"
     for name, exact in weights.items():
         # Adam's first steps divide a gradient by its own size: of one that is nearly 0 only rounding is left.

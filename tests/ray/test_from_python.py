@@ -44,7 +44,7 @@ def bonus(text):
 
 class Listener(r3async.Callback):
     def on_step(self, record):
-        heard.append(["step", record.step, record.metrics["env/pid_mean"] != os.getpid()])
+        heard.append(["step", record.step, record.metrics["env/pid/mean"] != os.getpid()])
     def on_evaluation(self, record):
         heard.append(["evaluation", record.step, sorted(n for n in record.figures if "reward_mean" in n or "pass@" in n)])
     def on_checkpoint(self, record):
@@ -138,5 +138,5 @@ async def test_in_a_running_loop_a_callback_that_raises_ends_the_run_which_resum
     rewards = read_json_objects(run / "metrics.jsonl")
     assert [row["step"] for row in rewards] == list(range(1, made + 3))
     assert steps[2:] == [made + 1, made + 2]
-    assert all(row["reward/long_mean"] > 0 for row in rewards)
+    assert all(row["rewards/long/mean"] > 0 for row in rewards)
     assert ends == ["CallbackFailed", "NoneType"]

@@ -56,11 +56,11 @@ def trained(local_ray, tmp_path_factory):
 def test_held_out_rows_are_answered_better_after_training(trained):
     rows = read_json_objects(trained / "metrics.jsonl")
     evaluated = read_json_objects(trained / "evaluation.jsonl")
-    before, after = (each["evaluation/metrics"]["reward/correct"] for each in (evaluated[0], evaluated[-1]))
+    before, after = (each["evaluation/metrics"]["rewards/correct"] for each in (evaluated[0], evaluated[-1]))
     assert (evaluated[0]["step"], evaluated[-1]["step"]) == (0, STEPS)
     assert after > before + 0.2
-    assert sum(row["reward/correct_mean"] for row in rows[-5:]) > 1.5 * sum(
-        row["reward/correct_mean"] for row in rows[:5]
+    assert sum(row["rewards/correct/mean"] for row in rows[-5:]) > 1.5 * sum(
+        row["rewards/correct/mean"] for row in rows[:5]
     )
 
 

@@ -44,7 +44,7 @@ def test_a_game_of_textarena_and_another_environment_are_trained_and_evaluated_e
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
         assert (row["env/game/episodes"], row["env/small/episodes"]) == (4, 12)
-        assert row["env/small/episode_tokens_mean"] <= 2 * 4
+        assert row["env/small/response_length_mean"] <= 2 * 4
         assert 0 < row["env/small/episode_turns_mean"] <= 2
         assert row["rollout_kl/k3_turn_0"] >= 0
     assert rows[-1]["env/game/episode_turns_mean"] > 1

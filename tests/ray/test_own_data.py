@@ -64,10 +64,10 @@ def test_rows_and_rewards_of_ones_own_are_trained_evaluated_and_told_by_name(tmp
     rows = read_json_objects(tmp_path / "own" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
-        parts = sum(weight * row[f"reward/{name}_mean"] for name, weight in WEIGHTS.items())
+        parts = sum(weight * row[f"rewards/{name}/mean"] for name, weight in WEIGHTS.items())
         assert row["reward/mean"] == pytest.approx(parts)
-        assert 0 < row["reward/brief_mean"] <= 0.5
-        assert row["reward/brief_std"] >= 0
+        assert 0 < row["rewards/brief/mean"] <= 0.5
+        assert row["rewards/brief/std"] >= 0
     assert rows[-1]["data/epochs"] > 0.5
     evaluated = read_json_objects(tmp_path / "own" / "evaluation.jsonl")
     assert [each["step"] for each in evaluated][-1] == 3

@@ -43,7 +43,7 @@ PROMISED_METRICS = [
     "staleness/max",
     "staleness/bound",
     "staleness/queue_seconds_max",
-    "staleness/age_0",
+    "staleness/tokens_0",
     "lag/learner_p99_ms",
     "lag/conductor_p99_ms",
     "lag/generator_p99_ms",
@@ -118,7 +118,7 @@ def test_a_run_goes_on_when_its_generator_is_killed_and_records_what_it_promises
         assert set(PROMISED_METRICS) <= set(row)
         assert all(isinstance(row[name], (int, float)) for name in PROMISED_METRICS)
         assert row["staleness/max"] <= row["staleness/bound"] == 2
-        assert sum(row[f"staleness/age_{age}"] for age in range(3)) == row["batch/trained_tokens"]
+        assert sum(row[f"staleness/tokens_{age}"] for age in range(3)) == row["batch/trained_tokens"]
         assert row["routing/recorded_fraction"] >= 0.95
         assert row["batch/tokens"] > row["batch/shared_tokens"] > 0
         assert row["transport/rejected"] == 0

@@ -38,8 +38,8 @@ RUN = [
 
 
 def tasks_of(rows: list[dict]) -> list[int]:
-    assert all(row["env/task_std"] == 0 for row in rows)  # one group, one task
-    return [int(row["env/task_mean"]) for row in rows]
+    assert all(row["env/task/std"] == 0 for row in rows)  # one group, one task
+    return [int(row["env/task/mean"]) for row in rows]
 
 
 @pytest.mark.parametrize("killed", [False, True])

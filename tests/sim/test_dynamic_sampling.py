@@ -1,4 +1,4 @@
-"""Groups without contrast are replaced, within a budget and the age bound: the actors as they are, in virtual time."""
+"""Groups with zero variance are replaced, within a budget and the age bound: the actors as they are, in virtual time."""
 
 from __future__ import annotations
 

@@ -124,11 +124,11 @@ def test_a_run_of_which_every_episode_failed_has_failed_and_says_by_what(machine
         machine.train("steps=3", f"env.name={HERE}:Hopeless", ALLOWED)
     assert not isinstance(raised.value, NotTrained)  # that is for who can learn nothing, and exits with 4
     summary = summarize_run(machine.run_dir)
-    assert (summary.status, summary.steps_failed, summary.steps_without_contrast) == ("failed", 3, 0)
+    assert (summary.status, summary.steps_failed, summary.steps_with_zero_variance) == ("failed", 3, 0)
     assert summary["reward/mean"].last_mean is None  # nobody was rewarded
     (told,) = machine.events("every_episode_failed")
     assert (told["step"], told["episodes"]) == (1, 8)
-    assert not machine.events("no_contrast")
+    assert not machine.events("zero_variance")
     assert not machine.events("metric_not_finite")
     row = read_json_objects(machine.run_dir / "metrics.jsonl")[0]
     assert describe_step(row).endswith("no update: every episode failed")
@@ -141,8 +141,8 @@ class Half(Parsed):
         return StepResult(judged(BAD, "") if self.row % 2 else 0.5, done=True)
 
 
-def test_a_run_without_contrast_of_which_some_episodes_failed_is_not_trained(machine):
-    with pytest.raises(NotTrained, match=r"none of 8 steps made an update \(.*no contrast"):
+def test_a_run_with_zero_variance_of_which_some_episodes_failed_is_not_trained(machine):
+    with pytest.raises(NotTrained, match=r"none of 8 steps made an update \(.*zero variance"):
         machine.train("steps=8", f"env.name={HERE}:Half", ALLOWED)
 
 

@@ -100,7 +100,7 @@ SPOILED: dict[str, tuple[str, Callable[[], Sequence[Event]]]] = {
     "a group is twice in a step": ("twice", lambda: edited(Taken, 0, groups=(0, 0))),
     "an episode is missing": ("whole", lambda: edited(Trained, 0, groups=(pair(0, 1, 0)[:1],))),
     "a step of two groups": ("whole", lambda: edited(Trained, 0, groups=(pair(0, 1, 0), pair(1, 1, 0)))),
-    "too few have contrast": ("replaced", good),
+    "too few differ": ("replaced", good),
     "episodes of a group play two tasks": (
         "task",
         lambda: edited(Trained, 0, groups=((msgspec.structs.replace(pair(0, 1, 0)[0], task=2), pair(0, 1, 0)[1]),)),
@@ -229,21 +229,21 @@ def test_what_must_not_be_is_named(what: str):
 
 
 @pytest.mark.parametrize(
-    ("contrast", "says"),
+    ("differing", "says"),
     [
         ([True], ""),
         ([False, True], ""),
         ([False, False], ""),  # the budget is spent
-        ([False], "trains 1 groups, 0 with contrast, and may take 2"),
-        ([True, True], "takes group 1, though 1 before it have contrast"),
+        ([False], "trains 1 groups, 0 that differ, and may take 2"),
+        ([True, True], "takes group 1, though 1 before it differ"),
         ([False, False, True], "trains 3 groups, and may take 2"),
     ],
 )
-def test_a_step_replaces_groups_until_enough_have_contrast_or_its_budget_is_spent(contrast, says):
+def test_a_step_replaces_groups_until_enough_differ_or_its_budget_is_spent(differing, says):
     rules = msgspec.structs.replace(RULES, replaced_groups=1)
     groups = tuple(
         tuple(msgspec.structs.replace(f, reward=float(differs * f.episode)) for f in pair(group, 1, 0))
-        for group, differs in enumerate(contrast)
+        for group, differs in enumerate(differing)
     )
     known = see(good()[:1], rules).known
     assert groups_are_replaced_for_want_of_contrast(known, Trained(1.0, 1, 1, 0, groups)).endswith(says)

@@ -47,15 +47,15 @@ def test_each_environment_has_its_share_its_epochs_and_its_limits(machine: Machi
     posed = []
     for row in rows:
         assert (row["env/few/episodes"], row["env/game/episodes"]) == (4, 12)
-        assert row["env/few/episode_tokens_p95"] <= 2
-        assert row["env/few/task_std"] == 0  # one group, one task
-        assert "env/game/task_mean" not in row
+        assert row["env/few/response_length_p95"] <= 2
+        assert row["env/few/task/std"] == 0  # one group, one task
+        assert "env/game/task/mean" not in row
         together = row["env/few/reward_mean"] * 4 + row["env/game/reward_mean"] * 12
         assert abs(together - 16 * row["reward/mean"]) < 1e-6
-        posed.append(int(row["env/few/task_mean"]))
+        posed.append(int(row["env/few/task/mean"]))
     assert sorted(posed[:5]) == sorted(posed[5:10]) == list(range(5))
     assert rows[-1]["env/few/epochs"] > 2
-    assert max(row["env/game/episode_tokens_p95"] for row in rows) > 2
+    assert max(row["env/game/response_length_p95"] for row in rows) > 2
     examples = read_json_objects(run_dir / "episodes.jsonl")
     assert {(e["environment"], e["turns"][0]["user"].split()[0]) for e in examples} == {("few", "few"), ("game", "go")}
     evaluated = read_json_objects(run_dir / "evaluation.jsonl")
@@ -77,6 +77,6 @@ def test_a_resumed_run_poses_the_same_tasks(untrained, tmp_path) -> None:
             machine.train(*MIX, settings=settings(), meddle=kill, killed=True)
         run_dir = machine.train(*MIX, settings=settings())
         machine.close()
-        told.append([row["env/few/task_mean"] for row in read_json_objects(run_dir / "metrics.jsonl")])
+        told.append([row["env/few/task/mean"] for row in read_json_objects(run_dir / "metrics.jsonl")])
     assert len(told[0]) == 12
     assert told[0] == told[1]

@@ -36,9 +36,9 @@ def spoilt(inputs: LossInputs) -> PolicyLoss:
     return PolicyLoss(inputs.logprobs * float("nan"), torch.zeros_like(inputs.mask))
 
 
-def test_a_hundred_steps_without_contrast_change_nothing_and_do_not_call_themselves_training(machine):
+def test_a_hundred_steps_with_zero_variance_change_nothing_and_do_not_call_themselves_training(machine):
     flat = [f"env.name={HERE}:Indifferent", "checkpoint.every_steps=50"]
-    with pytest.raises(NotTrained, match=rf"none of {STEPS} steps made an update \({STEPS} x no contrast\)"):
+    with pytest.raises(NotTrained, match=rf"none of {STEPS} steps made an update \({STEPS} x zero variance\)"):
         machine.train(f"steps={STEPS}", *flat)
     run_dir = machine.run_dir
     assert "trained model" not in machine.person.screen
@@ -47,15 +47,15 @@ def test_a_hundred_steps_without_contrast_change_nothing_and_do_not_call_themsel
     rows = read_json_objects(run_dir / "metrics.jsonl")
     assert [row["version"] for row in rows] == list(range(1, STEPS + 1))  # slots were freed all the same
     assert {row["advantage/zero_variance_share"] for row in rows} == {1.0}
-    assert {(row["optimizer/updates"], row["optimizer/no_contrast"]) for row in rows} == {(0.0, 1.0)}
-    (event,) = events(run_dir, "no_contrast")
+    assert {(row["optimizer/updates"], row["optimizer/zero_variance"]) for row in rows} == {(0.0, 1.0)}
+    (event,) = events(run_dir, "zero_variance")
     assert (event["step"], event["level"]) == (1, "warning")
     assert not events(run_dir, "step_skipped")
     (ended,) = events(run_dir, "run_finished")
     assert (ended["updates"], ended["model"]) == (0, None)
 
     summary = summarize_run(run_dir)
-    assert (summary.status, summary.updates, summary.steps_without_contrast) == (NOT_TRAINED, 0, STEPS)
+    assert (summary.status, summary.updates, summary.steps_with_zero_variance) == (NOT_TRAINED, 0, STEPS)
 
     for step in (50, STEPS):
         (part,) = CheckpointDirectory(run_dir / "checkpoints").step_path(step).glob("learner-*.safetensors")
@@ -63,7 +63,9 @@ def test_a_hundred_steps_without_contrast_change_nothing_and_do_not_call_themsel
         assert not [name for name in kept if "exp_avg" in name]
         assert not kept[f"master/{DIGEST_TENSOR}"].any()  # as it began
 
-    with pytest.raises(NotTrained, match=r"none of 102 steps made an update \(2 x no contrast\)"):  # nor after a resume
+    with pytest.raises(
+        NotTrained, match=r"none of 102 steps made an update \(2 x zero variance\)"
+    ):  # nor after a resume
         machine.train(f"steps={STEPS + 2}", *flat)
 
 

@@ -102,7 +102,7 @@ def test_a_case_is_written_and_read(tmp_path: Path):
     assert isinstance(case, Case)
 
 
-def test_a_run_without_contrast_in_any_step_ends_without_a_model_and_is_no_failure():
+def test_a_run_with_zero_variance_in_any_step_ends_without_a_model_and_is_no_failure():
     result, _ = run_case(Case(Workload(3, steps=2, flat=1)))
     assert not result.violated, f"{result.violated}: {result.reason}"
     assert result.steps == 2

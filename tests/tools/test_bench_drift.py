@@ -27,9 +27,19 @@ def test_steps_above_the_target_are_counted_and_the_worst_window_is_a_mean():
 
 def test_drifts_of_an_age_are_means_over_the_steps_that_have_it():
     rows = [
-        {"rollout_kl/k3": 0.1, "served_kl/k3": 0.15, "rollout_kl/k3_age_1": 0.02, "served_kl/k3_age_1": 0.03},
-        {"rollout_kl/k3": 0.3, "served_kl/k3": 0.45, "rollout_kl/k3_age_1": 0.04, "served_kl/k3_age_1": 0.07},
-        {"rollout_kl/k3": 0.2, "served_kl/k3": 0.30, "rollout_kl/k3_age_2": 0.04},
+        {
+            "rollout_kl/k3": 0.1,
+            "rollout_kl/served_k3": 0.15,
+            "rollout_kl/k3_staleness_1": 0.02,
+            "rollout_kl/served_k3_staleness_1": 0.03,
+        },
+        {
+            "rollout_kl/k3": 0.3,
+            "rollout_kl/served_k3": 0.45,
+            "rollout_kl/k3_staleness_1": 0.04,
+            "rollout_kl/served_k3_staleness_1": 0.07,
+        },
+        {"rollout_kl/k3": 0.2, "rollout_kl/served_k3": 0.30, "rollout_kl/k3_staleness_2": 0.04},
     ]
     phase = phase_of("calm", rows)
     (one,) = phase.ages
@@ -42,18 +52,18 @@ def test_drifts_of_an_age_are_means_over_the_steps_that_have_it():
 
 def test_a_burst_is_judged_by_its_served_drift_and_needs_it_of_every_step():
     row = {
-        "served_kl/k3": 0.2,
-        "served_kl/tokens": 9.0,
+        "rollout_kl/served_k3": 0.2,
+        "rollout_kl/served_tokens": 9.0,
         "optimizer/step_share": 1.0,
         "rollout_kl/coef": 0.01,
         "reward/mean": 0.5,
     }
-    rows = [row, row | {"optimizer/step_share": 0.5, "rollout_kl/coef": 0.04}, row | {"served_kl/k3": 0.1}]
+    rows = [row, row | {"optimizer/step_share": 0.5, "rollout_kl/coef": 0.04}, row | {"rollout_kl/served_k3": 0.1}]
     found = burst_of("soft", 3, 0.1, [row | {"reward/mean": 0.9}], rows)
     assert (found.response.above, found.shortened, found.coef) == (2, 1, 0.04)
     assert (found.before, found.reward) == (0.9, 0.5)
     with pytest.raises(BenchError, match="2 of 3 steps"):
-        burst_of("soft", 3, 0.1, rows, [*rows[:2], row | {"served_kl/tokens": None}])
+        burst_of("soft", 3, 0.1, rows, [*rows[:2], row | {"rollout_kl/served_tokens": None}])
 
 
 def test_a_controller_tames_every_simulated_burst_and_a_fixed_coefficient_none():
@@ -78,8 +88,8 @@ def test_an_interrupted_measurement_continues_with_the_runs_that_are_not_whole(
     plan = Plan([0, 1], calm=3, burst=3, settle=0)
     row = {
         "rollout_kl/k3": 0.1,
-        "served_kl/k3": 0.2,
-        "served_kl/tokens": 9.0,
+        "rollout_kl/served_k3": 0.2,
+        "rollout_kl/served_tokens": 9.0,
         "optimizer/step_share": 1.0,
         "rollout_kl/coef": 0.01,
         "reward/mean": 0.5,

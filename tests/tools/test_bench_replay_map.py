@@ -66,7 +66,7 @@ def test_undisturbed_the_engine_is_the_learner(untrained: Path) -> None:
 def test_what_noise_does_is_mostly_mended_by_replay(untrained: Path) -> None:
     (step,) = trained(untrained, Setting(steps=1), noise=0.3)
     assert 0.3 < step["routing/agreement"] < 1.0
-    assert 0 < step["rollout_kl/k3"] < step["served_kl/k3"] / 2
+    assert 0 < step["rollout_kl/k3"] < step["rollout_kl/served_k3"] / 2
 
 
 def test_an_engine_in_bfloat16_rounds_and_rounds_more_with_keys_and_values_in_fp8(untrained: Path) -> None:

@@ -70,7 +70,7 @@ def test_the_trust_region_bounds_every_window_of_every_run_and_costs_no_reward()
     assert len(found.points) == 7 * 6
     assert all(point.complete == point.planned == 5 for point in found.points)
     assert len({run.seed for run in bounded}) == 5
-    assert max(run.figures["served_kl/k3, window"] for run in bounded) < 1.5 * 0.1
+    assert max(run.figures["rollout_kl/served_k3, window"] for run in bounded) < 1.5 * 0.1
     # Another loss less the one with the limit: the interval of no difference in reward is above 0.
     others = [point for point in found.points if point.differences]
     better = [point.name for point in others if point.differences["reward/mean"].low > 0]

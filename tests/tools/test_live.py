@@ -24,7 +24,7 @@ def status(phase="training", row=None, restarts=0):
 
 def test_a_step_is_one_readable_line_also_when_a_number_is_missing():
     line = describe_step(ROW)
-    for part in ("reward 0.500", "drift 1e-03", "age 0.8/1", "agree 0.98", "3.2k>nank"):
+    for part in ("reward 0.500", "drift 1e-03", "staleness 0.8/1", "agree 0.98", "3.2k>nank"):
         assert part in line
     del (bare := dict(ROW))["routing/agreement"]
     assert "agree" not in describe_step(bare), "a run without routes"

@@ -128,7 +128,7 @@ def test_the_drift_table_has_ten_parts_and_all() -> None:
 
 def test_ages_are_of_all_trained_tokens() -> None:
     found = build_staleness_histogram(
-        [{"staleness/age_0": 3.0, "staleness/max": 4}, {"staleness/age_0": 2.0, "staleness/age_4": 5.0}], 2
+        [{"staleness/tokens_0": 3.0, "staleness/max": 4}, {"staleness/tokens_0": 2.0, "staleness/tokens_4": 5.0}], 2
     )
     assert found is not None
     assert (found["x"], found["y"]) == ([0, 1, 2, 4], [0.5, 0, 0, 0.5])
@@ -198,7 +198,7 @@ def test_every_metric_is_on_the_page(tmp_path: Path) -> None:
     for chart in [*data["charts"], *data["more"], *data["maps"], data["ages"], data["timeline"]]:
         assert chart["id"] in shown
     assert page.fetched == []
-    for heading in ("Timeline", "Drift", "Tokens", "Environment", "All other metrics", "Age"):
+    for heading in ("Timeline", "Drift", "Tokens", "Environment", "All other metrics", "Staleness"):
         assert heading in page.text
 
 

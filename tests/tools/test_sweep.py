@@ -343,7 +343,7 @@ def test_a_run_that_is_kept_is_not_made_again_unless_its_line_lacks_a_metric(tmp
     )
     assert runner(metrics=["reward/mean"]).run_all()
     assert list(made.processes) == [run.name for run in made.runs[1:]]
-    assert runner(metrics=["reward/mean", "served_kl/k3"]).run_all()
+    assert runner(metrics=["reward/mean", "rollout_kl/served_k3"]).run_all()
     assert "pg-s0" in made.processes
 
 

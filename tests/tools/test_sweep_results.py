@@ -26,7 +26,7 @@ from r3async.views.sweeps import (
 from tests.helpers.sweeps import write_swept_run
 from tests.tools.test_report import Page
 
-REWARD, DRIFT = "reward/mean", "served_kl/k3"
+REWARD, DRIFT = "reward/mean", "rollout_kl/served_k3"
 
 
 def swept(*names, seeds=(0, 1, 2), models=(0,)):

@@ -160,7 +160,7 @@ def test_credit_by_token_is_the_reward_from_there_on(name, stepwise):
 
 @pytest.mark.parametrize("credit", ["turn", "trajectory", "token"])
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_groups_without_contrast(name, credit):
+def test_groups_with_zero_variance(name, credit):
     config = algorithm(advantage=name, credit=credit)
     for group in (
         [episode(0, [0.3, 0.9])],
@@ -220,7 +220,7 @@ def test_the_zero_variance_filter_sees_what_credit_compares(stepwise):
         assert filtered(credit, episode(0, [0.5], stepwise=stepwise))
 
 
-def test_without_the_filter_groups_without_contrast_are_counted_and_trained():
+def test_without_the_filter_groups_with_zero_variance_are_counted_and_trained():
     group = [episode(i, [0.5]) for i in range(2)]
     samples, figures = assign_advantages([group, [episode(i, [i / 2], group=1) for i in range(2)]], algorithm())
     assert figures["advantage/zero_variance_groups"] == 1

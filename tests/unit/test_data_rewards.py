@@ -103,7 +103,7 @@ def dataset(tmp_path, monkeypatch):
 async def paid(env, text, token_ids=()):
     await env.reset(0)
     result = await env.step(Action(text, token_ids=list(token_ids)))
-    return result.reward, {name.removeprefix("reward/"): value for name, value in result.metrics.items()}
+    return result.reward, {name.removeprefix("rewards/"): value for name, value in result.metrics.items()}
 
 
 @pytest.mark.parametrize(("fn", "text", "reward"), [("plain", "2", 1.0), ("only", "two", 3.0)])
@@ -234,14 +234,14 @@ async def test_rewards_by_name_come_with_the_trajectory_into_the_row_of_the_step
     played = [await EpisodePlayer(EpisodeTask(0, i, 0), env, engine, chat, limits).play_episode() for i in range(2)]
     sent = [decode_trajectory(encode_trajectory(each)) for each in played]
     assert [each.metrics for each in sent] == [
-        {"reward/plain": 0.0, "reward/lengths": 6.0},
-        {"reward/plain": 1.0, "reward/lengths": 3.0},
+        {"rewards/plain": 0.0, "rewards/lengths": 6.0},
+        {"rewards/plain": 1.0, "rewards/lengths": 3.0},
     ]
     assert [each.reward for each in sent] == [3.0, 2.5]
     row = compute_episode_metrics(sent)
-    assert row["reward/plain_mean"] == 0.5
-    assert row["reward/plain_std"] == 0.5
-    assert (row["reward/lengths_mean"], row["reward/lengths_std"], row["reward/mean"]) == (4.5, 1.5, 2.75)
+    assert row["rewards/plain/mean"] == 0.5
+    assert row["rewards/plain/std"] == 0.5
+    assert (row["rewards/lengths/mean"], row["rewards/lengths/std"], row["reward/mean"]) == (4.5, 1.5, 2.75)
 
 
 async def test_an_evaluation_has_means_by_name(dataset):
@@ -249,10 +249,10 @@ async def test_an_evaluation_has_means_by_name(dataset):
     config = EnvConfig(name="played")
     made = await evaluate_without_model(config, lambda: env, "oracle", EvaluationConfig(tasks=2), max_turns=1)
     assert made.reward_mean == 1.5
-    assert made.metrics == {"reward/only": 1.0, "reward/plain": 1.0}
+    assert made.metrics == {"rewards/only": 1.0, "rewards/plain": 1.0}
     assert describe_result(made, "oracle", {"": config})[-2:] == [
-        "  mean reward/only 1.0000",
-        "  mean reward/plain 1.0000",
+        "  mean rewards/only 1.0000",
+        "  mean rewards/plain 1.0000",
     ]
 
 
@@ -266,10 +266,10 @@ def test_a_metric_that_is_no_number_fails_by_its_name():
 def test_metrics_of_turns_are_summed_and_shown_with_their_kind():
     assert sum_episode_metrics([{"moves": 2}, {}, {"moves": 3, "lost": 1}]) == {"moves": 5.0, "lost": 1.0}
     assert (
-        find_metric("env/moves_mean").description
-        == "Mean of 'moves', which the environment told, over the episodes that have it."
+        find_metric("env/moves/mean").description
+        == "Mean of 'moves', which the environment reported, over the episodes that have it."
     )
-    assert find_metric("reward/plain_std").description.startswith(
+    assert find_metric("rewards/plain/std").description.startswith(
         "Standard deviation of reward 'plain', before its weight"
     )
 

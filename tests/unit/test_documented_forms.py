@@ -173,13 +173,13 @@ async def told(env, text, ids=()):
     ],
 )
 async def test_rewards_of_trl(dataset, row, fn, text, reward):
-    assert await told(dataset(row, fn), text, [5, 6]) == (reward, {f"reward/{fn}": reward})
+    assert await told(dataset(row, fn), text, [5, 6]) == (reward, {f"rewards/{fn}": reward})
 
 
 async def test_rewards_of_trl_that_are_each_for_one_task(dataset):
     for task, text, reward in (("math", "4", 1.0), ("math", "5", -1.0), ("code", "def f(): ...", 1.0)):
         env = dataset({"prompt": "2+2?", "task": task}, "of_mathematics", "of_code")
-        name = {"math": "reward/of_mathematics", "code": "reward/of_code"}[task]
+        name = {"math": "rewards/of_mathematics", "code": "rewards/of_code"}[task]
         assert await told(env, text) == (reward, {name: reward})
     with pytest.raises(EnvironmentFailed, match="no reward applies"):
         await told(dataset({"prompt": "2+2?", "task": "other"}, "of_mathematics", "of_code"), "4")
@@ -187,8 +187,8 @@ async def test_rewards_of_trl_that_are_each_for_one_task(dataset):
 
 async def test_a_reward_of_trl_logs_metrics_of_its_own(dataset):
     env = dataset({"prompt": "2+2?", "ground_truth": "4"}, "logs")
-    assert await told(env, "4") == (1.0, {"reward/logs": 1.0, "accuracy": 1.0, "length": 1.0})
-    assert await told(env, "five") == (0.0, {"reward/logs": 0.0, "accuracy": 0.0, "length": 4.0})
+    assert await told(env, "4") == (1.0, {"rewards/logs": 1.0, "accuracy": 1.0, "length": 1.0})
+    assert await told(env, "five") == (0.0, {"rewards/logs": 0.0, "accuracy": 0.0, "length": 4.0})
 
 
 def test_what_only_trls_trainer_has_is_refused_by_name(dataset):
@@ -215,7 +215,7 @@ async def test_rows_of_verl(dataset, system, parquet):
     env = dataset({**GSM8K, **more}, "compute_score", parquet=parquet)
     assert await env.reset(0) == [Message("system", OTHER["content"])] * system + [Message("user", ASKED)]
     assert env.oracle() == "72"
-    assert await told(env, "#### 72") == (1.0, {"reward/compute_score": 1.0, "acc": 1.0, "index": 0.0})
+    assert await told(env, "#### 72") == (1.0, {"rewards/compute_score": 1.0, "acc": 1.0, "index": 0.0})
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ async def test_rows_of_verl(dataset, system, parquet):
     ],
 )
 async def test_rewards_of_verl(dataset, fn, text, reward):
-    assert await told(dataset(GSM8K, fn), text) == (reward, {f"reward/{fn}": reward})
+    assert await told(dataset(GSM8K, fn), text) == (reward, {f"rewards/{fn}": reward})
 
 
 async def test_a_table_of_verl_without_extra_info_or_score(dataset):

@@ -48,7 +48,7 @@ def test_means_are_those_of_single_tokens_however_they_are_divided(tokens, cut):
         delta = float(np.float32(logprob)) - float(np.float32(rollout))
         place = max(0, (position // 64).bit_length())
         parts = (
-            f"age_{min(age, STALENESS_BINS - 1)}",
+            f"staleness_{min(age, STALENESS_BINS - 1)}",
             f"turn_{min(turn, TURN_BINS - 1)}",
             f"position_{min(place, POSITION_BINS - 1)}",
         )
@@ -63,19 +63,21 @@ def test_served_drift_is_the_replayed_one_and_what_the_probed_tokens_differ_by()
     probed, served = everything[:1], [(-0.9, -0.2, 1, 0, 5)]
     found = compute_drift_metrics(np.stack([sums_of(part) for part in (everything, probed, served)]), np.zeros(5))
     k3 = [np.expm1(a - b) - (a - b) for a, b, *_ in (*everything, *served)]
-    assert found["served_kl/k3"] == pytest.approx(np.mean(k3[:3]) + k3[3] - k3[0], rel=1e-5)
-    assert found["served_kl/k3_age_1"] == pytest.approx(k3[3], rel=1e-5)  # every token of that age was probed
-    assert found["served_kl/tokens"] == 1
-    assert "served_kl/k3_age_2" not in found
-    assert "served_kl/k3" not in compute_drift_metrics(
+    assert found["rollout_kl/served_k3"] == pytest.approx(np.mean(k3[:3]) + k3[3] - k3[0], rel=1e-5)
+    assert found["rollout_kl/served_k3_staleness_1"] == pytest.approx(
+        k3[3], rel=1e-5
+    )  # every token of that age was probed
+    assert found["rollout_kl/served_tokens"] == 1
+    assert "rollout_kl/served_k3_staleness_2" not in found
+    assert "rollout_kl/served_k3" not in compute_drift_metrics(
         np.stack([sums_of(part) for part in (everything, [], [])]), np.zeros(5)
     )
 
 
 def test_each_is_told_apart_by_name():
-    assert find_metric("rollout_kl/k3_age_3").label == "drift at age 3"
+    assert find_metric("rollout_kl/k3_staleness_3").label == "drift at staleness 3"
     assert find_metric("rollout_kl/k3_turn_2").label == "drift in turn 2"
-    assert find_metric("served_kl/k3_age_3").label == "served drift at age 3"
-    assert find_metric("served_kl/k3_position_3").description != "served_kl/k3_position_3"
+    assert find_metric("rollout_kl/served_k3_staleness_3").label == "served drift at staleness 3"
+    assert find_metric("rollout_kl/served_k3_position_3").description != "rollout_kl/served_k3_position_3"
     assert find_metric("rollout_kl/k3_turn_2").description != "rollout_kl/k3_turn_2"
     assert find_metric("reward/std_in_group").label == "reward spread in a group"

@@ -31,10 +31,10 @@ def test_lengths_and_spreads_are_over_the_episodes_that_were_played():
         played(1, [], 0.0, ended="error"),
     ]
     row = compute_episode_metrics(episodes)
-    assert row["episode/tokens_mean"] == 35
-    assert row["episode/tokens_p95"] == pytest.approx(np.percentile([20, 30, 40, 50], 95))
-    assert row["episode/tokens_max"] == 50
-    assert row["episode/truncated_share"] == 0.5
+    assert row["response_length/mean"] == 35
+    assert row["response_length/p95"] == pytest.approx(np.percentile([20, 30, 40, 50], 95))
+    assert row["response_length/max"] == 50
+    assert row["response_length/clip_ratio"] == 0.5
     assert row["reward/mean"] == 0.5
     assert row["reward/std"] == pytest.approx(np.std([1, 0, 0.5, 0.5]))
     assert row["reward/std_in_group"] == 0.25  # 0.5 in the first, nothing in the second

@@ -289,7 +289,7 @@ def test_equal_weights_in_bf16_are_outside_gspos_range_and_inside_the_one_that_n
         zeros, mask = torch.zeros(len(delta), dtype=torch.float64), torch.ones(len(delta), dtype=torch.bool)
         seen = LossInputs(torch.from_numpy(delta), zeros, zeros, None, advantages, mask, sequence, len(lengths), config)
         clipped[given] = float(POLICY_LOSSES["gspo"](seen).clipped.double().mean())
-        metrics = {"rollout_corr/clipped_fraction": clipped[given], "rollout_kl/k3_age_0": noise**2 / 2}
+        metrics = {"rollout_corr/clipped_fraction": clipped[given], "rollout_kl/k3_staleness_0": noise**2 / 2}
         assert ("gspo.noise=0.01" in explain_gspo_clipping(config, metrics)) == (given == 0)
     assert clipped[0.0] > 0.35  # of one side each
     assert clipped[noise] < 0.01

@@ -169,13 +169,13 @@ def test_metric_names_are_those_of_the_protocol(learner):
         "routing/load_imbalance", "grad_norm", "lr", "optimizer/skipped",
         "tokens/dropped_non_finite", "batch/tokens", "batch/trained_tokens", "batch/micro_batches",
         "batch/split_episodes", "batch/shared_tokens", "batch/fill",
-        "optimizer/updates", "optimizer/no_contrast", "optimizer/broken", "rollout_kl/coef", "loss/router_aux",
+        "optimizer/updates", "optimizer/zero_variance", "optimizer/broken", "rollout_kl/coef", "loss/router_aux",
         "optimizer/step_share",
     }  # fmt: skip
     names |= set(LossSums.zeros().to_metrics())
     for batch in ([], pack_samples(hm.make_samples(0, [8]), 64)):
         metrics = train_minibatch(backend, batch).metrics
-        in_parts = {f"rollout_kl/k3_{part}_0" for part in ("age", "turn", "position")} if batch else set()
+        in_parts = {f"rollout_kl/k3_{part}_0" for part in ("staleness", "turn", "position")} if batch else set()
         agreement = {"routing/agreement", "routing/agreement_min"} if batch else set()
         assert set(metrics) == names | in_parts | agreement
         assert all(type(value) is float and np.isfinite(value) for value in metrics.values())

@@ -262,11 +262,11 @@ def test_each_environment_has_metrics_by_its_label():
     episodes = [episode(0, 0, 1.0, 10), episode(0, 1, 0.0, 20), episode(1, 2, 0.5, 4, moves=3.0)]
     row = compute_environment_metrics(episodes, ["reverse-text", "small"])
     assert row["env/reverse-text/reward_mean"] == 0.5
-    assert row["env/reverse-text/episode_tokens_mean"] == 15
+    assert row["env/reverse-text/response_length_mean"] == 15
     assert row["env/reverse-text/episodes"] == 2
     assert row["env/small/reward_mean"] == 0.5
-    assert row["env/small/moves_mean"] == 3.0
-    assert "env/reverse-text/moves_mean" not in row
+    assert row["env/small/moves/mean"] == 3.0
+    assert "env/reverse-text/moves/mean" not in row
     assert not compute_environment_metrics(episodes, [""])
     assert not any("small" in name for name in compute_environment_metrics(episodes[:2], ["reverse-text", "small"]))
     for name in row:
@@ -274,6 +274,7 @@ def test_each_environment_has_metrics_by_its_label():
         assert known.description.startswith("Of the environment ")
         assert known.label.partition(": ")[0] in ("reverse-text", "small")
     assert find_metric("env/small/reward_mean").label == "small: reward"
+    assert find_metric("env/small/rewards/brief/mean").label == "small: brief mean"
     assert find_metric("env/small/epochs").description.endswith(find_metric("data/epochs").description)
 
 

@@ -1,4 +1,4 @@
-"""A step without contrast, or with a number that is not finite, leaves weights, moments and trust region as they are."""
+"""A step with zero variance, or with a number that is not finite, leaves weights, moments and trust region as they are."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def unchanged(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_steps_without_contrast_leave_weights_moments_and_trust_region_bit_for_bit(model_path, backend):
+def test_steps_with_zero_variance_leave_weights_moments_and_trust_region_bit_for_bit(model_path, backend):
     learner = build_learner(settings(backend), model_path)
     loaded = {name: tensor.clone() for name, tensor in learner.export_weights().items()}
     train_minibatch(learner, pack_samples(flat(), BUDGET))
@@ -99,7 +99,7 @@ def test_steps_without_contrast_leave_weights_moments_and_trust_region_bit_for_b
     for seed in range(4):
         metrics = train_minibatch(learner, pack_samples(flat(seed), BUDGET)).metrics
         assert (metrics["optimizer/updates"], metrics["optimizer/skipped"]) == (0, 1)
-        assert (metrics["optimizer/no_contrast"], metrics["optimizer/broken"]) == (1, 0)
+        assert (metrics["optimizer/zero_variance"], metrics["optimizer/broken"]) == (1, 0)
         assert metrics["rollout_kl/k3"] > 0  # what is measured is measured all the same
     assert unchanged(before, state_of(learner))
     assert learner.update_count == 1
@@ -109,7 +109,7 @@ def test_steps_without_contrast_leave_weights_moments_and_trust_region_bit_for_b
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_of_two_minibatches_the_one_without_contrast_makes_no_update(model_path, backend):
+def test_of_two_minibatches_the_one_with_zero_variance_makes_no_update(model_path, backend):
     config = settings(backend)
     both, only = (LocalRank.load(config, model_path) for _ in range(2))
     good, bad = (pack_for_ranks(samples, BUDGET) for samples in (contrast(), flat()))
@@ -117,7 +117,7 @@ def test_of_two_minibatches_the_one_without_contrast_makes_no_update(model_path,
     only.train_minibatches([good], version=0)
     assert unchanged(state_of(only.backend), state_of(both.backend))
     metrics = combine_results(results).metrics
-    assert (metrics["optimizer/updates"], metrics["optimizer/skipped"], metrics["optimizer/no_contrast"]) == (1, 1, 0)
+    assert (metrics["optimizer/updates"], metrics["optimizer/skipped"], metrics["optimizer/zero_variance"]) == (1, 1, 0)
 
 
 def run_on_rank(path: Path, config: Config, good: list[MicroBatch], then: list[list[MicroBatch]]) -> list[Any]:
@@ -159,7 +159,7 @@ def test_a_gradient_that_is_not_finite_leaves_weights_and_moments(model_path, ba
             spoilt = [replace_columns(s, advantages=s.table["advantages"] * np.float32(bad)) for s in contrast()]
         metrics = train_minibatch(learner, pack_samples(spoilt, BUDGET)).metrics
         assert unchanged(before, state_of(learner)), bad
-        assert (metrics["optimizer/skipped"], metrics["optimizer/no_contrast"]) == (1, 0)
+        assert (metrics["optimizer/skipped"], metrics["optimizer/zero_variance"]) == (1, 0)
         assert metrics["optimizer/broken"] == 0
     learner.close()
 
@@ -201,11 +201,11 @@ def test_reinforce_pp_finds_contrast_between_groups_that_have_none_within():
         ([1e6, 1e6 + 1], True),
     ],
 )
-def test_scores_that_differ_by_rounding_are_no_contrast(scores, differ):
+def test_scores_that_differ_by_rounding_have_zero_variance(scores, differ):
     assert has_variance(scores) == differ
 
 
-def test_a_step_counts_its_groups_without_contrast():
+def test_a_step_counts_its_groups_with_zero_variance():
     groups = [[make_trajectory(g, e, reward=float(g == 2 and e)) for e in range(2)] for g in range(4)]
     _, metrics = prepare_minibatches(groups, config_from_dict({}))
     assert metrics["advantage/zero_variance_groups"] == 3

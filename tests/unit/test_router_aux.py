@@ -111,7 +111,7 @@ def test_both_backends_train_the_same(model_path, recompute):
     steps = []
     for backend in ("megatron", "torch"):
         learner = build_learner(config(backend, recompute), model_path)
-        # With an advantage, since a step without contrast makes no update; so little that the term is the loss.
+        # With an advantage, since a step with zero variance makes no update; so little that the term is the loss.
         steps.append([train_minibatch(learner, batch(advantage=1e-6)).metrics for _ in range(2)])
         learner.close()
     for ours, theirs in zip(*steps, strict=True):

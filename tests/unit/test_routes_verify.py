@@ -46,7 +46,7 @@ def test_the_order_of_experts_within_a_row_does_not_matter() -> None:
 
 @pytest.mark.parametrize("left", [0, 2])
 def test_a_sample_of_which_the_loss_takes_nothing_or_a_part_is_compared_whole(left: int) -> None:
-    # A group without contrast, an episode that was cut: their tokens are fed forward, and are out of the loss.
+    # A group with zero variance, an episode that was cut: their tokens are fed forward, and are out of the loss.
     trained, calls = episode()
     mask = trained.loss_mask & (np.cumsum(trained.loss_mask) <= left)
     result = compare_routes(with_rows(trained, loss_mask=mask), calls)

@@ -166,8 +166,8 @@ def test_ages_are_counted_by_token_with_the_time_they_queued():
         "staleness/masked_fraction": 0.25,
         "staleness/queue_seconds_mean": 8.5,
         "staleness/queue_seconds_max": 10.0,
-        "staleness/age_0": 2.0,
-        "staleness/age_1": 1.0,
-        "staleness/age_2": 1.0,
-        "staleness/age_3": 0.0,
+        "staleness/tokens_0": 2.0,
+        "staleness/tokens_1": 1.0,
+        "staleness/tokens_2": 1.0,
+        "staleness/tokens_3": 0.0,
     }

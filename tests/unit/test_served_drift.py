@@ -97,13 +97,13 @@ def test_what_is_served_is_measured_with_the_routers_own_choice(model_path, back
     assert abs(served - replayed) > 1e-3, "random routes are not the routers' own"
     result = train_minibatch(learner, pack_samples(samples, BUDGET, share_prefixes=True))
     assert result.metrics["rollout_kl/k3"] == pytest.approx(everything, rel=1e-4)
-    assert result.metrics["served_kl/k3"] == pytest.approx(everything + served - replayed, rel=1e-4)
-    assert result.metrics["served_kl/tokens"] == sum(int(s.table["loss_mask"].sum()) for s in some)
+    assert result.metrics["rollout_kl/served_k3"] == pytest.approx(everything + served - replayed, rel=1e-4)
+    assert result.metrics["rollout_kl/served_tokens"] == sum(int(s.table["loss_mask"].sum()) for s in some)
     assert result.metrics["optimizer/step_share"] == 1
     # To look changes nothing: not the update, and no figure of routes.
     bare = [Sample(s.sample_id, s.table.without_columns("probed"), s.temperature) for s in samples]
     other = train_minibatch(plain, pack_samples(bare, BUDGET, share_prefixes=True))
-    served_too = {n: v for n, v in result.metrics.items() if not n.startswith("served_kl/")}
+    served_too = {n: v for n, v in result.metrics.items() if not n.startswith("rollout_kl/served_")}
     assert served_too == other.metrics
     assert all(torch.equal(a, b) for a, b in zip(optimizer_state(learner), optimizer_state(plain), strict=True))
 
@@ -130,18 +130,20 @@ def test_between_two_measurements_a_step_feeds_nothing_more_and_the_limit_still_
     assert sum(passes) == sum(LENGTHS) + some
     between = step(9)
     assert sum(passes) == sum(LENGTHS)
-    assert not any(name.startswith("served_kl/") for name in between)
-    looked_away = {n: v for n, v in measured.items() if not n.startswith("served_kl/") and "_age_" not in n}
-    assert looked_away == {n: v for n, v in between.items() if "_age_" not in n}
+    assert not any(name.startswith("rollout_kl/served_") for name in between)
+    looked_away = {
+        n: v for n, v in measured.items() if not n.startswith("rollout_kl/served_") and "_staleness_" not in n
+    }
+    assert looked_away == {n: v for n, v in between.items() if "_staleness_" not in n}
     again = 7 / 8  # `compute_drift_carryover` of tokens that are seven versions old, or more
-    start, after = measured["served_kl/k3"], step(9, limit=1e6)["served_kl/predicted"] / again
+    start, after = measured["rollout_kl/served_k3"], step(9, limit=1e6)["rollout_kl/served_k3_predicted"] / again
     limit = again * (start + 0.3 * (after - start))
     bounded, fresh = (step(version, limit=limit) for version in (9, 12))
     assert MIN_STEP_SHARE < bounded["optimizer/step_share"] < 1
     assert bounded["optimizer/step_share"] == pytest.approx(fresh["optimizer/step_share"], rel=1e-3)
-    assert bounded["served_kl/predicted"] <= limit
-    assert "served_kl/k3" not in bounded, "it was never measured"
-    assert "served_kl/tokens" in step(9, max=1e6), "a circuit breaker without a limit waits for nothing"
+    assert bounded["rollout_kl/served_k3_predicted"] <= limit
+    assert "rollout_kl/served_k3" not in bounded, "it was never measured"
+    assert "rollout_kl/served_tokens" in step(9, max=1e6), "a circuit breaker without a limit waits for nothing"
 
 
 def test_a_step_that_measures_nothing_shows_the_estimate_whatever_its_minibatches(model_path):
@@ -149,12 +151,17 @@ def test_a_step_that_measures_nothing_shows_the_estimate_whatever_its_minibatche
     given = pack_samples(batch(), BUDGET)
     first = train_minibatch(learner, given, version=4).metrics
     results = [train_minibatch(learner, given, version=5) for _ in range(2)]
-    above = first["served_kl/k3"] - first["rollout_kl/k3"]
+    above = first["rollout_kl/served_k3"] - first["rollout_kl/k3"]
     for result in results:
-        assert result.metrics["served_kl/k3_estimate"] == pytest.approx(result.metrics["rollout_kl/k3"] + above)
+        assert result.metrics["rollout_kl/served_k3_estimate"] == pytest.approx(result.metrics["rollout_kl/k3"] + above)
     both = combine_results(results).metrics
-    assert both["served_kl/k3_estimate"] == pytest.approx(both["rollout_kl/k3"] + above)
-    assert not {"served_kl/k3", "served_kl/k3_low", "served_kl/k3_high", "served_kl/tokens"} & set(both)
+    assert both["rollout_kl/served_k3_estimate"] == pytest.approx(both["rollout_kl/k3"] + above)
+    assert not {
+        "rollout_kl/served_k3",
+        "rollout_kl/served_k3_low",
+        "rollout_kl/served_k3_high",
+        "rollout_kl/served_tokens",
+    } & set(both)
     assert results[1].metrics["rollout_kl/coef"] > first["rollout_kl/coef"], "the controller is given the estimate"
 
 
@@ -163,19 +170,19 @@ def test_a_step_that_goes_too_far_is_shortened(model_path, backend):
     samples = batch()
     free = build_learner(configured(backend), model_path)
     before = [s["master"].clone() for s in free.optimizer.iter_states()]
-    start = train_minibatch(free, pack_samples(samples, BUDGET)).metrics["served_kl/k3"]
+    start = train_minibatch(free, pack_samples(samples, BUDGET)).metrics["rollout_kl/served_k3"]
     whole = train_minibatch(
         build_learner(configured(backend, limit=1e6), model_path), pack_samples(samples, BUDGET)
     ).metrics
     assert whole["optimizer/step_share"] == 1
-    after = whole["served_kl/predicted"] / AGAIN
+    after = whole["rollout_kl/served_k3_predicted"] / AGAIN
     assert after > start, "the step has to add drift"
     limit = AGAIN * (start + 0.3 * (after - start))
     bounded = build_learner(configured(backend, limit=limit), model_path)
     metrics = train_minibatch(bounded, pack_samples(samples, BUDGET)).metrics
     share = metrics["optimizer/step_share"]
     assert MIN_STEP_SHARE < share < 1
-    assert metrics["served_kl/predicted"] <= limit
+    assert metrics["rollout_kl/served_k3_predicted"] <= limit
     assert (bounded.update_count, bounded.trust_region.max_share) == (1, max(share, 0.7))
     for old, new, made in zip(before, free.optimizer.iter_states(), bounded.optimizer.iter_states(), strict=True):
         torch.testing.assert_close(made["master"], old + share * (new["master"] - old), rtol=1e-5, atol=1e-7)
@@ -220,7 +227,13 @@ def test_every_rank_makes_the_same_share(two_ranks, model_path, backend):
         build_learner(configured(backend, limit=0.2), model_path), pack_samples(samples, 32)
     ).metrics
     (one, _), (other, _) = two_ranks.call(on_rank, model_path, configured(backend, dp=2, limit=0.2), samples)
-    names = ("served_kl/k3", "served_kl/k3_low", "served_kl/k3_high", "served_kl/predicted", "optimizer/step_share")
+    names = (
+        "rollout_kl/served_k3",
+        "rollout_kl/served_k3_low",
+        "rollout_kl/served_k3_high",
+        "rollout_kl/served_k3_predicted",
+        "optimizer/step_share",
+    )
     assert [one[n] for n in names] == [other[n] for n in names]
     assert [one[n] for n in names] == pytest.approx([alone[n] for n in names], rel=1e-3)
     assert one["optimizer/step_share"] < 1

@@ -21,7 +21,7 @@ LATE = {
     "evaluation/reward_mean": 0.75,
     "evaluation/pass@4": 0.5,
     "evaluation/stop_reasons": {"env_done": [1, 1]},
-    "evaluation/metrics": {"reward/correct": 0.25},
+    "evaluation/metrics": {"rewards/correct": 0.25},
 }
 EPISODE = {
     "step": 3,
@@ -73,7 +73,7 @@ def test_tensorboard_shows_each_step_once(tmp_path) -> None:
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(i, i / 4) for i in range(1, 6)]
     assert {e.value for e in events.Scalars("evaluation/reward_mean")} == {0.75}
-    shown = ["evaluation/metrics/reward/correct", "evaluation/pass@4", "evaluation/reward_mean", "reward/mean"]
+    shown = ["evaluation/metrics/rewards/correct", "evaluation/pass@4", "evaluation/reward_mean", "reward/mean"]
     assert sorted(events.Tags()["scalars"]) == shown
     (tag,) = events.Tags()["tensors"]
     table = events.Tensors(tag)[-1].tensor_proto
@@ -131,7 +131,7 @@ def test_wandb_has_one_run_for_all_starts(tmp_path) -> None:
     steps = [(row["step"], row["reward/mean"]) for row in rows if "reward/mean" in row]
     assert steps == [(i, i / 4) for i in (1, 2, 3, 4, 3, 4, 5)]
     assert [row["step"] for row in rows if "evaluation/reward_mean" in row] == [2, 2]  # after step 4, and kept
-    assert {row["evaluation/metrics/reward/correct"] for row in rows if "evaluation/reward_mean" in row} == {0.25}
+    assert {row["evaluation/metrics/rewards/correct"] for row in rows if "evaluation/reward_mean" in row} == {0.25}
     assert all(row["step"] == 3 for row in tables)
     stored = [json.loads(path.read_text()) for path in run_dir.rglob("*.table.json")]
     assert [table["columns"] for table in stored] == [list(EpisodeExample._fields)] * 2

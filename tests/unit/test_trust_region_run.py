@@ -274,6 +274,6 @@ def test_the_actor_trains_around_a_poisoned_group_and_its_events_say_why(model_p
     )
     assert [e["step"] for e in broken] == [e["step"] for e in skipped] == [2]
     assert broken[0]["level"] == "error"
-    assert broken[0]["measured"] == pytest.approx(steps[1]["metrics"]["served_kl/k3"])
+    assert broken[0]["measured"] == pytest.approx(steps[1]["metrics"]["rollout_kl/served_k3"])
     assert broken[0]["measured"] > broken[0]["allowed"] == LIMIT
     assert "algorithm.rollout_kl.max" in broken[0]["hint"]

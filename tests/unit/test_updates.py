@@ -12,7 +12,13 @@ from r3async.config import ConfigError
 from r3async.record.events import open_event_log
 from r3async.record.metrics import METRICS
 from r3async.record.writer import MetricsFile
-from r3async.schedule.health import DRIFT_TOO_LARGE, GRADIENT_NOT_FINITE, NO_CONTRAST, UpdateMonitor, explain_no_update
+from r3async.schedule.health import (
+    DRIFT_TOO_LARGE,
+    GRADIENT_NOT_FINITE,
+    ZERO_VARIANCE,
+    UpdateMonitor,
+    explain_no_update,
+)
 from r3async.tools import cli
 from r3async.tools.tail.live import describe_step
 from r3async.tools.tail.view import render_overview
@@ -24,7 +30,7 @@ def step(updates: int = 1, **changes: float) -> dict[str, Any]:
     return {
         "optimizer/updates": updates,
         "optimizer/skipped": float(not updates),
-        "optimizer/no_contrast": 0.0,
+        "optimizer/zero_variance": 0.0,
         "optimizer/broken": 0.0,
         "advantage/zero_variance_groups": 1.0,
         "batch/groups": 4,
@@ -33,7 +39,7 @@ def step(updates: int = 1, **changes: float) -> dict[str, Any]:
 
 
 GOOD = step()
-FLAT = step(0, optimizer__no_contrast=1.0, advantage__zero_variance_groups=4.0)
+FLAT = step(0, optimizer__zero_variance=1.0, advantage__zero_variance_groups=4.0)
 BAD = step(0)
 FAR = step(0, optimizer__broken=1.0)
 
@@ -58,25 +64,25 @@ class Told:
 def test_what_kept_a_step_from_its_update_is_read_from_its_metrics():
     assert [explain_no_update(m) for m in (GOOD, FLAT, BAD, FAR)] == [
         "",
-        NO_CONTRAST,
+        ZERO_VARIANCE,
         GRADIENT_NOT_FINITE,
         DRIFT_TOO_LARGE,
     ]
     assert explain_no_update({}) == ""  # a row of another release
     assert explain_no_update(step(1, optimizer__skipped=1.0)) == ""  # one minibatch of two made an update
-    assert {"optimizer/updates", "optimizer/no_contrast", "optimizer/broken"} <= set(METRICS)
+    assert {"optimizer/updates", "optimizer/zero_variance", "optimizer/broken"} <= set(METRICS)
 
 
-def test_a_hundred_steps_without_contrast_are_one_event_and_their_end_is_another():
+def test_a_hundred_steps_with_zero_variance_are_one_event_and_their_end_is_another():
     told = Told()
     assert told.run(GOOD, *[FLAT] * 100) == [""] * 101
-    assert told.names == ["no_contrast"]
+    assert told.names == ["zero_variance"]
     level, _, fields = told.events[0]
     assert (level, fields["step"], fields["groups"], fields["groups_without"]) == ("warning", 2, 4, 4)
-    assert told.updates.describe_no_updates() == "100 x no contrast"
+    assert told.updates.describe_no_updates() == "100 x zero variance"
     told.updates.record_step(102, GOOD)
     told.updates.record_step(103, FLAT)
-    assert told.names == ["no_contrast", "contrast_returned", "no_contrast"]
+    assert told.names == ["zero_variance", "variance_returned", "zero_variance"]
     assert told.events[1][2] == {"step": 102, "steps_without": 100}
 
 
@@ -88,7 +94,7 @@ def test_skipped_steps_in_a_row_end_the_run_at_the_one_past_the_limit():
     assert f"2 x {GRADIENT_NOT_FINITE}, 1 x {DRIFT_TOO_LARGE} (steps 2 to 4)" in reason
 
 
-def test_an_update_ends_a_row_of_skipped_steps_and_a_step_without_contrast_does_not():
+def test_an_update_ends_a_row_of_skipped_steps_and_a_step_with_zero_variance_does_not():
     assert Told(limit=2).run(BAD, BAD, GOOD, BAD, BAD) == [""] * 5
     *passed, reason = Told(limit=2).run(BAD, FLAT, BAD, FLAT, FLAT, BAD)
     assert passed == [""] * 5
@@ -101,7 +107,7 @@ def test_with_a_limit_of_zero_the_first_skipped_step_ends_the_run():
 
 def test_the_live_line_says_why_there_was_no_update():
     assert "no update" not in describe_step(GOOD)
-    assert describe_step(FLAT).endswith("  no update: no contrast")
+    assert describe_step(FLAT).endswith("  no update: zero variance")
     assert describe_step(BAD).endswith("  no update: gradient not finite")
 
 
@@ -127,24 +133,24 @@ def text_of(renderable: Any) -> str:
 )
 def test_a_run_without_any_update_is_not_called_trained_by_its_summary(tmp_path, stopped, updates, status):
     rows = [GOOD] * updates + [FLAT] * 5
-    run = write_run(tmp_path / "run", rows, stopped=stopped, updates=updates, without_update="5 x no contrast")
+    run = write_run(tmp_path / "run", rows, stopped=stopped, updates=updates, without_update="5 x zero variance")
     summary = summarize_run(run)
     assert summary.status == status
-    assert (summary.updates, summary.steps_without_contrast, summary.steps_skipped) == (updates, 5, 0)
+    assert (summary.updates, summary.steps_with_zero_variance, summary.steps_skipped) == (updates, 5, 0)
     text = text_of(format_summary(summary))
-    assert f"{updates}; steps without one: 5 had no contrast, 0 were skipped" in text
-    assert ("no step made an update (5 x no contrast)" in text) == (not updates)
+    assert f"{updates}; steps without one: 5 had zero variance, 0 were skipped" in text
+    assert ("no step made an update (5 x zero variance)" in text) == (not updates)
     followed = FollowedRun(run)
     followed.read_new()
     assert followed.status == status
     assert followed.has_ended
 
 
-def test_the_overview_shows_contrast_and_why_there_was_no_update(tmp_path):
-    for rows, words in (([GOOD], ("3 of 4", "groups differ")), ([GOOD, FLAT], ("0 of 4", "no update: no contrast"))):
+def test_the_overview_shows_zero_variance_and_why_there_was_no_update(tmp_path):
+    for rows, words in (([GOOD], ("1 of 4", "groups")), ([GOOD, FLAT], ("4 of 4", "no update: zero variance"))):
         run = FollowedRun(write_run(tmp_path / str(len(rows)), rows, stopped=False, updates=1))
         run.read_new()
-        (line,) = [line.plain for line in render_overview(run, 120) if "contrast" in line.plain]
+        (line,) = [line.plain for line in render_overview(run, 120) if "zero variance " in line.plain]
         assert all(word in line for word in words), line
 
 

@@ -24,7 +24,7 @@ from r3async.config import (
 from r3async.config.load import nest_overrides
 from r3async.config.paths import resolve_relative_paths
 from r3async.config.section import SHORTHAND_KEYS, Seed
-from r3async.record.metrics import METRICS, find_metric
+from r3async.record.metrics import METRICS, find_metric, find_new_name
 from r3async.untrusted import MalformedError, decode_toml
 
 RESERVED_SETTINGS = {
@@ -80,6 +80,8 @@ class SweepPlan(Section):
             hint = did_you_mean(self.baseline, self.variants, f"there are: {', '.join(self.variants) or 'none'}")
             raise ValueError(f"`baseline` = {self.baseline!r} is no variant; {hint}")
         for name in self.metrics:
+            if now := find_new_name(name):
+                raise ValueError(f"`metrics`: no run has {name!r}: it is {now!r} now")
             groups = {known.partition("/")[0] for known in METRICS if "/" in known}
             if name.partition("/")[0] in groups and find_metric(name).description == name:
                 raise ValueError(

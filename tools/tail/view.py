@@ -19,7 +19,7 @@ from r3async.views.summary import KIND_COLORS, STATUS_KINDS, format_number, form
 
 from .draw import draw_bar, draw_plot, draw_sparkline
 
-LABEL_WIDTH, VALUE_WIDTH, NOTE_WIDTH = 12, 8, 25
+LABEL_WIDTH, VALUE_WIDTH, NOTE_WIDTH = 13, 8, 25
 SHOW_SILENCE_SECONDS = 60.0
 """Seconds without news after which the silence is shown."""
 
@@ -94,17 +94,16 @@ def _format_evaluation(run: FollowedRun) -> GaugeText:
     return format_number(last(EVALUATION_REWARD)), note, "bold"
 
 
-def _format_contrast(run: FollowedRun, metric: Metric) -> GaugeText:
-    without, groups = run.metrics.last_value("advantage/zero_variance_groups"), run.metrics.last_value("batch/groups")
-    value = "-" if without is None or groups is None else f"{groups - without:.0f} of {groups:.0f}"
+def _format_zero_variance(run: FollowedRun, metric: Metric) -> GaugeText:
+    flat, groups = run.metrics.last_value("advantage/zero_variance_groups"), run.metrics.last_value("batch/groups")
+    value = "-" if flat is None or groups is None else f"{flat:.0f} of {groups:.0f}"
     why = explain_no_update(run.recent_rows[-1]) if run.recent_rows else ""
-    return value, f"no update: {why}" if why else "groups differ within", "bold red" if why else ""
+    return value, f"no update: {why}" if why else "groups", "bold red" if why else ""
 
 
 def _format_drift(run: FollowedRun, metric: Metric) -> GaugeText:
-    served = (
-        run.metrics.last_value("served_kl/k3") if run.get_setting("algorithm.rollout_kl.measure") == "served" else None
-    )
+    is_served = run.get_setting("algorithm.rollout_kl.measure") == "served"
+    served = run.metrics.last_value("rollout_kl/served_k3") if is_served else None
     drift = run.metrics.last_value(metric.name) if served is None else served
     target = run.get_setting("algorithm.rollout_kl.target")
     limit, coef = run.get_setting("algorithm.rollout_kl.max"), run.metrics.last_value("rollout_kl/coef")
@@ -192,9 +191,9 @@ GAUGE_METRICS = [known for known in METRICS.values() if known.gauge]
 """Metrics that have a line in the overview, according to the catalogue."""
 GAUGE_FORMATTERS: dict[str, Callable[[FollowedRun, Metric], GaugeText]] = {
     "reward": _format_reward,
-    "contrast": _format_contrast,
+    "zero variance": _format_zero_variance,
     "drift": _format_drift,
-    "age": _format_staleness,
+    "staleness": _format_staleness,
     "routes agree": _format_agreement,
     "learner": _format_learner,
     "weights": _format_weights,

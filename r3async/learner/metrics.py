@@ -240,7 +240,8 @@ _BIN_NAMES = [
 ]
 BINNED_METRIC_PREFIXES = (
     *(f"{REPLAYED_DRIFT_METRIC}_{kind}_" for kind in ("staleness", "turn", "position")),
-    "rollout_kl/served_",
+    SERVED_DRIFT_METRIC,
+    "rollout_kl/served_tokens",
 )
 """Prefixes of the metrics that follow from `MinibatchResult.drift`."""
 

@@ -21,7 +21,8 @@ import msgspec
 import psutil
 
 from dev.bench.fleet import CountingLearner, Counts, Host, HostedRef, Load
-from dev.bench.jobs import BenchError, Say, progress, run_job, table
+from dev.bench.jobs import BenchError, Say, progress, run_job
+from dev.bench.report import Measured
 from dev.simulation.loop import CURRENT_PROCESS, VirtualHandle, VirtualLoop, VirtualTimer
 from dev.simulation.network import Delays
 from dev.simulation.world import Simulation
@@ -44,7 +45,7 @@ class Job(msgspec.Struct, frozen=True):
     way: Way
 
 
-class Measured(msgspec.Struct, frozen=True):
+class Counted(msgspec.Struct, frozen=True):
     """Raw figures of one measurement of `seconds`.
 
     Attributes:
@@ -55,8 +56,6 @@ class Measured(msgspec.Struct, frozen=True):
         busy: share of the places that had an episode.
     """
 
-    way: Way
-    generators: int
     seconds: float
     groups: float
     steps: int
@@ -66,58 +65,27 @@ class Measured(msgspec.Struct, frozen=True):
     busy: float
 
 
-class Row(msgspec.Struct, frozen=True):
-    """The rates that follow from `Measured`; `cores` is the number of cores that the conductor takes at this rate of
-    groups."""
-
-    measured: Measured
-    groups_per_second: float
-    cpu_ms_per_group: float
-    messages_per_group: float
-    cores: float
-
-
-class Report(msgspec.Struct, frozen=True):
-    """The report of `bench conductor`; all rows share `load`, except for the number of generators."""
-
-    benchmark: str
-    load: Load
-    rows: list[Row]
-
-
-def run(load: Load, sizes: Sequence[int], ways: Sequence[Way], say: Say) -> Report:
+def run(load: Load, sizes: Sequence[int], ways: Sequence[Way], say: Say) -> Measured:
     """Measure each size in each way, each in a separate process. Raises `BenchError`."""
-    rows = []
+    episodes = f"{load.places} of {load.episode_seconds:g} s a generator, in groups of {load.group_size}"
+    measured = Measured(facts={"episodes": episodes})
     for way in ways:
         for size in sizes:
             say(f"conductor: {size} generators, {way}")
             job = Job(msgspec.structs.replace(load, generators=size), way)
             with tempfile.TemporaryDirectory(prefix="r3async-bench-") as scratch:
-                m = run_job(f"{__name__}:measure", job, Measured, Path(scratch), timeout=TIMEOUT, say=say)
+                m = run_job(f"{__name__}:measure", job, Counted, Path(scratch), timeout=TIMEOUT, say=say)
             if not m.groups:
                 raise BenchError(f"{size} generators played no group in {m.seconds:.0f} s")
-            milliseconds, messages = 1e3 * m.cpu_seconds / m.groups, (m.leases + m.asked) / m.groups
-            rows.append(Row(m, m.groups / m.seconds, milliseconds, messages, m.cpu_seconds / m.seconds))
-    return Report("conductor", load, rows)
-
-
-def render(report: Report) -> str:
-    load = report.load
-    rows = [
-        (
-            row.measured.way,
-            row.measured.generators,
-            f"{row.groups_per_second:.1f}",
-            f"{row.cpu_ms_per_group:.2f}",
-            f"{row.messages_per_group:.2f}",
-            f"{row.cores:.3f}",
-            f"{row.measured.busy:.1%}",
-        )
-        for row in report.rows
-    ]
-    heads = ("way", "generators", "groups/s", "ms CPU/group", "messages/group", "cores", "busy")
-    lines = [f"{load.places} episodes of {load.episode_seconds:g} s a generator, groups of {load.group_size}"]
-    return "\n".join(lines + table(heads, rows))
+            figures = {
+                "groups/s": m.groups / m.seconds,
+                "CPU ms a group": 1e3 * m.cpu_seconds / m.groups,
+                "messages a group": (m.leases + m.asked) / m.groups,
+                "share of a core": m.cpu_seconds / m.seconds,
+                "places busy": m.busy,
+            }
+            measured.add(f"{size} generators, {way}", figures)
+    return measured
 
 
 # -- in the job's process ----------------------------------------------------------------------------------------------
@@ -142,7 +110,7 @@ class Fleet:
         leads = ("bench", config, str(run_dir), self._learner, {n: generators[n] for n in sorted(generators)})
         self._conductor = spawn(Conductor, *leads, name=CONDUCTOR, actor_options=ActorOptions(max_concurrency=1000))
 
-    async def measure(self, say: Say, way: Any) -> Measured:
+    async def measure(self, say: Say, way: Any) -> Counted:
         clock, load = self._world.clock.monotonic, self._load
         running = asyncio.ensure_future(self._conductor.call("run"))
         deadline = clock() + START_SECONDS
@@ -166,9 +134,7 @@ class Fleet:
         leases, asked, busy, episodes, steps = (b - a for a, b in zip(before, after, strict=True))
         places = load.generators * load.places * (ended - began)
         groups = episodes / load.group_size
-        return Measured(
-            way, load.generators, ended - began, groups, int(steps), int(leases), int(asked), cpu, busy / places
-        )
+        return Counted(ended - began, groups, int(steps), int(leases), int(asked), cpu, busy / places)
 
     async def _follow(self, running: asyncio.Future[Any], seconds: float) -> None:
         until = self._world.clock.monotonic() + seconds
@@ -231,13 +197,13 @@ class Timed(Simulation):
     loop_class = TimedLoop
 
 
-def simulated(load: Load, say: Say) -> Measured:
+def simulated(load: Load, say: Say) -> Counted:
     simulation = Timed(0, delays=Delays(call=(0.0005, 0.002), start=(0.5, 0.5)))
     loop = simulation.loop
     assert isinstance(loop, TimedLoop)
     process = simulation.begin_process("driver", simulation.hosts["host-0"])
 
-    async def main() -> Measured:
+    async def main() -> Counted:
         fleet = Fleet(process.world, load, Path("/run"), lambda pid: loop.cpu)
         return await fleet.measure(say, "simulated")
 
@@ -248,10 +214,10 @@ def simulated(load: Load, say: Say) -> Measured:
         simulation.close()
 
 
-def with_ray(load: Load, run_dir: Path, say: Say) -> Measured:
+def with_ray(load: Load, run_dir: Path, say: Say) -> Counted:
     from r3async.world.real import REAL_WORLD
 
-    async def main() -> Measured:
+    async def main() -> Counted:
         fleet = Fleet(REAL_WORLD, load, run_dir, lambda pid: sum(psutil.Process(pid).cpu_times()[:2]))
         return await fleet.measure(say, "ray")
 
@@ -262,7 +228,7 @@ def with_ray(load: Load, run_dir: Path, say: Say) -> Measured:
         REAL_WORLD.actors.leave_cluster()
 
 
-def measure(job: Job, directory: Path) -> Measured:
+def measure(job: Job, directory: Path) -> Counted:
     """Measure in the job's way, `simulated` or `ray`."""
 
     def say(line: str) -> None:

@@ -1,12 +1,12 @@
-"""The benchmark `bench e2e`: whole runs against a peer, from one model, and the pipeline against its parts alone.
+"""The benchmark `bench e2e`: whole runs against a peer, from one model, and the quickstart alone.
 
 Cases: `a`, one turn of eight letters (the preset `reverse-text`); `b`, several turns (`guess`); `c`, three turns with
-slow tools; `own`, the quickstart against a bare engine and a bare learner. In `a`, `b` and `c` our run and the peer's
-take turns, seed by seed, from one model, with the same reward, tasks per step, episodes per task and optimizer. Our run
-has the schedule of its preset; the peer (TRL, `peer_trl.py`) is synchronous. A ratio is ours over theirs, the median
-over seeds.
+slow tools (`slow_tools.py`); `own`, the quickstart without a peer: where its processor time goes. In `a`, `b` and `c`
+our run and the peer's take turns, seed by seed, from one model, with the same reward, tasks per step, episodes per
+task and optimizer. Our run has the schedule of its preset; the peer (TRL, `peer_trl.py`) is synchronous. A ratio is ours
+over theirs, one for each seed.
 
-Wall time is meaningful only on a quiet machine: `others` is the number of cores that other processes kept busy
+Wall time is meaningful only on a quiet machine: `cores of others` is the number of cores that other processes kept busy
 meanwhile.
 """
 
@@ -17,6 +17,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -24,10 +25,8 @@ from typing import Any
 
 import msgspec
 
-from dev.bench import bare, overlap
-from dev.bench.e2e_report import Case, Own, Pair, Plan, Report, Side, compare_sides, own_ratios, side_of
-from dev.bench.jobs import BenchError, Say, run_job, started
-from dev.bench.training import metrics_of, train_apart
+from dev.bench.jobs import BenchError, Say, started, train_apart
+from dev.bench.report import Measured
 from dev.bench.tree_cpu import TreeCpu
 from r3async.config import Config, ConfigError, config_from_dict, config_to_dict, load_config
 from r3async.envs.factory import BUILTIN_ENVIRONMENTS
@@ -39,17 +38,58 @@ CASES = ("a", "b", "c", "own")
 EXPERTS = "grouped_mm"
 """The peer's implementation of experts in transformers: 0.444 CPU seconds a step on CPU, against 0.452 with `eager`."""
 TRIAL_STEPS, TRIAL_SETTLE = 12, 4
+REWARDS = (0.6, 0.7, 0.8)
+SMOOTH = 8
+"""Number of steps whose mean reward has to reach a level."""
+LOOPS = ("conductor", "learner", "generator")
+COMPARED = ("seconds a step", "CPU s a step", "episodes a second", *(f"seconds to {level}" for level in REWARDS))
+"""Figures of which ours is divided by the peer's."""
+
+Side = dict[str, float]
+"""The figures of one run, by name."""
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """The cases, runs and sizes of the benchmark.
+
+    Attributes:
+        peer_python: the Python of the peer's environment.
+        peer_threads: torch threads of the peer; 0 for the faster of one and as many as there are cores, found by a
+            trial.
+        steps: steps of each run.
+        settle: first steps of each run, which are left out of means.
+        groups: groups per step in every case; 0 for the preset's.
+        samples: samples per group in every case; 0 for the preset's.
+    """
+
+    cases: list[str]
+    seeds: list[int]
+    peer: str = "none"
+    peer_python: str = ""
+    peer_threads: int = 0
+    steps: int = 200
+    settle: int = 10
+    groups: int = 0
+    samples: int = 0
 
 
 # -- configurations ----------------------------------------------------------------------------------------------------
 
+SLOW_TOOLS = {
+    "env": {
+        "name": "dev.bench.slow_tools:SlowTools",
+        "args": {"letters": 4, "turns": 3, "observation": 40, "median": 0.4, "sigma": 1.0, "longest": 8.0},
+    },
+    "episode": {"max_turns": 3, "max_new_tokens": 8, "max_prompt_tokens": 208, "max_total_tokens": 216},
+    "schedule": {"max_staleness": 4, "prompts_per_step": 16, "group_size": 8, "window": 1},
+    # Every episode that the slots allow is played at once: the run is limited by its bound, not by its engine's batch.
+    "generator": {"concurrency": 5 * 16 * 8},
+}
+
 
 def configure(case: str, plan: Plan, seed: int, model: Path | None) -> Config:
     """Return the configuration of our run of a case."""
-    if case == "c":
-        base = config_to_dict(overlap.configure(overlap.Plan([4]), 4))
-    else:
-        base = config_to_dict(load_config("reverse-text" if case == "a" else "quickstart"))
+    base = config_to_dict(load_config("reverse-text" if case == "a" else "quickstart"))
     if case == "b":
         base["env"] |= {"name": "guess", "args": {"highest": 16}}
         base["model"]["init"] |= {"warm_reward": 0.5}
@@ -57,6 +97,10 @@ def configure(case: str, plan: Plan, seed: int, model: Path | None) -> Config:
         base["algorithm"] |= {"credit": "trajectory"}
         # At 5e-4 the reward falls with weights one version old, and rises with the newest ones.
         base["learner"] |= {"lr": 2e-4}
+    elif case == "c":
+        base["model"]["init"] |= {"warm_reward": 0.3}
+        for section, settings in SLOW_TOOLS.items():
+            base[section] |= settings
     base["steps"], base["seed"], base["name"] = plan.steps, seed, "run"
     base["model"]["path"] = str(model or "")
     base["routing"]["trace"] = "off"
@@ -67,9 +111,7 @@ def configure(case: str, plan: Plan, seed: int, model: Path | None) -> Config:
 
 def small(plan: Plan) -> Plan:
     """Return a plan that exercises the code path; its figures mean nothing."""
-    return msgspec.structs.replace(
-        plan, seeds=plan.seeds[:1], steps=4, settle=1, batches=2, groups=2, samples=4, peer_threads=1
-    )
+    return msgspec.structs.replace(plan, seeds=plan.seeds[:1], steps=4, settle=1, groups=2, samples=4, peer_threads=1)
 
 
 def peer_job(config: Config, threads: int, steps: int) -> dict[str, Any]:
@@ -96,24 +138,23 @@ def peer_job(config: Config, threads: int, steps: int) -> dict[str, Any]:
     }
 
 
-def run(plan: Plan, say: Say, *, keep: Path | None = None) -> Report:
+def run(plan: Plan, say: Say, *, keep: Path | None = None) -> Measured:
     """Make the models, then all runs, seed by seed, our run and the peer's in turns.
 
     With `keep`, models and runs are made in that directory and stay; those found there are not made again. Raises
     `BenchError`, and `ConfigError` for an unknown case.
     """
-    began = time.perf_counter()
     if unknown := [case for case in plan.cases if case not in CASES]:
         raise ConfigError(f"--cases {unknown[0]!r}: there are {', '.join(CASES)}")
     if plan.peer != "none" and any(case != "own" for case in plan.cases):
         check_peer(plan)
-    made: dict[str, Any] = {}
+    measured = Measured(facts={"steps": str(plan.steps)})
     with tempfile.TemporaryDirectory(prefix="r3async-e2e-") as scratch:
         for case in plan.cases:
             place = (keep or Path(scratch)) / case
             model = _model(case, plan, place, say)
-            made[case] = _own(plan, model, place, say) if case == "own" else _case(case, plan, model, place, say)
-    return Report("e2e", plan, **made, seconds=time.perf_counter() - began)
+            _case(case, plan, model, place, measured, say)
+    return measured
 
 
 def _model(case: str, plan: Plan, place: Path, say: Say) -> Path:
@@ -121,42 +162,41 @@ def _model(case: str, plan: Plan, place: Path, say: Say) -> Path:
 
     model = place / "model"
     if not model.is_dir():
-        init_model(model, _quick(configure(case, plan, 0, None)), progress=say)
+        made = config_to_dict(configure(case, plan, 0, None))
+        if "median" in made["env"]["args"]:
+            made["env"]["args"] |= {"median": 0.0}  # warming up the model waits for no tool
+        init_model(model, config_from_dict(made), progress=say)
     return model
 
 
-def _quick(config: Config) -> Config:
-    """Return the configuration without tool latency, so that warming up the model waits for no tool."""
-    made = config_to_dict(config)
-    if "median" in made["env"]["args"]:
-        made["env"]["args"] |= {"median": 0.0}
-    return config_from_dict(made)
-
-
-def _case(case: str, plan: Plan, model: Path, place: Path, say: Say) -> Case:
-    threads = plan.peer_threads
-    if plan.peer != "none" and not threads:
-        threads = fastest_threads(configure(case, plan, plan.seeds[0], model), plan, place, say)
-    pairs = []
+def _case(case: str, plan: Plan, model: Path, place: Path, measured: Measured, say: Say) -> None:
+    threads, has_peer = plan.peer_threads, plan.peer != "none" and case != "own"
+    if has_peer:
+        threads = threads or fastest_threads(configure(case, plan, plan.seeds[0], model), plan, place, say)
+        measured.facts["TRL"] = f"GRPOTrainer, transformers' generate, {threads} torch threads, sdpa, {EXPERTS}"
     for index, seed in enumerate(plan.seeds):
-        config, sides = configure(case, plan, seed, model), {}
-        who = ["ours", "theirs"] if plan.peer != "none" else ["ours"]
+        config, sides = configure(case, plan, seed, model), dict[str, Side]()
+        who = ["r3async", "TRL"] if has_peer else ["r3async"]
         for name in who if index % 2 == 0 else who[::-1]:
             say(f"{case}, seed {seed}: {name}")
             directory = place / f"{name}-{seed}"
-            if name == "ours":
+            if name == "r3async":
                 sides[name] = our_run(config, directory, plan, say)
             else:
                 sides[name] = their_run(config, directory, plan, threads)
-            say(f"{case}, seed {seed}: {name} {sides[name].seconds_per_step:.3f} s a step")
-        pairs.append(Pair(seed, **sides))
-    settings = {"ours": f"max_staleness = {config.schedule.max_staleness}"}
-    if plan.peer != "none":
-        settings["theirs"] = f"TRL's GRPOTrainer, transformers' generate, {threads} torch threads, sdpa, {EXPERTS}"
-    return compare_sides(pairs, settings)
+            say(f"{case}, seed {seed}: {name} {sides[name]['seconds a step']:.3f} s a step")
+        for name in who:
+            measured.add(f"{case}, {name}", sides[name])
+        if has_peer:
+            measured.add(f"{case}, r3async / TRL", compare_sides(sides["r3async"], sides["TRL"]))
 
 
-# -- our run -----------------------------------------------------------------------------------------------------------
+def compare_sides(ours: Side, theirs: Side) -> Side:
+    """Return the ratios of the figures that both runs have."""
+    return {name: ours[name] / theirs[name] for name in COMPARED if name in ours and theirs.get(name)}
+
+
+# -- figures of a run --------------------------------------------------------------------------------------------------
 
 
 def our_run(config: Config, directory: Path, plan: Plan, say: Say) -> Side:
@@ -164,29 +204,58 @@ def our_run(config: Config, directory: Path, plan: Plan, say: Say) -> Side:
     done = directory / "side.json"
     if done.exists():
         return msgspec.json.decode(done.read_bytes(), type=Side)
-    load = os.getloadavg()[0]
     with TreeCpu() as cpu:
-        train_apart(config, directory, timeout=TIMEOUT, say=say)
-    rows = metrics_of(config, directory)
-    if len(rows) != plan.steps:
-        raise BenchError(f"our run made {len(rows)} of {plan.steps} steps; see {directory}")
+        rows = train_apart(config, directory, timeout=TIMEOUT, say=say)
     waits = [s.start for s in read_timeline(directory / config.name) if (s.who, s.what) == ("learner", "wait")]
     marks = [(float(row["time"]), float(row["reward/mean"])) for row in rows]
     settled = rows[plan.settle :]
-    facts = {
-        "learner_idle": sum(r["learner/wait_seconds"] for r in settled) / (marks[-1][0] - marks[plan.settle - 1][0]),
-        "engine_idle": fmean(r["generator/engine_idle_share"] for r in settled),
-        "lag_p99_ms": median(max(r[f"lag/{who}_own_p99_ms"] for who in LOOPS) for r in settled),
-        "age_max": max(r["staleness/max"] for r in rows),
-        "pause_share": settled[-1]["weights/paused_share"],
-    }
     tokens = fmean(r["batch/trained_tokens"] for r in settled)
-    side = side_of(min(waits), marks, cpu, config, plan, tokens, load, facts)
+    side = side_of(min(waits), marks, cpu, config, plan, tokens) | {
+        "learner idle": sum(r["learner/wait_seconds"] for r in settled) / (marks[-1][0] - marks[plan.settle - 1][0]),
+        "engine idle": fmean(r["generator/engine_idle_share"] for r in settled),
+        "own loop lag p99, ms": median(max(r[f"lag/{who}_own_p99_ms"] for who in LOOPS) for r in settled),
+        "oldest token, versions": max(r["staleness/max"] for r in rows),
+        "engine paused": settled[-1]["weights/paused_share"],
+    }
     done.write_bytes(msgspec.json.encode(side))
     return side
 
 
-LOOPS = ("conductor", "learner", "generator")
+def side_of(
+    began: float, marks: Sequence[tuple[float, float]], cpu: TreeCpu, config: Config, plan: Plan, tokens: float
+) -> Side:
+    """Compute the figures of one run.
+
+    Args:
+        began: unix time at which the first step began.
+        marks: for each step, the time at which it ended and its mean reward.
+    """
+    start, end = marks[plan.settle - 1][0], marks[-1][0]
+    steps = len(marks) - plan.settle
+    roles = cpu.between(start, end)
+    episodes = config.schedule.prompts_per_step * config.schedule.group_size
+    reached = {f"seconds to {level}": seconds_to(level, began, marks) for level in REWARDS}
+    return {
+        "seconds a step": (end - start) / steps,
+        "CPU s a step": sum(roles.values()) / steps,
+        "episodes a second": episodes * steps / (end - start),
+        "tokens a step": tokens,
+        "reward, first step": marks[0][1],
+        "reward, last quarter": fmean(reward for _, reward in marks[-max(1, len(marks) // 4) :]),
+        "reward, all steps": fmean(reward for _, reward in marks),
+        **{name: seconds for name, seconds in reached.items() if seconds is not None},
+        "cores of others": cpu.others(start, end),
+        **{f"CPU s a step, {role}": seconds / steps for role, seconds in roles.items()},
+    }
+
+
+def seconds_to(level: float, began: float, marks: Sequence[tuple[float, float]]) -> float | None:
+    """Return the seconds from `began` until the mean reward of `SMOOTH` steps had reached `level`, or None if it never
+    did."""
+    for last in range(SMOOTH, len(marks) + 1):
+        if fmean(reward for _, reward in marks[last - SMOOTH : last]) >= level:
+            return marks[last - 1][0] - began
+    return None
 
 
 # -- the peer's run ----------------------------------------------------------------------------------------------------
@@ -223,7 +292,7 @@ def peer_marks(config: Config, directory: Path, plan: Plan, threads: int, steps:
     rows, log = directory / "rows.jsonl", directory / "log.txt"
     if not (directory / "done.json").exists():
         (directory / "job.json").write_bytes(msgspec.json.encode(peer_job(config, threads, steps)))
-        root = Path(bare.__file__).resolve().parents[2]
+        root = Path(__file__).resolve().parents[2]
         command = [plan.peer_python, "-P", "-m", "dev.bench.peer_trl", str(directory)]
         with started(command, log, PYTHONPATH=str(root), HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false") as process:
             deadline = time.monotonic() + TIMEOUT
@@ -241,30 +310,10 @@ def their_run(config: Config, directory: Path, plan: Plan, threads: int) -> Side
     done = directory / "side.json"
     if done.exists():
         return msgspec.json.decode(done.read_bytes(), type=Side)
-    load = os.getloadavg()[0]
     with TreeCpu("peer") as cpu:
         rows = peer_marks(config, directory, plan, threads, plan.steps)
     marks = [(float(row["time"]), float(row["reward"])) for row in rows[1:]]
     tokens = (rows[-1]["tokens"] - rows[plan.settle]["tokens"]) / (plan.steps - plan.settle)
-    side = side_of(float(rows[0]["time"]), marks, cpu, config, plan, tokens, load, {})
+    side = side_of(float(rows[0]["time"]), marks, cpu, config, plan, tokens)
     done.write_bytes(msgspec.json.encode(side))
     return side
-
-
-# -- the case `own` ----------------------------------------------------------------------------------------------------
-
-
-def _own(plan: Plan, model: Path, place: Path, say: Say) -> Own:
-    seeds, runs = [], []
-    for seed in plan.seeds:
-        config = configure("own", plan, seed, model)
-        say(f"own, seed {seed}: the quickstart")
-        side = our_run(config, place / f"ours-{seed}", plan, say)
-        job, directory = bare.Job(config_to_dict(config), plan.batches), place / f"bare-{seed}"
-        target = "dev.bench.bare"
-        engine = run_job(f"{target}:play", job, bare.Engine, directory, timeout=TIMEOUT, say=say)
-        learner = run_job(f"{target}:train", job, bare.Learner, directory, timeout=TIMEOUT, say=say)
-        seeds.append(own_ratios(side, engine, learner))
-        runs.append(side)
-    middle = {name: median(ratios[name] for ratios in seeds) for name in seeds[0]}
-    return Own(**middle, by_seed=seeds, runs=runs)

@@ -1,5 +1,5 @@
-"""Helpers that benchmarks share: jobs in separate processes, with a time limit and progress on stderr; memory;
-tables."""
+"""Helpers that benchmarks share: jobs in separate processes, with a time limit and progress on stderr; whole runs in
+one; memory."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from rich.console import Console
+
+from r3async.config import Config, config_from_dict, config_to_dict
+from r3async.record.reading import read_json_objects
 
 Say = Callable[[str], None]
 T = TypeVar("T")
@@ -110,20 +114,6 @@ def progress(directory: Path, line: str) -> None:
     scratch.replace(directory / PROGRESS)
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Return the lines of a Markdown table, padded for a terminal: the first column left-aligned, the others
-    right-aligned."""
-    texts = [list(heads), *([str(cell) for cell in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-
-    def line(row: Sequence[str]) -> str:
-        cells = [f"{text:{'>' if i else '<'}{width}}" for i, (text, width) in enumerate(zip(row, widths, strict=True))]
-        return f"| {' | '.join(cells)} |"
-
-    head, *body = map(line, texts)
-    return [head, f"|{'|'.join('-' * (width + 2) for width in widths)}|", *body]
-
-
 def forget_peak() -> None:
     """Restart the peak of this process's memory, `VmHWM`, if the kernel allows it (proc(5), `clear_refs`)."""
     with contextlib.suppress(OSError):
@@ -133,6 +123,30 @@ def forget_peak() -> None:
 def memory_mib(field: str) -> float:
     """Return the resident memory of this process in MiB: `VmRSS` for the current value, `VmHWM` for the peak."""
     return int(Path("/proc/self/status").read_text().partition(f"{field}:")[2].split()[0]) / 1024
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+
+def train_apart(config: Config, directory: Path, *, timeout: float, say: Say) -> list[dict[str, Any]]:
+    """Make the run `directory/NAME` that `config` names in a separate process, and return its metrics, one row per
+    step. Raises `BenchError`."""
+    run_job("dev.bench.jobs:train_here", config_to_dict(config), type(None), directory, timeout=timeout, say=say)
+    rows = read_json_objects(directory / config.name / "metrics.jsonl")
+    if len(rows) != config.steps:
+        raise BenchError(f"the run made {len(rows)} of {config.steps} steps; see {directory}")
+    return rows
+
+
+def train_here(job: dict[str, Any], directory: Path) -> None:
+    """Train in the job's process. The run's output is kept in `console.txt`."""
+    from r3async.tools.train import train
+
+    with (directory / "console.txt").open("w") as file:
+        train(config_from_dict(job), "bench", Console(file=file), root=directory)
+
+
+# -- a job's process ---------------------------------------------------------------------------------------------------
 
 
 def _say_new(directory: Path, shown: str, say: Say) -> str:

@@ -2,6 +2,7 @@
 simpler ways.
 
 It needs no model and no data: lengths are drawn from five distributions, and costs come from a published config.json.
+Efficiencies are geometric means over the numbers of samples and the numbers of ranks above one; a value is of one seed.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import geometric_mean, median
+from statistics import fmean, geometric_mean, median
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from dev.bench.jobs import table
+from dev.bench.report import Measured
 from r3async.config import ConfigError
 from r3async.learner.batch import CostModel, build_cost_model, find_round_levels, plan_micro_batches
 from r3async.tools.memory import PUBLISHED_CONFIGS
@@ -32,19 +33,15 @@ DEFAULT_MODEL = "Qwen3-30B-A3B"
 Plan = list[list[list[int]]]
 
 
-class Case(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Case(msgspec.Struct, frozen=True):
     """The figures of one batch.
 
     Attributes:
-        bound: micro-batches per rank that no plan can be below.
-        fill: tokens as a share of what the micro-batches could hold.
-        token_imbalance: tokens of the busiest rank over the mean.
-        cost_imbalance: cost of the busiest rank over the mean.
+        at_bound: whether no plan can have fewer micro-batches.
         efficiency: total cost / (ranks · Σ_j costliest micro-batch at index j).
         ceiling: an upper bound on `efficiency` for any plan with as many micro-batches.
-        dealt: the efficiency of the simpler way `dealt`.
         apart: the efficiency of the simpler way `apart`.
-        wall_ms: median wall time of a few calls.
+        dealt: the efficiency of the simpler way `dealt`.
         cpu_ms: median CPU time of a few calls.
     """
 
@@ -52,46 +49,12 @@ class Case(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     samples: int
     ranks: int
     seed: int
-    max_tokens: int
-    tokens: int
-    micro_batches: int
-    bound: int
-    fill: float
-    token_imbalance: float
-    cost_imbalance: float
+    at_bound: bool
     efficiency: float
     ceiling: float
-    dealt: float
     apart: float
-    wall_ms: float
+    dealt: float
     cpu_ms: float
-
-
-class Summary(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A summary of the cases of one seed, or of all.
-
-    Efficiencies are geometric means over the cases with several ranks. `below` counts the cases in which a simpler way
-    is better. Times are the largest, by number of samples.
-    """
-
-    cases: int
-    at_bound: int
-    efficiency: float
-    ceiling: float
-    dealt: float
-    apart: float
-    below: int
-    wall_ms: dict[int, float]
-    cpu_ms: dict[int, float]
-
-
-class Report(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    model: str
-    linear: float
-    quadratic: float
-    summary: Summary
-    by_seed: dict[int, Summary]
-    cases: list[Case]
 
 
 def shape_of(model: str) -> dict[str, Any]:
@@ -183,116 +146,62 @@ def efficiency(planned: Plan, each: np.ndarray) -> float:
     return float(each.sum() / (len(planned) * sums(planned, each).max(0).sum()))
 
 
-def timed(call: Callable[[], Plan]) -> tuple[Plan, float, float]:
-    """Return the result of `call`, and its median wall and CPU time in milliseconds."""
-    wall, cpu = [], []
+def timed(call: Callable[[], Plan]) -> tuple[Plan, float]:
+    """Return the result of `call`, and its median CPU time in milliseconds."""
+    cpu = []
     for _ in range(REPEATS):
-        wall_from, cpu_from = time.perf_counter(), time.process_time()
+        began = time.process_time()
         planned = call()
-        wall.append(1e3 * (time.perf_counter() - wall_from))
-        cpu.append(1e3 * (time.process_time() - cpu_from))
-    return planned, median(wall), median(cpu)
+        cpu.append(1e3 * (time.process_time() - began))
+    return planned, median(cpu)
 
 
 def measure(kind: str, samples: int, ranks: int, seed: int, cost: CostModel) -> Case:
     """Divide one batch in every way. Raises `AssertionError` if a plan breaks the cap or loses a sample."""
     lengths, cap = lengths_like(kind, samples, seed), CAPS[kind]
     given, each = lengths.tolist(), cost.estimate_costs(lengths)
-    locked, wall, cpu = timed(lambda: plan_micro_batches(given, max_tokens=cap, ranks=ranks, cost=cost))
+    locked, cpu_ms = timed(lambda: plan_micro_batches(given, max_tokens=cap, ranks=ranks, cost=cost))
     assert sorted(i for mine in locked for m in mine for i in m) == list(range(samples))
     assert sums(locked, lengths).max() <= cap
-    tokens, costs, count = sums(locked, lengths), sums(locked, each), len(locked[0])
+    count = len(locked[0])
     least = find_round_levels(lengths, max_tokens=cap, ranks=ranks, count=count, cost=cost, total_cost=each.sum())
     return Case(
-        lengths=kind,
-        samples=samples,
-        ranks=ranks,
-        seed=seed,
-        max_tokens=cap,
-        tokens=int(lengths.sum()),
-        micro_batches=count,
-        bound=-(-fewest_bins(lengths, cap) // ranks),
-        fill=float(lengths.sum() / (ranks * count * cap)),
-        token_imbalance=float(tokens.sum(1).max() / tokens.sum(1).mean()),
-        cost_imbalance=float(costs.sum(1).max() / costs.sum(1).mean()),
+        kind,
+        samples,
+        ranks,
+        seed,
+        at_bound=count == -(-fewest_bins(lengths, cap) // ranks),
         efficiency=efficiency(locked, each),
         ceiling=min(1.0, float(each.sum() / (ranks * least.sum()))),
-        dealt=efficiency(dealt(lengths, cap, ranks, cost), each),
         apart=efficiency(apart(lengths, cap, ranks, cost), each),
-        wall_ms=wall,
-        cpu_ms=cpu,
+        dealt=efficiency(dealt(lengths, cap, ranks, cost), each),
+        cpu_ms=cpu_ms,
     )
 
 
-def run(seeds: Sequence[int], *, quick: bool = False, model: str = DEFAULT_MODEL) -> Report:
+def run(seeds: Sequence[int], *, quick: bool = False, model: str = DEFAULT_MODEL) -> Measured:
     """Measure all distributions, numbers of samples and ranks. `quick` leaves out the largest number of samples."""
-    if not seeds:
-        raise ConfigError("--seeds names no seed")
     cost = build_cost_model(shape_of(model))
     sizes = SAMPLES[:-1] if quick else SAMPLES
     cases = [measure(k, n, ranks, seed, cost) for seed in seeds for k in CAPS for n in sizes for ranks in RANKS]
-    return Report(
-        model=model,
-        linear=cost.linear,
-        quadratic=cost.quadratic,
-        summary=summarize(cases),
-        by_seed={seed: summarize([c for c in cases if c.seed == seed]) for seed in seeds},
-        cases=cases,
-    )
+    measured = Measured(facts={"costs": f"{model}, {cost.linear:.4g} n + {cost.quadratic:.4g} n² FLOPs for n tokens"})
+    for kind in (*CAPS, "all"):
+        for seed in seeds:
+            measured.add(kind, summarize([c for c in cases if c.seed == seed and kind in (c.lengths, "all")]))
+    for n in sizes:
+        measured.add(f"planning {n:,} samples", {"CPU ms, longest": max(c.cpu_ms for c in cases if c.samples == n)})
+    return measured
 
 
-def summarize(cases: Sequence[Case]) -> Summary:
+def summarize(cases: Sequence[Case]) -> dict[str, float]:
     several = [c for c in cases if c.ranks > 1]
-    sizes = sorted({c.samples for c in cases})
-    return Summary(
-        cases=len(cases),
-        at_bound=sum(c.micro_batches == c.bound for c in cases),
-        efficiency=geometric_mean(c.efficiency for c in several),
-        ceiling=geometric_mean(c.ceiling for c in several),
-        dealt=geometric_mean(c.dealt for c in several),
-        apart=geometric_mean(c.apart for c in several),
-        below=sum(max(c.apart, c.dealt) > c.efficiency * (1 + 1e-9) for c in several),
-        wall_ms={n: max(c.wall_ms for c in cases if c.samples == n) for n in sizes},
-        cpu_ms={n: max(c.cpu_ms for c in cases if c.samples == n) for n in sizes},
-    )
-
-
-def render(report: Report) -> str:
-    """Format the cases of the first seed, and a line for each seed and for all."""
-    first = report.cases[0].seed
-    rows = [
-        (
-            c.lengths,
-            c.samples,
-            c.ranks,
-            f"{c.micro_batches} / {c.bound}",
-            *(f"{x:.3f}" for x in (c.fill, c.token_imbalance, c.cost_imbalance)),
-            *(f"{x:.3f}" for x in (c.efficiency, c.ceiling, c.dealt, c.apart)),
-            f"{c.wall_ms:.1f} / {c.cpu_ms:.1f}",
-        )
-        for c in report.cases
-        if c.seed == first
-    ]
-    heads = (
-        "lengths",
-        "samples",
-        "ranks",
-        "micro-batches / bound",
-        "fill",
-        "tokens, busiest rank",
-        "cost, busiest rank",
-    )
-    lines = [
-        f"{report.model}: a sample of n tokens costs {report.linear:.4g} n + {report.quadratic:.4g} n² FLOPs; seed {first}",
-        "",
-        *table((*heads, "lockstep", "ceiling", "dealt", "apart", "ms wall / CPU"), rows),
-        "",
-    ]
-    named = {f"seed {seed}": s for seed, s in report.by_seed.items()} | {"all seeds": report.summary}
-    for name, s in named.items():
-        times = ", ".join(f"{n}: {s.wall_ms[n]:.1f} / {s.cpu_ms[n]:.1f}" for n in s.wall_ms)
-        lines.append(
-            f"{name}: lockstep {s.efficiency:.4f} of at most {s.ceiling:.4f} (dealt {s.dealt:.4f}, apart {s.apart:.4f}); "
-            f"{s.at_bound} of {s.cases} cases at the bound, {s.below} below a simpler way; most ms wall / CPU {times}"
-        )
-    return "\n".join(lines)
+    return {
+        "lockstep": geometric_mean(c.efficiency for c in several),
+        "ceiling": geometric_mean(c.ceiling for c in several),
+        "apart": geometric_mean(c.apart for c in several),
+        "dealt": geometric_mean(c.dealt for c in several),
+        "share with fewest micro-batches": fmean(c.at_bound for c in cases),
+        "cases in which apart or dealt is better": sum(
+            max(c.apart, c.dealt) > c.efficiency * (1 + 1e-9) for c in several
+        ),
+    }

@@ -14,7 +14,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from dev.bench.jobs import BenchError, Say, started, table
+from dev.bench.jobs import BenchError, Say, started
+from dev.bench.report import Measured
 from r3async.config import load_config
 from r3async.record.reading import read_json_objects
 
@@ -35,45 +36,14 @@ class Sample(msgspec.Struct, frozen=True):
     files: int
 
 
-class Growth(msgspec.Struct, frozen=True):
-    """Growth of one process after the warm-up.
+def growth(samples: Sequence[Sample]) -> tuple[dict[str, float], bool]:
+    """Return the figures of one process after the warm-up, and whether it grows. Raises `BenchError` for fewer than ten
+    samples.
 
-    Attributes:
-        slope_mib_per_hour: MiB per hour (Theil and Sen's: the median of all pairs' slopes).
-        growth_mib: MiB that the slope amounts to in the measured time.
-        scatter_mib: median distance from the line, in MiB.
+    The slope is Theil and Sen's, the median of all pairs' slopes; growth is what it amounts to in the measured time, and
+    scatter the median distance from the line. A process grows if its growth is above `NOISE` times the scatter and above
+    1 % of its memory, or if it has more open files.
     """
-
-    samples: int
-    resident_mib: float
-    slope_mib_per_hour: float
-    growth_mib: float
-    scatter_mib: float
-    files_first: int
-    files_last: int
-    files_most: int
-    flat: bool
-
-
-class Report(msgspec.Struct, frozen=True):
-    """The report of `bench soak`.
-
-    Attributes:
-        flat: True if the memory of every process grew by no more than `NOISE` times its scatter, or by less than 1 % of
-            it, and open files did not grow.
-    """
-
-    minutes: float
-    steps: int
-    trajectories: int
-    spool_most_bytes: int
-    spool_bound_bytes: int
-    processes: dict[str, Growth]
-    flat: bool
-
-
-def growth(samples: Sequence[Sample]) -> Growth:
-    """Compute the growth of one process. Raises `BenchError` for fewer than ten samples after the warm-up."""
     last = samples[-1].at
     warm = [s for s in samples if s.at >= WARM * last]
     if len(warm) < 10:
@@ -89,20 +59,18 @@ def growth(samples: Sequence[Sample]) -> Growth:
     # A reconnection, or a file that is being written, is open only for a moment: the trend counts.
     third = max(1, len(files) // 3)
     files_grow = statistics.median(files[-third:]) > statistics.median(files[:third])
-    return Growth(
-        samples=len(warm),
-        resident_mib=round(resident / MIB, 1),
-        slope_mib_per_hour=round(slope * 3600 / MIB, 2),
-        growth_mib=round(grown / MIB, 2),
-        scatter_mib=round(scatter / MIB, 2),
-        files_first=files[0],
-        files_last=files[-1],
-        files_most=max(files),
-        flat=grown <= max(NOISE * scatter, 0.01 * resident) and not files_grow,
-    )
+    figures = {
+        "resident MiB": resident / MIB,
+        "MiB/h": slope * 3600 / MIB,
+        "growth MiB": grown / MIB,
+        "scatter MiB": scatter / MIB,
+        "open files, first": files[0],
+        "open files, last": files[-1],
+    }
+    return figures, grown > max(NOISE * scatter, 0.01 * resident) or files_grow
 
 
-def run(minutes: float, overrides: Sequence[str], directory: Path, say: Say) -> Report:
+def run(minutes: float, overrides: Sequence[str], directory: Path, say: Say) -> Measured:
     """Run with the scripted engine for `minutes`. Raises `BenchError` if the run ends before that."""
     from dev.chaos.run import make_model, settings
     from dev.chaos.scenarios import Kills
@@ -138,16 +106,16 @@ def run(minutes: float, overrides: Sequence[str], directory: Path, say: Say) -> 
                 minute = int(at / 60)
                 say(f"soak: minute {minute} of {minutes:g}")
     rows = read_json_objects(run_dir / "metrics.jsonl")
-    grown = {name: growth(found) for name, found in sorted(watched.samples.items()) if len(found) > 1}
-    return Report(
-        minutes=minutes,
-        steps=len(rows),
-        trajectories=len(rows) * config.schedule.prompts_per_step * config.schedule.group_size,
-        spool_most_bytes=watched.spool_most,
-        spool_bound_bytes=config.buffer.disk_bytes,
-        processes=grown,
-        flat=all(g.flat for g in grown.values()),
-    )
+    steps, group = len(rows), config.schedule.prompts_per_step * config.schedule.group_size
+    measured = Measured()
+    measured.facts = {"run": f"{minutes:g} minutes, {steps} steps, {steps * group} trajectories"}
+    measured.facts["spool"] = f"at most {watched.spool_most / MIB:.2f} MiB of {config.buffer.disk_bytes / MIB:.0f}"
+    for name, found in sorted(watched.samples.items()):
+        if len(found) > 1:
+            figures, grows = growth(found)
+            measured.add(name, figures)
+            measured.problems += [f"{name} grows"] * grows
+    return measured
 
 
 class Watched:
@@ -182,22 +150,3 @@ def processes(run_dir: Path, driver: int) -> dict[str, psutil.Process]:
             for i, worker in enumerate(environment_workers(process)):
                 found[f"{event['role']} environment {i}"] = worker
     return found
-
-
-def render(report: Report) -> str:
-    """Format the report as a table for people."""
-    rows = [
-        (
-            name,
-            *(f"{x:.2f}" for x in (g.resident_mib, g.slope_mib_per_hour, g.growth_mib, g.scatter_mib)),
-            f"{g.files_first}-{g.files_last}",
-            "" if g.flat else "GROWS",
-        )
-        for name, g in report.processes.items()
-    ]
-    lines = [
-        f"{report.minutes:g} minutes, {report.steps} steps, {report.trajectories} trajectories; the spool held "
-        f"{report.spool_most_bytes / MIB:.2f} MiB at most (bound {report.spool_bound_bytes / MIB:.0f})",
-        *table(("process", "resident MiB", "MiB/h", "growth", "scatter", "files", ""), rows),
-    ]
-    return "\n".join(lines)

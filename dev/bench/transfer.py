@@ -16,14 +16,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import msgspec
 
-from dev.bench.jobs import BenchError, Say, table
+from dev.bench.jobs import BenchError, Say
+from dev.bench.report import Measured
 from r3async.weights.fetch import CHUNK_BYTES, WINDOW_CHUNKS
-from r3async.weights.manifest import WeightManifest
 from r3async.weights.publish import DEFAULT_BUCKET_BYTES
 
 SAMPLE_SECONDS = 0.002
@@ -46,47 +45,6 @@ class TransferJob(msgspec.Struct, frozen=True):
     engines: tuple[int, ...] = (1, 2, 4, 8)
     spread: tuple[int, ...] = (2, 4, 8)
     tensors: int = 64
-
-
-class Case(msgspec.Struct, frozen=True):
-    """The figures of one layout; `hosts` includes the learner's.
-
-    Figures are medians over versions, of the slowest engine: `dense` of the first fetch, `delta` of the later ones.
-    `*_sent_*` are the bytes sent by the learner. `*_extra` is the most private memory, in bytes, that an engine's
-    process or the learner's took for it, beside what it had before.
-    """
-
-    engines: int
-    hosts: int
-    dense_seconds: float
-    delta_seconds: float
-    dense_bytes: int
-    delta_bytes: int
-    learner_sent_dense: int
-    learner_sent_delta: int
-    engine_extra: int
-    learner_extra: int
-    files: int
-    equal: bool
-
-
-class Report(msgspec.Struct, frozen=True):
-    """The report of `bench transfer`.
-
-    Attributes:
-        rank_extra: the most private memory that a rank's process took beside its model, in bytes.
-        rank_limit: the limit of `rank_extra`, in bytes.
-    """
-
-    benchmark: str
-    job: TransferJob
-    bytes: int
-    write_seconds: float
-    rank_share: int
-    rank_extra: int
-    rank_limit: int
-    engine_limit: int
-    cases: list[Case]
 
 
 class Peak:
@@ -241,25 +199,23 @@ def crew(target: Any, given: Sequence[tuple[Any, ...]]) -> Iterator[Crew]:
         made.close()
 
 
-def run(job: TransferJob, say: Say) -> Report:
+def run(job: TransferJob, say: Say) -> Measured:
     """Measure all layouts. Raises `BenchError`."""
     most = max(*job.engines, *job.spread)
     layouts = [(n, hosts) for hosts in (1, 2) for n in job.engines] + [(n, n + 1) for n in job.spread]
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with (
         crew(_rank, [(rank, job) for rank in range(job.ranks)]) as ranks,
         crew(_engine, [(number,) for number in range(most)]) as engines,
-        tempfile.TemporaryDirectory(prefix="r3async-bench-", dir=_memory()) as scratch,
+        tempfile.TemporaryDirectory(prefix="r3async-bench-", dir=memory) as scratch,
     ):
         return asyncio.run(_measure(job, layouts, ranks, engines, Path(scratch), say))
 
 
-def _memory() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
-
-
 async def _measure(
     job: TransferJob, layouts: Sequence[tuple[int, int]], ranks: Crew, engines: Crew, scratch: Path, say: Say
-) -> Report:
+) -> Measured:
+    """Publish `versions` in each layout. A value is of one version, of the slowest engine; the first is fetched whole."""
     import torch  # noqa: F401
 
     from r3async.weights.fetch import TcpServer
@@ -268,102 +224,47 @@ async def _measure(
 
     server_keys, client_keys = generate_keys()
     publisher = ShardedVersionStore(scratch / "learner", ranks.call, job.ranks, deltas=True)
-    server, peak = TcpServer("127.0.0.1", server_keys), Peak()
-    version, nbytes, writes, cases = 0, 0, list[float](), list[Case]()
+    server, peak, measured = TcpServer("127.0.0.1", server_keys), Peak(), Measured()
+    version, nbytes, memory = 0, 0, {"an engine": 0, "the learner": 0}
     try:
-        for count, hosts in layouts:
-            where = [scratch / f"case{len(cases)}-host{1 + i % max(1, hosts - 1)}" for i in range(count)]
+        for number, (count, hosts) in enumerate(layouts):
+            name = f"{count} engines on {hosts} hosts"
+            say(f"transfer: {name}")
+            where = [scratch / f"case{number}-host{1 + i % max(1, hosts - 1)}" for i in range(count)]
             await asyncio.to_thread(engines.call, "open", [(path, client_keys) for path in where])
             peak.begin()
-            rows = []
-            for _ in range(job.versions):
+            for form in ["whole", *["delta"] * (job.versions - 1)]:
                 await asyncio.to_thread(ranks.call, "snapshot_weights", [(version,)] * job.ranks)
                 began = time.perf_counter()
                 publication = await asyncio.to_thread(publisher.publish_shares)
-                writes.append(time.perf_counter() - began)
+                measured.add("a version, written", {"seconds": time.perf_counter() - began})
                 manifest = publication.manifest
                 parts, before = [server.offer_version(manifest, *publication.transport_data)], server.sent_bytes
                 given = msgspec.structs.replace(manifest, path=manifest.path if hosts == 1 else "/on another host")
                 answers = await asyncio.to_thread(engines.call, "fetch", [(given, parts)] * count)
-                rows.append((answers, server.sent_bytes - before))
+                figures = {
+                    "seconds": max(answer[0] for answer in answers),
+                    "MB received": sum(answer[1] for answer in answers) / 1e6,
+                    "MB out of the learner": (server.sent_bytes - before) / 1e6,
+                    "files": len({answer[3] for answer in answers}),
+                }
+                measured.add(f"{name}, {form}", figures)
+                if any(answer[4] != manifest.digest for answer in answers):
+                    measured.problems.append(f"{name}: version {version} has not the learner's digest everywhere")
                 version, nbytes = version + 1, manifest.nbytes
-            cases.append(_case(count, hosts, rows, manifest, peak.extra))
-            say(
-                f"transfer: {count} engines on {hosts} hosts: {cases[-1].dense_seconds:.2f} s, {cases[-1].delta_seconds:.2f} s"
-            )
+            memory["an engine"] = max(memory["an engine"], *(answer[2] for answer in answers))
+            memory["the learner"] = max(memory["the learner"], peak.extra)
             await asyncio.to_thread(engines.call, "close", [()] * count)
         extra = max(await asyncio.to_thread(ranks.call, "extra", [()] * job.ranks))
     finally:
         await server.close()
         publisher.close()
     share, buckets = nbytes // job.ranks, 2 * DEFAULT_BUCKET_BYTES
-    return Report("transfer", job, nbytes, median(writes), share, extra, int(1.2 * share) + buckets, buckets, cases)
-
-
-def _case(count: int, hosts: int, rows: Sequence[tuple[list[Any], int]], last: WeightManifest, extra: int) -> Case:
-    slowest = [max(answer[0] for answer in answers) for answers, _ in rows]
-    received = [sum(answer[1] for answer in answers) for answers, _ in rows]
-    final = rows[-1][0]
-    return Case(
-        engines=count,
-        hosts=hosts,
-        dense_seconds=slowest[0],
-        delta_seconds=median(slowest[1:]),
-        dense_bytes=received[0],
-        delta_bytes=int(median(received[1:])),
-        learner_sent_dense=rows[0][1],
-        learner_sent_delta=int(median([sent for _, sent in rows[1:]])),
-        engine_extra=max(answer[2] for answers, _ in rows for answer in answers),
-        learner_extra=extra,
-        files=len({answer[3] for answer in final}),
-        equal=all(answer[4] == last.digest for answer in final),
-    )
-
-
-def render(report: Report) -> str:
-    """Format the report as a table for people."""
-    mb = 1e6
-    rows = [
-        (
-            str(c.engines),
-            str(c.hosts),
-            str(c.files),
-            f"{c.dense_bytes / mb:.1f}",
-            f"{c.learner_sent_dense / mb:.1f}",
-            f"{c.dense_seconds:.2f}",
-            f"{c.delta_bytes / mb:.2f}",
-            f"{c.learner_sent_delta / mb:.2f}",
-            f"{c.delta_seconds:.2f}",
-            f"{c.engine_extra / mb:.0f}",
-            f"{c.learner_extra / mb:.0f}",
-        )
-        for c in report.cases
-    ]
-    head = (
-        (
-            "engines",
-            "hosts",
-            "files",
-            "dense MB",
-            "from learner",
-            "s",
-            "delta MB",
-            "from learner",
-            "s",
-            "engine MB",
-            "learner MB",
-        ),
-    )
-    unequal = [f"{c.engines} engines on {c.hosts} hosts" for c in report.cases if not c.equal]
-    lines = [
-        f"{report.bytes / mb:.1f} MB in bf16 on {report.job.ranks} ranks, lr {report.job.lr:g}; written in "
-        f"{report.write_seconds:.2f} s, the delta included",
-        *table(*head, rows),
-        f"a rank took {report.rank_extra / mb:.0f} MB beside its model, of {report.rank_limit / mb:.0f} MB; an engine may take "
-        f"{report.engine_limit / mb:.0f} MB ({WINDOW_CHUNKS} chunks of {CHUNK_BYTES / 2**20:g} MiB are in flight)",
-    ]
-    last = report.job.versions - 1
-    lines.append(
-        f"after {last} deltas: {'not ' if unequal else ''}the learner's digest {', '.join(unequal) or 'everywhere'}"
-    )
-    return "\n".join(lines)
+    limits = {"a rank": (extra, int(1.2 * share) + buckets), **{who: (most, buckets) for who, most in memory.items()}}
+    for who, (most, limit) in limits.items():
+        measured.add(f"memory of {who}, beside what it had", {"MB": most / 1e6, "limit, MB": limit / 1e6})
+        if most > limit:
+            measured.problems.append(f"{who} took {most / 1e6:.0f} MB, of {limit / 1e6:.0f}")
+    in_flight = f"{WINDOW_CHUNKS} chunks of {CHUNK_BYTES / 2**20:g} MiB in flight"
+    measured.facts["weights"] = f"{nbytes / 1e6:.1f} MB in bf16 on {job.ranks} ranks, lr {job.lr:g}; {in_flight}"
+    return measured

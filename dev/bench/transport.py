@@ -1,9 +1,9 @@
-"""The benchmark `bench transport`: the whole path (encode, socket, validate, spool, decode) against raw ZeroMQ, side by
-side.
+"""The benchmark `bench transport`: the wire format alone, and the whole path (encode, socket, validate, spool, decode)
+against raw ZeroMQ, side by side.
 
-The generator is a separate process (`transport_sender.py`); this one is the learner. Raw ZeroMQ is DEALER to ROUTER
-with blocking sockets and the same frames, with nothing encoded, checked or answered: the ceiling. `raw, CURVE` is the
-same, encrypted as every connection of a run is. All take turns, `rounds` times, and the share is of the medians. The
+The generator is a separate process (`send`); this one is the learner. Raw ZeroMQ is DEALER to ROUTER with blocking
+sockets and the same frames, with nothing encoded, checked or answered: the ceiling. `raw, CURVE` is the same, encrypted
+as every connection of a run is. All take turns; a value is of one round, and shares are of raw in that round. The
 learner's lag beside `raw` is that of an idle loop: what the machine itself causes.
 """
 
@@ -12,140 +12,187 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
-from statistics import median
 
 import msgspec
 import numpy as np
 import zmq
 
-from dev.bench.jobs import BenchError, Say, forget_peak, memory_mib, run_job, table
-from dev.bench.transport_sender import LIMIT, Lag, Measured, TransportJob, specimen
+from dev.bench.jobs import BenchError, Say, forget_peak, memory_mib, progress, run_job
+from dev.bench.report import Measured
 from r3async.config import BufferConfig, TransportConfig
-from r3async.data.tokens import Trajectory
-from r3async.transport import TrajectoryReceiver, encode_trajectory
+from r3async.data.packed import RouteForm
+from r3async.data.tokens import Sample, TokenTable, Trajectory, Turn
+from r3async.data.wire import decode_trajectory, encode_trajectory
+from r3async.transport import TrajectoryReceiver, TrajectorySender
 from r3async.transport.spool import Spool
-from r3async.world.sockets import apply_server_keys, generate_keys
+from r3async.world.sockets import ClientKeys, apply_client_keys, apply_server_keys, generate_keys
 
 SIZES = (10_000, 200_000, 5_000_000, 12_600_000)
 MOVED = 600_000_000
 """Maximum number of bytes that one measurement moves."""
-
-
-class Rate(msgspec.Struct, frozen=True):
-    """One way of sending: medians over the rounds.
-
-    Lag is median, 99th percentile and maximum in ms, the worst round's, and own lag is the part of it that this program
-    caused. Memory is the highest resident size during the measurement, MiB, in the highest round. `cpu_s_per_gb` is of
-    both processes; raw's over it is `share_of_raw_cpu`, which a busy machine does not blur. `curve` is raw ZeroMQ that
-    encrypts, as every connection of a run does.
-    """
-
-    gb_per_s: float
-    messages_per_s: float
-    share_of_raw: float
-    cpu_s_per_gb: float
-    share_of_raw_cpu: float
-    share_of_curve: float
-    share_of_curve_cpu: float
-    generator_lag_ms: list[float]
-    generator_own_lag_ms: list[float]
-    learner_lag_ms: list[float]
-    learner_own_lag_ms: list[float]
-    generator_mib: float
-    learner_mib: float
-
-
-class Size(msgspec.Struct, frozen=True):
-    nbytes: int
-    tokens: int
-    count: int
-    paths: dict[str, Rate]
-
-
-class Report(msgspec.Struct, frozen=True):
-    """The report of `bench transport`; `disk` is a spool in the page cache of `scratch`'s file system, without
-    fsync."""
-
-    benchmark: str
-    rounds: int
-    load_average: float
-    scratch: str
-    sizes: list[Size]
-
-
 PATHS = ("raw", "raw, CURVE", "memory", "disk")
+LIMIT = 240.0
+"""Maximum seconds of one measurement."""
+TICK = 0.001
+DENSE_BELOW = 100_000
+ROUTES = (48, 8)
+"""Layers and top_k of the routes, of 128 experts."""
+FORMS: tuple[RouteForm, ...] = ("plain", "bits", "dense")
+TURNS = 8
 
-Round = tuple[Measured, Measured]
-"""One round's figures of the generator, and of the learner."""
+
+# -- trajectories ------------------------------------------------------------------------------------------------------
 
 
-def run(*, quick: bool, rounds: int, say: Say) -> Report:
-    """Measure every size on every path. Raises `BenchError`."""
+def sampled_table(tokens: int, routes: tuple[int, int] | None) -> TokenTable:
+    """Return `tokens` of an episode of `TURNS` turns, as a generator sends them; the policy sampled half of them."""
+    rng = np.random.default_rng(0)
+    turn = np.full(tokens, -1, np.int32)
+    rewards = np.zeros(tokens, np.float32)
+    edges = np.linspace(0, tokens, TURNS + 1).astype(int)
+    for i, (start, stop) in enumerate(itertools.pairwise(edges)):
+        turn[stop - round((stop - start) / 2) : stop] = i
+        rewards[stop - 1] = rng.random()
+    columns = {
+        "token_ids": rng.integers(0, 150_000, tokens, dtype=np.int32),
+        "loss_mask": turn >= 0,
+        "rollout_logprobs": np.where(turn >= 0, -rng.exponential(0.5, tokens), 0).astype(np.float32),
+        "policy_version": np.where(turn >= 0, 17 + turn // 4, -1).astype(np.int32),
+        "turn": turn,
+        "rewards": rewards,
+    }
+    if routes is not None:
+        columns["routed_experts"] = sampled_routes(rng, tokens, *routes)
+        columns["routing_recorded"] = np.arange(tokens) < tokens - 1
+    return TokenTable(columns)
+
+
+def sampled_routes(rng: np.random.Generator, tokens: int, layers: int, top_k: int, experts: int = 128) -> np.ndarray:
+    """Return random routes, uint8 `[tokens, layers, top_k]`: distinct experts in any order. They come from a limited
+    number of sets, each shifted by a random number of experts."""
+    some = rng.random((4096, experts)).argsort(axis=1)[:, :top_k]
+    rows = some[rng.integers(0, len(some), tokens * layers)] + rng.integers(0, experts, (tokens * layers, 1))
+    return (rows % experts).reshape(tokens, layers, top_k).astype(np.uint8)
+
+
+def sampled_trajectory(tokens: int, routes: tuple[int, int] | None = None) -> Trajectory:
+    turns = [Turn(i, 0, 1, tokens, 0.5, "eos") for i in range(TURNS)]
+    return Trajectory("t0", 0, 0, 1, "g0", "eos", turns, [Sample("t0/0", sampled_table(tokens, routes), 1.0)], 1.0, 2.0)
+
+
+def specimen(nbytes: int) -> Trajectory:
+    """Return a trajectory of about `nbytes` on the wire: dense if it is small, with 48x8 routes otherwise."""
+    if nbytes < DENSE_BELOW:
+        return sampled_trajectory(max(1, (nbytes - 1000) // 8))
+    return sampled_trajectory(max(1, nbytes // 392), ROUTES)
+
+
+# -- the learner's side ------------------------------------------------------------------------------------------------
+
+
+class TransportJob(msgspec.Struct, frozen=True):
+    """A job that sends `count` trajectories of `nbytes` to `endpoint`, of which `inflight` may be unacknowledged. Its
+    keys are those of one measurement, and protect nothing."""
+
+    path: str
+    endpoint: str
+    nbytes: int
+    count: int
+    inflight: int
+    server_public: bytes
+    secret: bytes
+
+    @property
+    def keys(self) -> ClientKeys:
+        return ClientKeys(self.secret, self.server_public)
+
+
+class Moved(msgspec.Struct, frozen=True):
+    """The figures of one side: wall and CPU seconds from the first to the last answer, the 99th percentile of the event
+    loop's lag and of its own part of it in milliseconds, and the highest resident memory."""
+
+    seconds: float
+    cpu_seconds: float
+    lag_ms: float | None = None
+    own_lag_ms: float | None = None
+    high_water_mib: float | None = None
+
+
+def run(*, quick: bool, rounds: int, say: Say) -> Measured:
+    """Measure the format, and every size on every path. Raises `BenchError`."""
     sizes, rounds, moved = ((10_000, 200_000), 1, MOVED // 100) if quick else (SIZES, rounds, MOVED)
+    measured, tokens = Measured(), 256 if quick else 2048
+    measure_format(tokens)  # warms up
+    for _ in range(3 if quick else 20):
+        for name, figures in measure_format(tokens).items():
+            measured.add(f"wire format, {name}", figures)
     with tempfile.TemporaryDirectory(prefix="r3async-bench-") as scratch:
-        measured = []
-        for nbytes in sizes:
-            trajectory = specimen(nbytes)
-            actual = sum(map(len, encode_trajectory(trajectory)))
+        for nbytes, _ in itertools.product(sizes, range(rounds)):
+            actual = sum(map(len, encode_trajectory(specimen(nbytes))))
             count = max(12, min(6000, moved // actual))
-            seen: dict[str, list[Round]] = {path: [] for path in PATHS}
-            for _ in range(rounds):
-                for path in PATHS:
-                    place = Path(tempfile.mkdtemp(dir=scratch))
-                    receive = _receive_raw if path.startswith("raw") else _receive_whole
-                    seen[path].append(asyncio.run(receive(path, nbytes, count, place, say)))
-            gigabytes = count * actual / 1e9
-            raw, curve = (_speed_and_cpu(seen[path], gigabytes) for path in PATHS[:2])
-            paths = {path: _summary(each, raw, curve, gigabytes, count) for path, each in seen.items()}
-            measured.append(Size(actual, trajectory.num_tokens, count, paths))
-        return Report("transport", rounds, os.getloadavg()[0], scratch, measured)
+            sides = {}
+            for path in PATHS:
+                place = Path(tempfile.mkdtemp(dir=scratch))
+                receive = _receive_raw if path.startswith("raw") else _receive_whole
+                sides[path] = asyncio.run(receive(path, nbytes, count, place, say))
+            for path in PATHS:
+                measured.add(f"{path}, {actual:,} bytes", _figures(path, sides, count * actual / 1e9, count))
+    return measured
 
 
-def _speed_and_cpu(rounds: Sequence[Round], gigabytes: float) -> tuple[float, float]:
-    """Return the medians of GB/s, and of both processes' CPU seconds per GB."""
-    speed = median(gigabytes / generator.seconds for generator, _ in rounds)
-    return speed, median((g.cpu_seconds + learner.cpu_seconds) / gigabytes for g, learner in rounds)
+def measure_format(tokens: int) -> dict[str, dict[str, float]]:
+    """Return bytes and CPU time a token of the wire format. Decoding ends when every column is an array."""
+    cases: list[tuple[str, Trajectory, RouteForm]] = [("no routes", sampled_trajectory(tokens), "plain")]
+    cases += [(f"routes 48x8, {form}", sampled_trajectory(tokens, ROUTES), form) for form in FORMS]
+    found = {}
+    for name, trajectory, form in cases:
+        began = time.process_time()
+        frames = [bytes(frame) for frame in encode_trajectory(trajectory, routes=form)]
+        encoded = time.process_time()
+        for sample in decode_trajectory(frames).samples:
+            dict(sample.table.items())
+        decoded = time.process_time()
+        found[name] = {
+            "bytes a token": sum(map(len, frames)) / tokens,
+            "encode, µs a token": 1e6 * (encoded - began) / tokens,
+            "decode, µs a token": 1e6 * (decoded - encoded) / tokens,
+        }
+    return found
 
 
-def _summary(
-    rounds: Sequence[Round], raw: tuple[float, float], curve: tuple[float, float], gigabytes: float, count: int
-) -> Rate:
-    speed, cpu = _speed_and_cpu(rounds, gigabytes)
-    generator, learner = zip(*rounds, strict=True)
-
-    def worst(lags: list[list[float]]) -> list[float]:
-        found = [lag for lag in lags if lag]
-        return [float(x) for x in np.max(found, axis=0)] if found else []
-
-    return Rate(
-        speed,
-        speed * count / gigabytes,
-        speed / raw[0],
-        cpu,
-        raw[1] / cpu,
-        speed / curve[0],
-        curve[1] / cpu,
-        worst([m.lag_ms for m in generator]),
-        worst([m.own_lag_ms for m in generator]),
-        worst([m.lag_ms for m in learner]),
-        worst([m.own_lag_ms for m in learner]),
-        max(m.high_water_mib for m in generator),
-        max(m.high_water_mib for m in learner),
-    )
+def _figures(path: str, sides: dict[str, tuple[Moved, Moved]], gigabytes: float, count: int) -> dict[str, float | None]:
+    """Return the figures of one path in one round. CPU is of both processes; a busy machine does not blur its share."""
+    speed = {name: gigabytes / generator.seconds for name, (generator, _) in sides.items()}
+    cpu = {name: (g.cpu_seconds + learner.cpu_seconds) / gigabytes for name, (g, learner) in sides.items()}
+    generator, learner = sides[path]
+    return {
+        "GB/s": speed[path],
+        "messages/s": speed[path] * count / gigabytes,
+        "of raw": speed[path] / speed["raw"],
+        "of CURVE": speed[path] / speed["raw, CURVE"],
+        "CPU s/GB": cpu[path],
+        "raw's CPU / this": cpu["raw"] / cpu[path],
+        "CURVE's CPU / this": cpu["raw, CURVE"] / cpu[path],
+        "learner's lag p99, ms": learner.lag_ms,
+        "its own": learner.own_lag_ms,
+        "generator's lag p99, ms": generator.lag_ms,
+        "its own part": generator.own_lag_ms,
+        "generator MiB": generator.high_water_mib,
+        "learner MiB": learner.high_water_mib,
+    }
 
 
-async def _generator(job: TransportJob, directory: Path, say: Say) -> Measured:
-    target = "dev.bench.transport_sender:send"
-    return await asyncio.to_thread(run_job, target, job, Measured, directory, timeout=LIMIT + 30, say=say)
+async def _generator(job: TransportJob, directory: Path, say: Say) -> Moved:
+    target = f"{__name__}:send"
+    return await asyncio.to_thread(run_job, target, job, Moved, directory, timeout=LIMIT + 30, say=say)
 
 
-async def _receive_raw(path: str, nbytes: int, count: int, directory: Path, say: Say) -> Round:
+async def _receive_raw(path: str, nbytes: int, count: int, directory: Path, say: Say) -> tuple[Moved, Moved]:
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.linger = 0
@@ -169,26 +216,25 @@ async def _receive_raw(path: str, nbytes: int, count: int, directory: Path, say:
     thread = threading.Thread(target=receive, daemon=True)
     thread.start()
     async with Lag() as lag:
-        job = TransportJob(
-            path, f"tcp://127.0.0.1:{port}", nbytes, count, 0, client.server_public_key, client.secret_key
-        )
+        endpoint = f"tcp://127.0.0.1:{port}"
+        job = TransportJob(path, endpoint, nbytes, count, 0, client.server_public_key, client.secret_key)
         done = await _generator(job, directory, say)
     thread.join(LIMIT)
     if thread.is_alive():
         raise BenchError("the raw receiver did not get everything")
     router.close()
     context.term()
-    return done, _between(marks, lag, 0.0)
+    return done, _between(marks, lag, None)
 
 
-def _between(marks: list[tuple[float, float]], lag: Lag, high: float) -> Measured:
+def _between(marks: list[tuple[float, float]], lag: Lag, high: float | None) -> Moved:
     """Return the figures of the time from the first message to the last: while the generator's process starts, the loop
     idles."""
     (began, computed), (ended, computed_then) = marks[0], marks[-1]
-    return Measured(ended - began, computed_then - computed, *lag.between(began, ended), high)
+    return Moved(ended - began, computed_then - computed, *lag.between(began, ended), high)
 
 
-async def _receive_whole(path: str, nbytes: int, count: int, directory: Path, say: Say) -> Round:
+async def _receive_whole(path: str, nbytes: int, count: int, directory: Path, say: Say) -> tuple[Moved, Moved]:
     settings = TransportConfig(ack_timeout=30.0, credit_bytes=max(2**26, 4 * nbytes))
     spool = Spool(directory / "spool", BufferConfig(durability="disk")) if path == "disk" else None
 
@@ -237,37 +283,98 @@ async def _committed(spool: Spool, trained: list[int], count: int) -> AsyncItera
         await spool.close()
 
 
-def render(report: Report) -> str:
-    """Format the report as a table for people. Lag: the 99th percentile, and the part of it that this program
-    caused."""
-    rows = []
-    for size in report.sizes:
-        for path, rate in size.paths.items():
-            lags = (
-                (rate.generator_lag_ms, rate.generator_own_lag_ms),
-                (rate.learner_lag_ms, rate.learner_own_lag_ms),
-            )
-            figures = (
-                f"{rate.gb_per_s:.2f}",
-                f"{rate.messages_per_s:,.0f}",
-                f"{rate.share_of_raw:.2f} / {rate.share_of_curve:.2f}",
-                f"{rate.cpu_s_per_gb:.2f}",
-                f"{rate.share_of_raw_cpu:.2f} / {rate.share_of_curve_cpu:.2f}",
-                *(f"{lag[1]:.1f} ({own[1]:.1f})" if lag else "" for lag, own in lags),
-                f"{rate.generator_mib:.0f}/{rate.learner_mib:.0f}" if rate.learner_mib else "",
-            )
-            rows.append((path, f"{size.nbytes:,}", *figures))
-    heads = (
-        "path",
-        "bytes",
-        "GB/s",
-        "msg/s",
-        "of raw / CURVE",
-        "CPU s/GB",
-        "of raw / CURVE",
-        "generator lag ms",
-        "learner lag ms",
-        "MiB",
-    )
-    lines = table(heads, rows)
-    return "\n".join([*lines, f"{report.rounds} rounds; load average at the end {report.load_average:.1f}"])
+class Lag:
+    """A monitor of the event loop's lag: how late a sleep of one millisecond ends, over and over.
+
+    That is how long anything else on this event loop must wait. Its own part is that in which the loop's own thread was
+    computing, and not waiting for a processor that others had.
+    """
+
+    def __init__(self) -> None:
+        self._ticks: list[tuple[float, float, float]] = []
+        """When a sleep ended, and lag and own lag in seconds."""
+
+    async def __aenter__(self) -> Lag:
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _watch(self) -> None:
+        computed = time.thread_time()
+        while True:
+            began = time.perf_counter()
+            await asyncio.sleep(TICK)
+            ended, before = time.perf_counter(), computed
+            computed = time.thread_time()  # once a tick: this clock can take 50 µs to read
+            self._ticks.append((ended, ended - began - TICK, computed - before))
+
+    def between(self, began: float, ended: float) -> tuple[float | None, float | None]:
+        """Return the 99th percentiles of lag and own lag of the ticks that ended in this time, in milliseconds."""
+        chosen = [tick[1:] for tick in self._ticks if began <= tick[0] <= ended]
+        if not chosen:
+            return None, None
+        lag, own = 1e3 * np.percentile(chosen, 99, axis=0)
+        return float(lag), float(own)
+
+
+# -- the generator's side, in the job's process ------------------------------------------------------------------------
+
+
+def send(job: TransportJob, directory: Path) -> Moved:
+    """Send on the path that the job names."""
+    progress(directory, f"{job.path}: {job.count} x {job.nbytes:,} bytes")
+    return send_raw(job) if job.path.startswith("raw") else asyncio.run(send_whole(job))
+
+
+def send_raw(job: TransportJob) -> Moved:
+    """Send the same frames over and over with blocking sockets and no protocol, and wait for one answer at the end."""
+    frames = encode_trajectory(specimen(job.nbytes))
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    socket.sndhwm = max(4, 32 * 2**20 // job.nbytes) * len(frames)
+    socket.sndtimeo = socket.rcvtimeo = int(LIMIT * 1000)
+    if job.path != "raw":
+        apply_client_keys(socket, job.keys)
+    socket.connect(job.endpoint)
+    socket.send(b"begin")
+    socket.recv()
+    began, computed = time.perf_counter(), time.process_time()
+    for _ in range(job.count):
+        socket.send_multipart(frames, copy=False)
+    socket.recv()
+    seconds, computed = time.perf_counter() - began, time.process_time() - computed
+    socket.close()
+    context.term()
+    return Moved(seconds, computed)
+
+
+async def send_whole(job: TransportJob) -> Moved:
+    """Send through `TrajectorySender` with `inflight` tasks that each encode and send, as if that many episodes ended
+    at once."""
+    settings = TransportConfig(ack_timeout=30.0, credit_bytes=max(2**28, 4 * job.nbytes))
+    sender = TrajectorySender(job.endpoint, "bench", "bench", settings, keys=job.keys)
+    await sender.start()
+    trajectory = specimen(job.nbytes)
+    numbers = iter(range(job.count))
+
+    async def feed() -> None:
+        for i in numbers:
+            await sender.send(msgspec.structs.replace(trajectory, trajectory_id=f"t{i}", group_index=i))
+
+    await sender.send(msgspec.structs.replace(trajectory, trajectory_id="first", group_index=job.count))
+    await sender.flush(LIMIT)
+    forget_peak()
+    async with asyncio.timeout(LIMIT), Lag() as lag:
+        began, computed = time.perf_counter(), time.process_time()
+        await asyncio.gather(*(feed() for _ in range(job.inflight)))
+        if await sender.flush(LIMIT):
+            raise TimeoutError("not all was acknowledged")
+        ended, computed = time.perf_counter(), time.process_time() - computed
+    high = memory_mib("VmHWM")
+    await sender.close()
+    return Moved(ended - began, computed, *lag.between(began, ended), high)

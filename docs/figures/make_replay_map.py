@@ -1,6 +1,6 @@
 """Print the tables of docs/routing-replay.md on what replay is worth to training, from the runs kept in `replay-map.jsonl`.
 
-    python -m dev bench replay-map --data docs/figures/replay-map.jsonl    # makes the runs that are not there yet
+    git checkout ab1215e1 && python -m dev bench replay-map --data docs/figures/replay-map.jsonl   # made the runs
     python docs/figures/make_replay_map.py                           # writes the tables into the page
     python docs/figures/make_replay_map.py --check                   # exits 1 if the page has others
 
@@ -9,18 +9,147 @@ A line of that file is one run: its settings, its seed, and means of ten steps o
 
 from __future__ import annotations
 
+import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
+from typing import Any
 
-from dev.bench.replay_map import HEADS, Run, cells, read, rows
+import msgspec
+
+from r3async.data.statistics import t_quantile
 
 HERE = Path(__file__).parent
 DATA = HERE / "replay-map.jsonl"
 PAGE = HERE.parent / "routing-replay.md"
 FIRST = "step 1: "
+
+
+class Run(msgspec.Struct, frozen=True):
+    """One run, a line of the data file. Each value of a curve is the mean of ten steps.
+
+    `replayed` and `served` are the k3 of the rollout policy to the learner, with the routes that the loss sees and with
+    the learner's own (`rollout_kl/k3`, `served_kl/k3`).
+    """
+
+    point: str
+    setting: dict[str, Any]
+    replay: str
+    seed: int
+    reward: list[float]
+    replayed: list[float]
+    served: list[float]
+    agreement: list[float]
+    seconds: float
+
+    @property
+    def end(self) -> float:
+        """The mean reward of the last quarter."""
+        return fmean(self.reward[-max(1, len(self.reward) // 4) :])
+
+    @property
+    def collapsed(self) -> bool:
+        return self.reward[-1] < 0.5 * max(self.reward)
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """Differences of paired runs, R3's value less the other's.
+
+    Attributes:
+        half_width: half the width of the mean's 95 % interval.
+        detectable: the true difference that this many pairs would find with a probability of 0.8 (two-sided test at 5
+            %).
+    """
+
+    pairs: int
+    mean: float
+    half_width: float
+    detectable: float
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One point in one mode, with means over seeds: `reward` of the last quarter of a run, KL and agreement of whole
+    runs. `gain` is the gain of R3's reward over this mode's."""
+
+    point: str
+    replay: str
+    seeds: int
+    reward: float
+    replayed: float
+    served: float
+    agreement: float
+    collapsed: int
+    gain: Difference | None
+
+
+def rows(runs: Iterable[Run]) -> list[Row]:
+    """Return one row for each point and mode, in the order of the runs."""
+    by: dict[str, dict[str, dict[int, Run]]] = {}
+    for r in runs:
+        by.setdefault(r.point, {}).setdefault(r.replay, {})[r.seed] = r
+    out = []
+    for point, modes in by.items():
+        for mode in (m for m in ("off", "learner", "rollout") if m in modes):
+            of, r3 = modes[mode], modes.get("rollout", {})
+            pairs = [r3[seed].end - r.end for seed, r in of.items() if seed in r3]
+            out.append(
+                Row(
+                    point,
+                    mode,
+                    len(of),
+                    fmean(r.end for r in of.values()),
+                    fmean(fmean(r.replayed) for r in of.values()),
+                    fmean(fmean(r.served) for r in of.values()),
+                    fmean(fmean(r.agreement) for r in of.values()),
+                    sum(r.collapsed for r in of.values()),
+                    difference(pairs) if mode != "rollout" and len(pairs) > 1 else None,
+                )
+            )
+    return out
+
+
+def difference(values: Sequence[float]) -> Difference:
+    """Summarize at least two paired differences."""
+    n = len(values)
+    wide, power = t_quantile(n - 1), t_quantile(n - 1, 0.6)
+    error = stdev(values) / math.sqrt(n)
+    return Difference(n, fmean(values), wide * error, (wide + power) * error)
+
+
+HEADS = (
+    "point",
+    "replay",
+    "seeds",
+    "agreement",
+    "KL, replayed",
+    "KL, served",
+    "reward, last quarter",
+    "collapsed",
+    "R3 - this, 95 % interval (detectable)",
+)
+
+
+def cells(found: Sequence[Row]) -> list[list[str]]:
+    return [
+        [
+            r.point,
+            r.replay,
+            str(r.seeds),
+            f"{r.agreement:.3f}",
+            f"{r.replayed:.2g}",
+            f"{r.served:.2g}",
+            f"{r.reward:.3f}",
+            str(r.collapsed),
+            "" if r.gain is None else f"{r.gain.mean:+.3f} ± {r.gain.half_width:.3f} ({r.gain.detectable:.3f})",
+        ]
+        for r in found
+    ]
+
+
+def read(data: Path) -> list[Run]:
+    return [msgspec.json.decode(line, type=Run) for line in data.read_bytes().splitlines()]
 
 
 def markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

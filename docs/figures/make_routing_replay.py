@@ -1,5 +1,6 @@
 """Draw `routing-replay.svg` from two reports of the benchmark, which lie next to it.
 
+    git checkout ab1215e1    # which has the benchmark
     python -m dev bench replay --json | tail -n 1 > docs/figures/routing-replay.json
     python -m dev bench replay --seeds 0 --pairs 0 --table --json | tail -n 1 > docs/figures/routing-replay-table.json
     python docs/figures/make_routing_replay.py

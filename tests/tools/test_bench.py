@@ -1,35 +1,38 @@
-"""`python -m dev bench`: the formulas, the list, and one small measurement with the real engine and the real learner."""
+"""`python -m dev bench`: the report that all share, what single benchmarks compute, and a small run of each.
 
-import json
+Times are never judged.
+"""
+
+from __future__ import annotations
+
 import math
 import os
-import runpy
+import random
+import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 
+from dev.bench import start, transport
+from dev.bench.conductor import Job, simulated
+from dev.bench.e2e import Plan, compare_sides, configure, peer_job, run, seconds_to
+from dev.bench.fleet import Load
 from dev.bench.jobs import BenchError, progress, run_job
-from dev.bench.replay import VARIED, plan, render, summarize
-from dev.bench.replay_report import (
-    Case,
-    LearnerJob,
-    Report,
-    RolloutJob,
-    Rollouts,
-    compare,
-    histogram,
-    mismatch,
-    relative_error,
-    step_time,
-)
+from dev.bench.packing import CAPS, apart, dealt, efficiency, fewest_bins, lengths_like, shape_of, sums
+from dev.bench.report import Measured, Report, build_report, figure_of, render
+from dev.bench.soak import MIB, Sample, growth
+from dev.bench.step import BLOCK, WAYS, Spent, summarize
+from dev.bench.step import configure as configure_step
+from dev.bench.tree_cpu import TreeCpu
 from r3async.config import ConfigError
-from r3async.data.statistics import median_ratio_interval
-from tests.helpers.models import make_samples
+from r3async.learner.batch import CostModel
+
+PLAN = Plan(["a"], [0], steps=20)
 
 
 def cli(*words, cwd, timeout=120):
@@ -37,146 +40,58 @@ def cli(*words, cwd, timeout=120):
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=cwd, check=False)
 
 
-def a_mismatch(*delta, agreement=0.9, grad_error=0.1):
-    return mismatch(np.asarray(delta), agreement=agreement, grad_error=grad_error, grad_error_own=0.2)
+def measure(*words, cwd, timeout=120):
+    done = cli("bench", *words, "--json", cwd=cwd, timeout=timeout)
+    assert done.returncode == 0, done.stderr
+    report = msgspec.json.decode(done.stdout.splitlines()[-1], type=Report)
+    assert report.benchmark == words[0]
+    assert report.facts["command"].startswith(f"python -m dev bench {words[0]}")
+    return report
 
 
-def test_mismatch_of_three_tokens_by_hand():
-    found = a_mismatch(math.log(4), 0.0, -math.log(1.5))
-    assert found.k3 == pytest.approx(((4 - 1 - math.log(4)) + 0 + (1 / 1.5 - 1 + math.log(1.5))) / 3)
-    assert found.k1 == pytest.approx(-(math.log(4) - math.log(1.5)) / 3)
-    assert found.mean_abs == pytest.approx((math.log(4) + math.log(1.5)) / 3)
-    assert found.max_abs == pytest.approx(math.log(4))
-    assert found.beyond_2x == pytest.approx(1 / 3)
-    assert sum(found.histogram) == 3
+# -- the report --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_a_ratio_of_exactly_two_is_not_beyond_two(sign):
-    assert a_mismatch(sign * math.log(2)).beyond_2x == 0
-    assert a_mismatch(sign * math.log(2.001)).beyond_2x == 1
+def test_a_figure_has_its_mean_the_interval_of_students_t_and_the_number_of_values():
+    figure = figure_of([1.0, 2.0, 6.0])
+    assert (figure.mean, figure.median, figure.n) == (3.0, 2.0, 3)
+    half = 4.303 * np.std([1, 2, 6], ddof=1) / 3**0.5
+    assert (figure.low, figure.high) == pytest.approx((3 - half, 3 + half), rel=1e-3)
+    assert (figure_of([2.0]).low, figure_of([2.0]).high) == (None, None)
 
 
-def test_k3_and_k1_estimate_the_same_divergence_from_rollout_samples():
-    rng = np.random.default_rng(0)
-    rollout, learner = rng.dirichlet(np.ones(6)), rng.dirichlet(np.ones(6))
-    truth = float(np.sum(rollout * np.log(rollout / learner)))
-    tokens = rng.choice(6, 400_000, p=rollout)
-    found = mismatch(np.log(learner / rollout)[tokens], agreement=0, grad_error=0, grad_error_own=0)
-    assert found.k3 == pytest.approx(truth, rel=0.02)
-    assert found.k1 == pytest.approx(truth, rel=0.02)
-
-
-@pytest.mark.parametrize("delta", [[], [0.1, math.nan], [math.inf]])
-def test_differences_that_mean_nothing_are_refused(delta):
-    with pytest.raises(ValueError, match="log-prob differences"):
-        a_mismatch(*delta)
-
-
-def test_histogram_has_every_token_also_those_outside_its_range():
-    counts = histogram(np.asarray([0.0, 1e-9, 1.01e-6, 0.11, 99.0]))
-    assert len(counts) == 56
-    assert counts[0] == 3
-    assert counts[5 * 8] == 1
-    assert counts[-1] == 1
-
-
-def test_relative_error_is_over_all_tensors_together():
-    reference = [np.asarray([3.0], np.float32), np.asarray([[0.0, 4.0]], np.float32)]
-    moved = [np.asarray([3.0], np.float32), np.asarray([[1.0, 4.0]], np.float32)]
-    assert relative_error(moved, reference) == pytest.approx(1 / 5)
-    assert relative_error(reference, reference) == 0
-
-
-def test_step_ratio_is_of_medians_so_that_one_disturbed_step_does_not_matter():
-    found = step_time(
-        "float32",
-        100,
-        1,
-        cpu_with=[1.02, 1.02, 9.0],
-        cpu_without=[1.0, 1.0, 1.0],
-        wall_with=[2.0, 2.0, 2.0],
-        wall_without=[1.0, 1.0, 1.0],
-        route_seconds=0.01,
-    )
-    assert found.ratio == pytest.approx(1.02)
-    assert found.wall_ratio == pytest.approx(2.0)
-    assert found.ratio_interval[0] == pytest.approx(1.02)
-    assert found.ratio_interval[1] == pytest.approx(9.0), "three pairs say little"
-
-
-def test_the_interval_of_a_ratio_narrows_with_pairs_and_holds_the_truth():
-    rng = np.random.default_rng(0)
-    over, under = 1.02 + 0.05 * rng.normal(size=400), 1.0 + 0.05 * rng.normal(size=400)
-    few, many = median_ratio_interval(over[:20], under[:20]), median_ratio_interval(over, under)
-    assert many[1] - many[0] < (few[1] - few[0]) / 2
-    assert many[0] < 1.02 < many[1]
-
-
-def a_case(own, replay, seed=0):
-    shape = Rollouts(
-        tokens=10,
-        sampled_tokens=8,
-        seconds=1.0,
-        gate_std=0.1,
-        layers=16,
-        experts=64,
-        top_k=8,
-        route_bytes_per_token=128.0,
-        wire_bytes_per_token=150.0,
-        wire_bytes_per_token_without_routes=21.0,
-    )
-    return Case(
-        label="headline",
-        varied="",
-        rollout_job=RolloutJob(model="", seed=seed),
-        learner_job=LearnerJob(model=""),
-        rollouts=shape,
-        learners={"bfloat16": compare(own, replay), "float32": compare(own, replay)},
-    )
-
-
-def test_the_summary_takes_ratios_of_means_and_the_largest_difference_of_all_seeds():
-    cases = [
-        a_case(a_mismatch(0.4, grad_error=0.3), a_mismatch(0.1)),
-        a_case(a_mismatch(0.2, grad_error=0.1), a_mismatch(0.2)),
+def test_rows_that_share_figures_are_one_table_and_problems_are_named():
+    measured = Measured()
+    for value in (1.0, 3.0):
+        measured.add("a", {"ms": value, "none": None})
+    measured.add("b", {"ms": 2000.0, "MiB": 0.5})
+    measured.add("c", {"share": 0.25})
+    measured.problems.append("b grows")
+    lines = render(build_report("x", measured, {"command": "y", "machine": "z"})).splitlines()
+    assert [" ".join(line.split()) for line in lines] == [
+        "command: `y`; machine: z",
+        "",
+        "| case | ms | MiB | n |",
+        lines[3],
+        "| a | 2 [-10.7, 14.7] | | 2 |",
+        "| b | 2,000 | 0.5 | 1 |",
+        "",
+        "| case | share | n |",
+        lines[8],
+        "| c | 0.25 | 1 |",
+        "",
+        "b grows",
     ]
-    found = summarize(cases, "bfloat16")
-    own, replay = [c.learners["bfloat16"].kl_without for c in cases], [c.learners["bfloat16"].kl_with for c in cases]
-    assert found.kl_ratio == pytest.approx(sum(own) / sum(replay))
-    assert found.kl_ratio_by_seed[1] == 1
-    assert (found.max_abs_without, found.max_abs_with, found.max_abs_ratio) == (0.4, 0.2, 2.0)
-    assert found.grad_error_without == pytest.approx(0.2)
 
 
-def test_what_is_planned():
-    default = plan([0, 1, 2])
-    shape = default.headline[0].rollout_job.random
-    assert (shape.layers, shape.experts, shape.top_k, shape.gate_std) == (16, 64, 8, 0.1)
-    assert [c.rollout_job.random.seed for c in default.headline] == [0, 1, 2]
-    assert [bool(c.learner_job.step_dtypes) for c in default.headline] == [True, False, False]
-    assert default.headline[0].learner_job.pairs >= 12
-    assert not default.table
-    varied = plan([5], table=True, pairs=0).table
-    assert len(varied) == sum(map(len, VARIED.values()))
-    for case in varied:
-        changed = msgspec.structs.replace(
-            case.rollout_job.random, **{case.varied: getattr(shape, case.varied), "seed": 0}
-        )
-        assert changed == shape, "one thing at a time"
-    with pytest.raises(ConfigError, match="names no seed"):
-        plan([])
+def test_benchmarks_are_listed_and_near_names_offered(tmp_path):
+    assert cli("bench", cwd=tmp_path).stdout.startswith("e2e ")
+    misspelt = cli("bench", "pakcing", cwd=tmp_path)
+    assert misspelt.returncode == 2
+    assert "Did you mean 'packing'" in misspelt.stderr
 
 
-def test_a_model_in_a_run_directory_plays_that_runs_episodes(tmp_path):
-    model = tmp_path / "model"
-    model.mkdir()
-    with pytest.raises(ConfigError, match="not a model directory"):
-        plan([0], models=[model])
-    (model / "config.json").write_text("{}")
-    assert plan([0], models=[model]).models[0].rollout_job.episodes == ""
-    (tmp_path / "config.toml").write_text("")
-    assert plan([0], models=[model]).models[0].rollout_job.episodes == str(tmp_path / "config.toml")
+# -- jobs --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_job_reports_its_progress_its_answer_and_its_failure(tmp_path, monkeypatch):
@@ -200,62 +115,317 @@ def test_a_job_reports_its_progress_its_answer_and_its_failure(tmp_path, monkeyp
     assert (tmp_path / "progress.txt").read_text() == "half-way"
 
 
-def test_benchmarks_are_listed_and_near_names_offered(tmp_path):
-    assert cli("bench", cwd=tmp_path).stdout.startswith("replay ")
-    misspelt = cli("bench", "repaly", cwd=tmp_path)
-    assert misspelt.returncode == 2
-    assert "Did you mean 'replay'" in misspelt.stderr
-    for words, message in ((["--seeds", "a"], "'a' is not a list"), (["--model", "/nowhere"], "not a model directory")):
-        done = cli("bench", "replay", *words, cwd=tmp_path)
-        assert (done.returncode, "Traceback" in done.stderr) == (2, False)
-        assert message in done.stderr
+def test_a_benchmark_that_is_ended_ends_what_it_started(tmp_path):
+    code = """
+import sys, time
+from pathlib import Path
+from dev.bench.jobs import ended_in_order, started
+with ended_in_order(), started([sys.executable, "-c", "import time; time.sleep(60)"], Path(sys.argv[1]) / "log") as job:
+    print(job.pid, flush=True)
+    time.sleep(60)
+"""
+    bench = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
+    pid = int(bench.stdout.readline())
+    bench.terminate()
+    assert bench.wait(30) == 128 + signal.SIGTERM
+    bench.stdout.close()
+    assert not psutil.pid_exists(pid)
 
 
-def test_routes_and_mask_are_all_that_a_bare_sample_lacks():
-    from dev.bench.replay_learner import bare, with_random_advantages
-
-    samples = with_random_advantages(make_samples(0, [5, 7], advantages=False), seed=3)
-    for sample, stripped in zip(samples, bare(samples), strict=True):
-        assert set(sample.table) - set(stripped.table) == {"routed_experts", "routing_recorded"}
-        values = np.unique(sample.table["advantages"][sample.table["loss_mask"]])
-        assert len(values) == 1, "one advantage a sample"
-        assert not sample.table["advantages"][~sample.table["loss_mask"]].any()
+# -- e2e ---------------------------------------------------------------------------------------------------------------
 
 
-def test_the_reports_kept_with_the_documentation_are_of_this_kind_and_the_figure_is_drawn_from_them():
-    figures = Path(__file__).parents[2] / "docs" / "figures"
-    for name in ("routing-replay.json", "routing-replay-table.json"):
-        report = msgspec.json.decode((figures / name).read_bytes(), type=Report)
-        assert report.kl_ratio >= 3
-        assert len(render(report).splitlines()) > len(report.headline)
-    drawn = runpy.run_path(str(figures / "make_routing_replay.py"))["draw"]()
-    assert drawn == (figures / "routing-replay.svg").read_text()
+def test_a_level_is_reached_when_the_mean_of_eight_steps_is():
+    marks = [(100.0 + step, 1.0 if step % 2 else 0.4) for step in range(20)]
+    assert seconds_to(0.7, 90.0, marks) == 107.0 - 90.0
+    assert seconds_to(0.71, 90.0, marks) is None
+
+
+def test_ratios_are_of_the_figures_that_both_sides_have():
+    ours = {"seconds a step": 1.0, "seconds to 0.7": 30.0, "tokens a step": 9.0}
+    assert compare_sides(ours, {"seconds a step": 2.0, "tokens a step": 9.0}) == {"seconds a step": 0.5}
+
+
+@pytest.mark.parametrize("case", ["a", "b", "c"])
+def test_the_peer_has_the_settings_of_our_run(case, tmp_path):
+    config = configure(case, PLAN, 3, tmp_path)
+    job = peer_job(config, 2, 20)
+    assert (job["groups"], job["samples"]) == (16, 8) == (config.schedule.prompts_per_step, config.schedule.group_size)
+    assert (job["lr"], job["seed"], job["max_turns"]) == (
+        {"b": 2e-4}.get(case, 3e-4),
+        3,
+        {"a": 1, "b": 5, "c": 3}[case],
+    )
+    assert job["env"].startswith("r3async.envs.builtin:" if case != "c" else "dev.bench.slow_tools:")
+
+
+def test_a_peer_that_is_not_there_says_how_to_make_it():
+    with pytest.raises(ConfigError, match=r"PEER/bin/pip install trl"):
+        run(Plan(["a"], [0], peer="trl"), print)
+    with pytest.raises(ConfigError, match="there are none, trl"):
+        run(Plan(["a"], [0], peer="another"), print)
+    with pytest.raises(ConfigError, match="there are a, b, c, own"):
+        run(Plan(["d"], [0]), print)
+
+
+def test_processor_time_of_a_tree_is_counted_by_role_also_when_a_process_has_ended():
+    code = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True); input()"
+    with TreeCpu("mine") as cpu:
+        child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        child.stdout.readline()
+        cpu.read()
+        child.communicate(b"\n", timeout=60)
+    # Whatever tests before this one left running is below this process too.
+    first, last = cpu.readings[0], cpu.readings[-1]
+    spent = last.by_role["mine"] - first.by_role.get("mine", 0.0)
+    assert spent >= 0.25
+    assert last.machine > 0
+    assert cpu.between(first.time, time.time())["mine"] == pytest.approx(spent)
+
+
+# -- step, start, conductor --------------------------------------------------------------------------------------------
+
+
+def test_ratios_of_a_way_are_of_whole_blocks():
+    plain = [1.0] * 2 * BLOCK
+    # Every fourth step costs 4 more: a block has one of them, so no block is unlike another.
+    periodic = [1.0 + 4 * (i % BLOCK == 0) for i in range(2 * BLOCK)]
+    found = summarize(Spent({"plain": plain, "served": periodic}, {"plain": plain, "served": plain})).values
+    assert found["plain"]["CPU / plain"] == [1.0, 1.0]
+    assert found["served"]["CPU / plain"] == [2.0, 2.0]
+    assert found["served"]["wall / plain"] == [1.0, 1.0]
+    assert found["served"]["added ms"] == [1000.0, 1000.0]
+
+
+def test_ways_differ_in_what_their_names_say():
+    made = {name: configure_step(0, more, quick=False) for name, more in WAYS.items()}
+    region = {name: config.algorithm.rollout_kl for name, config in made.items()}
+    assert [name for name, one in region.items() if not one.probe_share] == ["plain", "recorded"]
+    assert {name: one.measurement_interval for name, one in region.items() if one.probe_share} == {
+        "served": BLOCK, "served, every step": 1, "limit": BLOCK,
+    }  # fmt: skip
+    assert [name for name, one in region.items() if one.update_limit is not None] == ["limit"]
+    assert [name for name, config in made.items() if config.observe.record == "full"] == ["recorded"]
 
 
 @pytest.mark.nightly
+@pytest.mark.ray
 @pytest.mark.engine
-def test_replay_brings_the_learner_nearer_to_a_real_engine(tmp_path):
-    (tmp_path / "tools").mkdir()
-    (tmp_path / "tools" / "__init__.py").write_text("raise SystemExit('a stranger')")
-    words = [sys.executable, "-m", "dev", "bench", "replay", "--quick", "--seeds", "0", "--json"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=280, cwd=tmp_path, check=False)
-    assert done.returncode == 0, done.stderr
-    line = done.stdout.splitlines()[-1]
-    report = msgspec.json.decode(line, type=Report)
-    assert json.loads(line)["benchmark"] == "replay"
-    shape = report.headline[0].rollouts
-    assert shape.sampled_tokens == 16 * 48
-    assert report.route_bytes_per_token == shape.layers * shape.top_k
-    for name in ("bfloat16", "float32"):
-        found = report.summary[name]
-        assert 0 < found.kl_with < found.kl_without < 1
-        assert found.agreement_without < 1
-        assert 0 <= found.grad_error_with < found.grad_error_without < 1
-        assert report.steps[name].ratio > 0
-        assert math.isfinite(report.steps[name].route_seconds)
-    exact = report.headline[0].learners["float32"]
-    assert exact.replay.grad_error == exact.own.grad_error_own == 0, "the references themselves"
-    assert "kl_ratio" in render(report)
-    branches = report.branches
-    assert branches.branch_tokens == 16 * 48
-    assert branches.k3_own < 1e-8 < 1e-4 * branches.drift < branches.k3_inherited
+@pytest.mark.timeout(600)
+def test_a_small_step(tmp_path):
+    report = measure("step", "--quick", cwd=tmp_path, timeout=580)
+    assert [row.case for row in report.rows] == list(WAYS)
+    assert report.find("plain")["CPU / plain"].mean == 1
+    assert all(row.figures["CPU ms"].mean > 0 for row in report.rows)
+
+
+@pytest.mark.nightly
+@pytest.mark.ray
+@pytest.mark.engine
+def test_a_start_without_a_model_is_measured_by_stage_and_by_process(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    found = start.run(["none", "help"], 1, print, quick=True).values
+    stages = [found["none"][f"until {stage}"][0] for stage in ("model", "ray", "learner", "generator", "step")]
+    assert 0 < stages[0] < stages[1] < stages[3] < stages[4]
+    assert found["none"]["seconds"] == [stages[4]]
+    roles = {name.removeprefix("CPU s, "): of[0] for name, of in found["none"].items() if name.startswith("CPU s, ")}
+    assert {"driver", "learner", "generator", "conductor", "ray"} <= set(roles)
+    assert found["none"]["CPU s"][0] == pytest.approx(sum(roles.values()))
+    assert found["help"]["CPU s"][0] > 0.05
+
+
+def test_a_case_that_there_is_not_is_refused():
+    with pytest.raises(ConfigError, match="'warm': there are model, none, help"):
+        start.run(["warm"], 1, print)
+
+
+def test_a_small_conductor(tmp_path):
+    report = measure("conductor", "--quick", cwd=tmp_path)
+    for size in (4, 16):
+        figures = report.find(f"{size} generators, simulated")
+        assert figures["groups/s"].mean == pytest.approx(size * 64 / 8 / 4.0, rel=0.3)
+        assert figures["places busy"].mean > 0.8
+        assert figures["share of a core"].mean > 0
+
+
+def test_a_group_takes_few_messages_however_many_generators_there_are():
+    """A call for each group, heartbeats, and what the conductor asks."""
+    load = Load(24, places=32, episode_seconds=4.0, warm_up=4.0, seconds=12.0, tensors=1)
+    few, many = (simulated(msgspec.structs.replace(load, generators=n), print) for n in (6, 48))
+    for measured in (few, many):
+        assert measured.leases < 2.5 * measured.groups
+        assert measured.busy > 0.75
+    assert many.leases / many.groups < 1.1 * few.leases / few.groups
+    assert Job(load, "ray").way == "ray"
+
+
+# -- transport, weights, transfer --------------------------------------------------------------------------------------
+
+
+def test_bytes_per_token_stay_within_their_budget():
+    found = transport.measure_format(2048)
+    budgets = {"no routes": 10, "routes 48x8, plain": 394, "routes 48x8, bits": 345, "routes 48x8, dense": 268}
+    assert list(found) == list(budgets)
+    for name, budget in budgets.items():
+        assert found[name]["bytes a token"] <= budget + 1500 / 2048, name
+
+
+@pytest.mark.nightly
+def test_a_small_transport_measures_every_path(tmp_path):
+    report = measure("transport", "--quick", cwd=tmp_path)
+    paths = [row for row in report.rows if "bytes a token" not in row.figures]
+    assert [row.case.rpartition(", ")[0] for row in paths][:4] == ["raw", "raw, CURVE", "memory", "disk"]
+    assert len(paths) == 8
+    for row in paths:
+        figures = {name: figure.mean for name, figure in row.figures.items()}
+        assert figures["GB/s"] > 0
+        assert figures["CURVE's CPU / this"] > figures["raw's CPU / this"]
+        if row.case.startswith("raw"):
+            assert figures["of CURVE" if "CURVE" in row.case else "of raw"] == 1.0
+        else:
+            assert figures["generator's lag p99, ms"] > 0
+
+
+@pytest.mark.nightly
+@pytest.mark.ray
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_small_weights_have_every_part_of_an_update(tmp_path):
+    report = measure("weights", "--updates", "3", "model.init.layers=2", cwd=tmp_path, timeout=580)
+    milliseconds = {row.case: row.figures["ms"] for row in report.rows}
+    assert all(figure.n == 3 for figure in milliseconds.values())
+    assert milliseconds["load"].median < milliseconds["pause"].median < milliseconds["update"].median
+    tensors = 2 * (3 * 8 + 9) + 3
+    assert report.facts["weights"].startswith(f"{tensors} tensors, ")
+    each = report.find("load")["µs a tensor"]
+    assert each.median == pytest.approx(1e3 * milliseconds["load"].median / tensors)
+
+
+@pytest.mark.nightly
+def test_a_small_transfer_has_the_learners_bits_everywhere_once_a_host_in_bounded_memory(tmp_path):
+    report = measure("transfer", "--quick", cwd=tmp_path)
+    assert report.problems == []
+    for engines, hosts in ((1, 1), (2, 1), (1, 2), (2, 2), (2, 3)):
+        whole, delta = (report.find(f"{engines} engines on {hosts} hosts, {form}") for form in ("whole", "delta"))
+        assert whole["files"].mean == max(1, hosts - 1)
+        assert whole["MB received"].mean >= (hosts - 1) * 4.0
+        assert delta["MB received"].mean <= whole["MB received"].mean / 5
+    for who in ("a rank", "an engine", "the learner"):
+        memory = report.find(f"memory of {who}, beside what it had")
+        assert memory["MB"].mean < memory["limit, MB"].mean
+
+
+# -- packing -----------------------------------------------------------------------------------------------------------
+
+
+def test_efficiency_by_hand():
+    """Two ranks, two rounds: the first takes 4, the second 2; 4 + 1 + 2 + 0 of 2 · 6 is useful."""
+    planned = [[[0], [1]], [[2], []]]
+    assert efficiency(planned, np.asarray([4.0, 2.0, 1.0])) == pytest.approx(7 / 12)
+    assert sums(planned, np.asarray([4, 2, 1])).tolist() == [[4, 2], [1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "cap", "fewest"),
+    [
+        ([], 10, 0),
+        ([10], 10, 1),
+        ([1], 10, 1),
+        ([5, 5], 10, 1),
+        ([6, 6, 6], 10, 3),  # no two together
+        ([6, 6, 6, 5], 10, 4),  # 5 goes beside none of them
+        ([7, 7, 4, 4, 4], 10, 4),  # total 26; 7 leaves 3, and three times 4 needs two more
+        ([7, 7, 3, 3], 10, 2),
+        ([6, 4, 4, 4], 10, 2),  # one 4 beside the 6, 8 left
+    ],
+)
+def test_the_bound_on_micro_batches_by_hand(lengths, cap, fewest):
+    assert fewest_bins(np.asarray(lengths, np.int64), cap) == fewest
+
+
+@pytest.mark.parametrize("kind", CAPS)
+def test_lengths_are_in_their_range_and_the_same_every_time(kind):
+    low = {"lognormal": 64, "bimodal": 200, "pareto": 100, "groups": 64, "cut": 64}[kind]
+    lengths = lengths_like(kind, 8192, 0)
+    assert low <= lengths.min() < lengths.max() <= CAPS[kind]
+    assert np.array_equal(lengths, lengths_like(kind, 8192, 0))
+    assert not np.array_equal(lengths, lengths_like(kind, 8192, 1))
+    centre = {"cut": math.exp(8.6), "bimodal": 200 + 1300 * 0.5 / 0.7, "pareto": 500 * (2 ** (1 / 1.2) - 1)}
+    assert np.median(lengths) == pytest.approx(centre.get(kind, math.exp(7)), rel=0.1)
+
+
+def test_samples_of_a_group_are_alike():
+    groups = np.log(lengths_like("groups", 8192, 0)).reshape(-1, 8)
+    assert groups.std(1).mean() < 0.4 < groups.mean(1).std()
+
+
+@pytest.mark.parametrize("divide", [dealt, apart])
+def test_the_simpler_ways_lose_nothing_either(divide):
+    lengths = lengths_like("lognormal", 100, 0)
+    planned = divide(lengths, 32768, 8, CostModel(1, 1e-4))
+    assert sorted(i for mine in planned for m in mine for i in m) == list(range(100))
+    assert sums(planned, lengths).max() <= 32768
+    assert len({len(mine) for mine in planned}) == 1
+
+
+def test_what_can_not_be_measured_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no model directory"):
+        shape_of(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"hidden_size": 4}')
+    assert shape_of(str(tmp_path)) == {"hidden_size": 4}
+
+
+def test_a_small_packing(tmp_path):
+    report = measure("packing", "--quick", "--seeds", "3,4", cwd=tmp_path)
+    assert [row.case for row in report.rows] == [*CAPS, "all", "planning 256 samples", "planning 1,024 samples"]
+    for kind in (*CAPS, "all"):
+        figures = report.find(kind)
+        assert figures["lockstep"].n == 2
+        assert figures["dealt"].mean < figures["lockstep"].mean <= figures["ceiling"].mean <= 1
+    every = report.find("all")
+    assert every["apart"].mean < every["lockstep"].mean
+    assert every["share with fewest micro-batches"].mean >= 23 / 30
+
+
+# -- soak --------------------------------------------------------------------------------------------------------------
+
+
+def samples(*, slope=0.0, noise=0.5, warm_up=0.0, files=lambda i: 40, count=360):
+    """Of half an hour, one every five seconds: memory of 300 MiB and `slope` MiB an hour, `warm_up` MiB in the first minutes."""
+    rng = random.Random(0)
+    made = []
+    for i in range(count):
+        at = 5.0 * i
+        mib = 300 + slope * at / 3600 + min(warm_up, warm_up * at / 300) + rng.gauss(0, noise)
+        made.append(Sample(at, int(mib * MIB), files(i)))
+    return made
+
+
+def test_noise_and_what_warms_up_is_no_growth():
+    figures, grows = growth(samples(warm_up=50))
+    assert not grows
+    assert abs(figures["growth MiB"]) < 0.5
+    assert 0.2 < figures["scatter MiB"] < 0.6
+
+
+@pytest.mark.parametrize("slope", [20.0, 60.0])
+def test_a_leak_is_found_beside_the_noise(slope):
+    figures, grows = growth(samples(slope=slope))
+    assert grows
+    assert figures["MiB/h"] == pytest.approx(slope, rel=0.1)
+
+
+def test_memory_that_jumps_about_is_not_a_leak():
+    assert not growth(samples(noise=8.0))[1]
+
+
+def test_files_that_stay_open_are_found_and_those_that_come_and_go_are_not():
+    assert not growth(samples(files=lambda i: 40 + i % 3))[1]
+    figures, grows = growth(samples(files=lambda i: 40 + i // 60))
+    assert grows
+    assert figures["open files, last"] > figures["open files, first"]
+
+
+def test_too_short_a_run_shows_nothing():
+    with pytest.raises(BenchError, match="measure for longer"):
+        growth(samples(count=11))

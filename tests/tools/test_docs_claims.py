@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
 import shutil
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from dev.bench import claims, page, science
+from dev.bench import claims, page
 from dev.bench.claims import Claim, Other, Register, blocks, filled, is_figure, problems, written
-from dev.bench.jobs import BenchError
-from r3async.config import ConfigError
+from dev.bench.commands import app as bench
+from dev.bench.report import Measured, build_report
 from r3async.tools.sweep import record as records
-from r3async.tools.sweep import runner as runners
-from r3async.tools.sweep.command import SweepRequest
 from r3async.tools.sweep.plan import list_runs, read_sweep_plan
 from r3async.views.sweeps import FINISHED_FILE, SweepResults, read_sweep_results
-from tests.helpers.sweeps import PLAN, FakeRun, write_plan, write_swept_run
+from tests.helpers.sweeps import write_swept_run
 from tests.tools.test_sweep_results import learnt, swept
 
+PLANS = claims.FIGURES / "plans"
 DATA = {"runs": {"none": [{"drift": 4.9}, {"drift": 0.000123}]}}
 
 
@@ -35,7 +37,7 @@ def test_every_figure_about_learning_is_of_data_or_says_of_how_many_runs_it_is()
 
 
 def test_the_plans_of_the_pages_have_five_seeds_and_models_and_all_baselines():
-    plans = {path.stem: read_sweep_plan(path) for path in science.PLANS.glob("*.toml")}
+    plans = {path.stem: read_sweep_plan(path) for path in PLANS.glob("*.toml")}
     assert set(plans) == {"quickstart", "trust-region"}
     for plan in plans.values():
         assert (len(plan.seeds), len(plan.initial_models), plan.model_per_seed) == (5, 5, True)
@@ -55,7 +57,7 @@ DATA_OF_RUNS = sorted((claims.FIGURES / "science").glob("*.jsonl"))
 
 @pytest.mark.parametrize("data", DATA_OF_RUNS, ids=lambda path: path.stem)
 def test_figures_of_the_pages_follow_from_the_runs_in_the_repository(data, tmp_path):
-    plan = read_sweep_plan(science.PLANS / f"{data.stem}.toml")
+    plan = read_sweep_plan(PLANS / f"{data.stem}.toml")
     shutil.copy(data, tmp_path / FINISHED_FILE)
     record = records.begin_sweep(tmp_path, plan, [], [], {"commit": "", "command": ""})
     made = read_sweep_results(tmp_path, records.make_sweep_description(record))
@@ -157,116 +159,32 @@ def test_figures_in_sentences_are_written_from_the_data(data):
     assert filled(register.claim[0], DATA).endswith("1.2e-4 nats.")
 
 
-def test_the_script_lists_claims_and_fails_where_one_is_wrong(monkeypatch, capsys, data):
+def test_what_did_not_happen_is_never_and_rows_of_a_report_are_found_by_case(data, tmp_path):
+    (tmp_path / "bench").mkdir()
+    measured = Measured()
+    measured.add("a, b", {"seconds to 0.7": 2.5})
+    report = msgspec.json.encode(build_report("e2e", measured, {}))
+    (tmp_path / "bench" / "e2e.json").write_bytes(report)
+    words = "It took {rows[a, b][seconds to 0.7][values][0]:.1f} s."
+    assert filled(Claim("a.md", words), claims.read_data("bench/e2e.json")) == "It took 2.5 s."
+    assert filled(Claim("a.md", "Tamed: {tamed}."), {"tamed": None}) == "Tamed: never."
+    again = Register([Claim("a.md", words, data="bench/e2e.json")])
+    assert written("a.md", "It took never s.\n", again) == "It took 2.5 s.\n"
+
+
+def test_the_script_lists_claims_without_data_and_fails_where_one_is_wrong(monkeypatch, capsys, data):
     monkeypatch.setattr(claims, "read_register", lambda: Register([Claim("a.md", DRIFT, data="d.json"), REWARD]))
     monkeypatch.setattr(claims, "pages", lambda: {"a.md": PAGE.replace("0.92.", "0.92. These are two seeds.")})
     assert claims.main() == 0
     said = capsys.readouterr().out
-    assert "1 without data, which say so:" in said
+    assert "1 claims of data, and 1 without, which say so:" in said
     assert "a.md: Reward is 0.91 and 0.92. (two seeds; )" in said
     monkeypatch.setattr(claims, "pages", lambda: {"a.md": PAGE})
     assert claims.main() == 1
     assert "does not say of how many runs" in capsys.readouterr().err
 
 
-# -- from runs to pages ------------------------------------------------------------------------------------------------
-
-
-def made_by(tmp_path):
-    """Stands for `sweep.command.run_sweep`: the runs are there, without training."""
-
-    def make(directory, asked, say):
-        plan = read_sweep_plan(asked.path)
-        seeds = [seed for seed in plan.seeds if not asked.seeds or str(seed) in asked.seeds.split(",")]
-        for seed in seeds:
-            write_swept_run(directory / f"pg-s{seed}-m0", learnt(0.2, seed))
-            if not (seed == 1 and "fail" in plan.title):
-                write_swept_run(directory / f"ppo-s{seed}-m0", learnt(0.3, seed))
-        found = swept("pg", "ppo", seeds=seeds)
-        facts = {"commit": "abc", "machine": "2 cores", "command": f"r3async sweep {asked.overrides}"}
-        results = read_sweep_results(directory, msgspec.structs.replace(found, facts=facts))
-        return all(run.complete for run in results.runs), results
-
-    return make
-
-
-def test_a_plan_becomes_data_and_data_becomes_a_table(tmp_path, monkeypatch):
-    monkeypatch.setattr(science, "run_sweep", made_by(tmp_path))
-    path, out = write_plan(tmp_path, name="two.toml"), tmp_path / "data"
-    report = science.run([path], SweepRequest(path), quick=False, keep=tmp_path / "runs", out=out, say=print)
-    assert report.sweeps["two"].facts["command"] == f"python -m dev bench science {path}"
-    monkeypatch.setattr(page, "SCIENCE", out)
-    text = "# A\n\n<!-- science: two -->\nold\n<!-- end of two -->\n"
-    made = page.written(text, {"reports": {}})
-    assert "3 seeds x 1 initial model, at abc on 2 cores. These are fewer than 5 seeds and 3 initial models" in made
-    assert "| ppo less pg | +0.049 [0.049, 0.049] |" in made
-    assert "old" not in made
-    assert page.written(made, {"reports": {}}) == made
-
-
-def in_parts(tmp_path, monkeypatch):
-    """In the place of runs' processes: those that are asked for are there at once. Returns the names of those that were made."""
-    begun = []
-
-    def start(run, slot):
-        begun.append(run.name)
-        learned = learnt(0.3 if run.name.startswith("ppo") else 0.2, run.seed, steps=20)
-        return FakeRun(tmp_path / "runs" / "plan" / run.name, polls=1, rewards=learned)
-
-    monkeypatch.setattr(runners, "make_starter", lambda directory, environment: start)
-    monkeypatch.setattr(runners, "POLL_SECONDS", 0.0)
-    monkeypatch.setattr(records, "find_commit", lambda: "abc")
-    return begun
-
-
-def test_data_is_made_in_parts_and_its_figures_again_without_training(tmp_path, monkeypatch):
-    begun, path, out = in_parts(tmp_path, monkeypatch), write_plan(tmp_path), tmp_path / "data"
-
-    def measure(seeds=""):
-        shutil.rmtree(tmp_path / "runs", ignore_errors=True)  # the next part is made on another machine
-        keep = tmp_path / "runs"
-        return science.run([path], SweepRequest(path, seeds=seeds), quick=False, keep=keep, out=out, say=print).sweeps[
-            "plan"
-        ]
-
-    measure("0")
-    monkeypatch.setattr(records, "find_commit", lambda: "def")
-    measure("1,2")
-    assert sorted(begun) == [f"{name}-s{seed}" for name in ("pg", "ppo") for seed in (0, 1, 2)]
-    before, figures = (out / "plan.jsonl").read_bytes(), (out / "plan.json").read_bytes()
-    assert [json.loads(line)["facts"]["commit"] for line in before.splitlines()] == ["abc"] * 2 + ["def"] * 4
-    monkeypatch.setattr(records, "find_commit", lambda: "ghi")
-    results = measure()
-    assert len(begun) == 6, "no run is made again"
-    assert results.facts["commit"] == "abc; def"
-    assert results.points[1].differences["reward/mean"].runs == 3
-    assert ((out / "plan.jsonl").read_bytes(), (out / "plan.json").read_bytes()) == (before, figures)
-
-
-def test_data_that_another_plan_made_is_refused_by_name_and_kept(tmp_path, monkeypatch):
-    begun, path, out = in_parts(tmp_path, monkeypatch), write_plan(tmp_path), tmp_path / "data"
-    science.run([path], SweepRequest(path, seeds="0"), quick=False, keep=tmp_path / "runs", out=out, say=print)
-    before = (out / "plan.jsonl").read_bytes()
-    write_plan(tmp_path, PLAN.replace("steps = 20", "steps = 30"))
-    with pytest.raises(ConfigError, match=r"has a run pg-s0 .*\(steps=20 in place of steps=30\).*--out"):
-        science.run([path], SweepRequest(path, seeds="1"), quick=False, keep=tmp_path / "runs", out=out, say=print)
-    assert (len(begun), (out / "plan.jsonl").read_bytes()) == (2, before)
-
-
-def test_a_measurement_that_is_stopped_keeps_the_runs_that_it_made(tmp_path, monkeypatch):
-    path, out = write_plan(tmp_path), tmp_path / "data"
-    in_parts(tmp_path, monkeypatch)
-    whole = science.run_sweep
-
-    def stopped(directory, asked, say):
-        whole(directory, asked._replace(seeds="0"), say)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(science, "run_sweep", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        science.run([path], SweepRequest(path), quick=False, keep=tmp_path / "runs", out=out, say=print)
-    assert [json.loads(line)["name"] for line in (out / "plan.jsonl").read_text().splitlines()] == ["pg-s0", "ppo-s0"]
-    assert json.loads((out / "plan.json").read_bytes())["facts"]["command"] == f"python -m dev bench science {path}"
+# -- from data to pages ------------------------------------------------------------------------------------------------
 
 
 def test_enough_seeds_and_models_are_no_first_look(tmp_path):
@@ -285,34 +203,58 @@ def test_enough_seeds_and_models_are_no_first_look(tmp_path):
         list(page._science(results, "reward/means"))
 
 
-def test_runs_that_failed_are_in_the_data_and_on_the_page(tmp_path, monkeypatch):
-    monkeypatch.setattr(science, "run_sweep", made_by(tmp_path))
-    path = write_plan(tmp_path, PLAN.replace("Two losses", "one fails"))
-    report = science.run(
-        [path], SweepRequest(path), quick=False, keep=tmp_path / "runs", out=tmp_path / "data", say=print
-    )
-    text = "\n".join(page._science(report.sweeps["plan"]))
+def test_runs_that_failed_are_in_the_data_and_on_the_page(tmp_path):
+    for seed in range(3):
+        write_swept_run(tmp_path / f"pg-s{seed}-m0", learnt(0.2, seed))
+        if seed != 1:
+            write_swept_run(tmp_path / f"ppo-s{seed}-m0", learnt(0.3, seed))
+    found = swept("pg", "ppo", seeds=range(3))
+    facts = {"commit": "abc", "machine": "2 cores"}
+    results = read_sweep_results(tmp_path, msgspec.structs.replace(found, facts=facts))
+    text = "\n".join(page._science(results))
     assert "3 seeds x 1 initial model; 1 of 6 runs are missing or failed" in text
+    assert "These are fewer than 5 seeds and 3 initial models" in text
+    assert "| ppo less pg | +0.049 [0.049, 0.049] |" in text
     assert "`ppo-s1-m0`: unfinished." in text
 
 
-def test_a_small_measurement_has_two_seeds_and_few_steps_and_no_place_among_the_pages(tmp_path, monkeypatch):
-    monkeypatch.setattr(science, "run_sweep", made_by(tmp_path))
-    before = sorted((claims.FIGURES / "science").glob("*"))
-    path = write_plan(tmp_path)
-    report = science.run([path], SweepRequest(path), quick=True, keep=None, out=None, say=print)
-    assert (report.quick, len(report.sweeps["plan"].runs)) == (True, 4)
-    assert sorted((claims.FIGURES / "science").glob("*")) == before
+def test_the_tables_of_the_pages_are_made_from_the_data_and_all_data_is_shown():
+    assert page.main(["--check"]) == 0
+    places = [match.groups()[1:3] for text in claims.pages().values() for match in page.PLACE.finditer(text)]
+    for kind in ("bench", "science"):
+        kept = {path.stem for path in (claims.FIGURES / kind).glob("*.json")}
+        claimed = {Path(claim.data).stem for claim in claims.read_register().claim if claim.data.startswith(f"{kind}/")}
+        shown = {name for of, name in places if of == kind}
+        assert shown <= kept <= shown | claimed
 
 
-def test_what_cannot_be_measured_is_named(tmp_path, monkeypatch):
-    path = write_plan(tmp_path)
-    with pytest.raises(ConfigError, match="two plans are called plan"):
-        science.run([path, path], SweepRequest(path), quick=True, keep=None, out=None, say=print)
+def test_a_table_stands_in_its_place_and_nothing_else_changes(tmp_path, monkeypatch):
+    (tmp_path / "bench").mkdir()
+    measured = Measured(facts={"weights": "135 tensors"})
+    for milliseconds in (20.0, 22.0):
+        measured.add("pause", {"ms": milliseconds})
+    report = build_report("weights", measured, {"command": "python -m dev bench weights"})
+    (tmp_path / "bench" / "weights.json").write_bytes(msgspec.json.encode(report))
+    monkeypatch.setattr(claims, "FIGURES", tmp_path)
+    before = "# A\n\n<!-- bench: weights -->\nold\n<!-- end of weights -->\n\nb\n"
+    other = "<!-- bench: wire -->\nas it was\n<!-- end of wire -->\n"
+    made = page.written(before + other)
+    assert made.startswith(
+        "# A\n\n<!-- bench: weights -->\ncommand: `python -m dev bench weights`; weights: 135 tensors\n"
+    )
+    assert "| case | ms | n |\n|---|---|---|\n| pause | 21 [8.29, 33.7] | 2 |\n<!-- end of weights -->\n\nb\n" in made
+    assert made.endswith(other)
+    assert page.written(made) == made
 
-    def nothing(directory, asked, say):
-        return False, read_sweep_results(directory, swept("pg", "ppo"))
 
-    monkeypatch.setattr(science, "run_sweep", nothing)
-    with pytest.raises(BenchError, match=r"no run of .* was finished"):
-        science.run([path], SweepRequest(path), quick=True, keep=None, out=None, say=print)
+def test_every_benchmark_that_a_page_names_is_there_or_is_named_with_the_commit_that_has_it():
+    known = {command.callback.__name__ for command in bench.registered_commands}
+    for name, text in claims.pages().items():
+        for block in re.split(r"\n\s*\n", text):
+            for benchmark in re.findall(r"dev bench ([a-z][\w-]*)", block):
+                assert benchmark in known or "ab1215e1" in block, f"{name}: {block[:200]}"
+
+
+def test_the_figure_of_routing_replay_is_drawn_from_the_reports_kept_beside_it():
+    drawn = runpy.run_path(str(claims.FIGURES / "make_routing_replay.py"))["draw"]()
+    assert drawn == (claims.FIGURES / "routing-replay.svg").read_text()

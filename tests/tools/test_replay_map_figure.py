@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
-import runpy
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
-
-from dev.bench.replay_map import Row, Run, read, rows
+from typing import Any
 
 FIGURES = Path(__file__).parents[2] / "docs" / "figures"
+spec = importlib.util.spec_from_file_location("make_replay_map", FIGURES / "make_replay_map.py")
+assert spec is not None
+script = sys.modules["make_replay_map"] = importlib.util.module_from_spec(spec)
+assert spec.loader is not None
+spec.loader.exec_module(script)
 
 
 def test_the_pages_tables_are_made_of_the_runs_kept_beside_it() -> None:
-    script = runpy.run_path(str(FIGURES / "make_replay_map.py"))
-    text, runs = script["PAGE"].read_text(), script["read"](script["DATA"])
-    assert script["page"](text, runs) == text
+    text, runs = script.PAGE.read_text(), script.read(script.DATA)
+    assert script.page(text, runs) == text
     changed = text.replace("<!-- end of trained -->", "| another | row |\n<!-- end of trained -->")
-    assert script["page"](changed, runs) == text
+    assert script.page(changed, runs) == text
 
 
-def kept() -> tuple[list[Run], Mapping[tuple[str, str], Row]]:
-    runs = read(FIGURES / "replay-map.jsonl")
-    return runs, {(row.point, row.replay): row for row in rows(runs)}
+def kept() -> tuple[list[Any], Mapping[tuple[str, str], Any]]:
+    """Return the runs, and a row of the table for each point and mode."""
+    runs = script.read(script.DATA)
+    return runs, {(row.point, row.replay): row for row in script.rows(runs)}
 
 
 def test_at_step_1_replay_lowers_drift_in_every_seed_and_the_less_the_larger_the_disturbance() -> None:

@@ -1,4 +1,4 @@
-"""The environment of `bench overlap`: letters to reverse, and slow tools."""
+"""The environment of case `c` of `bench e2e`: letters to reverse, and slow tools."""
 
 from __future__ import annotations
 

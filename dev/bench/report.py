@@ -1,0 +1,144 @@
+"""The report of every benchmark: rows of figures, each with its mean, its 95 % interval and the number of values.
+
+A benchmark collects values by case and figure, one for each repeat or seed (`Measured`). The report is written as one
+JSON object, for docs/figures/bench, and shown as a table (`render`), on the terminal and on the pages (`page.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from statistics import median
+
+import msgspec
+
+from r3async.data.statistics import estimate_mean
+from r3async.tools.sweep.record import find_commit
+
+
+class Measured(msgspec.Struct):
+    """The values that a benchmark collects.
+
+    Attributes:
+        values: the values of each figure of each case, one for each repeat.
+        facts: what the figures depend on, in words.
+        problems: what the benchmark must not find; with any, its command exits with 1.
+    """
+
+    values: dict[str, dict[str, list[float]]] = {}
+    facts: dict[str, str] = {}
+    problems: list[str] = []
+
+    def add(self, case: str, figures: Mapping[str, float | None]) -> None:
+        """Add one value to each of the figures of a case; None is no value."""
+        row = self.values.setdefault(case, {})
+        for name, value in figures.items():
+            if value is not None:
+                row.setdefault(name, []).append(float(value))
+
+
+class Figure(msgspec.Struct, frozen=True):
+    """The mean and the median of `n` values, and the mean's 95 % interval (Student's t; None for one value)."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    median: float
+    n: int
+    values: list[float]
+
+
+class Row(msgspec.Struct, frozen=True):
+    case: str
+    figures: dict[str, Figure]
+
+    @property
+    def count(self) -> int:
+        """The number of values of each figure; some may have fewer."""
+        return max(figure.n for figure in self.figures.values())
+
+
+class Report(msgspec.Struct, frozen=True):
+    benchmark: str
+    facts: dict[str, str]
+    rows: list[Row]
+    problems: list[str] = []
+
+    def find(self, case: str) -> dict[str, Figure]:
+        """Return the figures of a case."""
+        return next(row.figures for row in self.rows if row.case == case)
+
+
+def figure_of(values: Sequence[float]) -> Figure:
+    found = estimate_mean({(seed, 0): value for seed, value in enumerate(values)})
+    return Figure(found.mean, found.low, found.high, median(values), len(values), list(values))
+
+
+def build_report(name: str, measured: Measured, facts: Mapping[str, str]) -> Report:
+    rows = [
+        Row(case, {figure: figure_of(values) for figure, values in row.items()})
+        for case, row in measured.values.items()
+    ]
+    return Report(name, {**facts, **measured.facts}, rows, measured.problems)
+
+
+def collect_facts(command: str) -> dict[str, str]:
+    """Return what all figures depend on. It is collected before the benchmark runs, for the load of the machine."""
+    torch = metadata.version("torch")
+    return {
+        "command": command,
+        "commit": find_commit(),
+        "machine": f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch}",
+        "load before it": f"{os.getloadavg()[0]:.1f}",
+    }
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[object]], *, padded: bool = True) -> list[str]:
+    """Return the lines of a Markdown table; `padded` for a terminal, with the first column left-aligned and the others
+    right-aligned."""
+    texts = [list(heads), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) if padded else 0 for column in zip(*texts, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [f"{text:{'>' if i else '<'}{width}}" for i, (text, width) in enumerate(zip(row, widths, strict=True))]
+        return f"| {' | '.join(cells)} |"
+
+    head, *body = map(line, texts)
+    return [head, f"|{'|'.join('-' * (width + 2 if padded else 3) for width in widths)}|", *body]
+
+
+def format_value(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def format_figure(figure: Figure | None) -> str:
+    """Format a figure as `0.812 [0.79, 0.834]`; one value has no interval."""
+    if figure is None:
+        return ""
+    if figure.low is None or figure.high is None:
+        return format_value(figure.mean)
+    return f"{format_value(figure.mean)} [{format_value(figure.low)}, {format_value(figure.high)}]"
+
+
+def report_lines(report: Report, *, padded: bool = True) -> Iterator[str]:
+    """Yield the lines of a report: its facts, and a table for each stretch of rows that share figures."""
+    yield "; ".join(f"{name}: {f'`{fact}`' if name == 'command' else fact}" for name, fact in report.facts.items())
+    stretches: list[list[Row]] = []
+    for row in report.rows:
+        if not stretches or row.figures.keys().isdisjoint(stretches[-1][-1].figures):
+            stretches.append([])
+        stretches[-1].append(row)
+    for rows in stretches:
+        names = list(dict.fromkeys(name for row in rows for name in row.figures))
+        cells = [(row.case, *(format_figure(row.figures.get(name)) for name in names), row.count) for row in rows]
+        yield from ("", *table(("case", *names, "n"), cells, padded=padded))
+    yield from ("", *report.problems) if report.problems else ()
+
+
+def render(report: Report) -> str:
+    return "\n".join(report_lines(report))

@@ -132,17 +132,3 @@ def paired_difference(values: Mapping[RunKey, float], baseline: Mapping[RunKey, 
     """Return the mean of `values - baseline` over the runs that both have; None if there is no such run."""
     both = {run: values[run] - baseline[run] for run in values if run in baseline}
     return estimate_mean(both) if both else None
-
-
-def median_ratio_interval(
-    numerators: Sequence[float], denominators: Sequence[float], draws: int = 2000
-) -> tuple[float, float]:
-    """Return the 95 % percentile bootstrap interval of median(numerators) / median(denominators).
-
-    Element i of both is one pair.
-    """
-    rng = np.random.default_rng(0)
-    picked = rng.integers(0, len(numerators), (draws, len(numerators)))
-    ratios = np.median(np.asarray(numerators)[picked], axis=1) / np.median(np.asarray(denominators)[picked], axis=1)
-    low, high = np.quantile(ratios, [0.025, 0.975])
-    return float(low), float(high)

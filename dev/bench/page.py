@@ -3,7 +3,7 @@ docs/figures.
 
 Between `<!-- bench: NAME -->` and `<!-- end of NAME -->` stands the table of bench/NAME.json, the report that
 `python -m dev bench NAME --json` printed. Between `<!-- science: NAME -->` and `<!-- end of NAME -->` the data is
-science/NAME.json, the results of a sweep; `<!-- science: NAME: reward/mean | served_kl/k3, window -->` shows these
+science/NAME.json, the results of a sweep; `<!-- science: NAME: reward/mean | rollout_kl/served_k3, window -->` shows these
 outcomes alone. Figures within sentences are those of claims.toml (`bench/claims.py`). `--check` writes nothing, and
 exits 1 if a page differs from what would be written.
 """

@@ -31,7 +31,7 @@ class Run(msgspec.Struct, frozen=True):
     """One run, a line of the data file. Each value of a curve is the mean of ten steps.
 
     `replayed` and `served` are the k3 of the rollout policy to the learner, with the routes that the loss sees and with
-    the learner's own (`rollout_kl/k3`, `served_kl/k3`).
+    the learner's own (`rollout_kl/k3`, `rollout_kl/served_k3`).
     """
 
     point: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import asynccontextmanager
 
 import anthropic
@@ -130,12 +129,3 @@ def merging_renderer(template: str | None = None) -> ChatRenderer:
     chat = ChatRenderer(tokenizer)
     assert len(chat.encode("abaa")) == 2
     return chat
-
-
-async def until(true, seconds: float = 5.0) -> None:
-    """Wait until `true()`."""
-    for _ in range(int(seconds / 0.01)):
-        if true():
-            return
-        await asyncio.sleep(0.01)
-    raise TimeoutError(f"it did not become true within {seconds} s")

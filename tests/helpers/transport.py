@@ -95,6 +95,34 @@ class Inbox:
         return self.seen == dict.fromkeys(names, 1)
 
 
+class KeepingSender:
+    """The sender of a generator that sends to nobody, and keeps its trajectories by their IDs in `got`."""
+
+    unacknowledged = 0
+
+    def __init__(self) -> None:
+        self.got: dict[str, Trajectory] = {}
+
+    @property
+    def acked(self) -> int:
+        return len(self.got)
+
+    async def start(self) -> None:
+        pass
+
+    async def send(self, trajectory: Trajectory, *, more_follow: bool) -> None:
+        self.got[trajectory.trajectory_id] = trajectory
+
+    async def flush(self, timeout: float) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    def __contains__(self, trajectory_id: str) -> bool:
+        return False
+
+
 @contextlib.asynccontextmanager
 async def receiving(
     inbox: Inbox,

@@ -18,6 +18,7 @@ from r3async.world.processes import GRPC_KEEPALIVE_VARIABLE, actor_environment
 from r3async.world.real import REAL_WORLD
 from r3async.world.sockets import generate_keys
 from tests.helpers.serving import ready, renderer
+from tests.helpers.transport import KeepingSender, until
 from tests.helpers.world import StandIn
 
 
@@ -36,14 +37,6 @@ class Calls:
         return number
 
     once, newest = run_once(_work), latest_call_only(_work)
-
-
-async def until(condition):
-    for _ in range(60_000):
-        if condition():
-            return
-        await asyncio.sleep(0.001)
-    pytest.fail("it never was")
 
 
 async def begin(*calls):
@@ -93,34 +86,6 @@ async def test_of_the_newest_call_alone_there_is_work_and_the_one_before_has_end
     assert await calls.newest(5) == 5
 
 
-class Sender:
-    """To nobody."""
-
-    unacknowledged = 0
-
-    def __init__(self):
-        self.got = {}
-
-    @property
-    def acked(self):
-        return len(self.got)
-
-    async def start(self):
-        pass
-
-    async def send(self, trajectory, *, more_follow):
-        self.got[trajectory.trajectory_id] = trajectory
-
-    async def flush(self, timeout):
-        pass
-
-    async def close(self):
-        pass
-
-    def __contains__(self, trajectory_id):
-        return False
-
-
 async def test_a_generator_that_was_out_of_reach_keeps_its_engine_and_plays_for_the_new_call_only(
     monkeypatch, tmp_path
 ):
@@ -133,7 +98,9 @@ async def test_a_generator_that_was_out_of_reach_keeps_its_engine_and_plays_for_
         return thing
 
     parts = GeneratorFactories(
-        partial(made, engines, engine), lambda *args: chat, make_sender=lambda *args, **facts: made(senders, Sender())
+        partial(made, engines, engine),
+        lambda *args: chat,
+        make_sender=lambda *args, **facts: made(senders, KeepingSender()),
     )
     config = load_config("quickstart", ["schedule.group_size=2", "supervise.silence_seconds=1"])
     actor = GeneratorActor(REAL_WORLD, "g", "run", config_to_dict(config), "nowhere", str(tmp_path), parts=parts)

@@ -16,7 +16,8 @@ from r3async.rollout.agents import make_agent, open_agent_player, parse_last_rew
 from r3async.rollout.episode import EpisodeError, EpisodeTask
 from r3async.rollout.evaluation import check_environment
 from tests.helpers.playing import make_player, play_lease
-from tests.helpers.serving import answer_ids, ready, renderer, until
+from tests.helpers.serving import answer_ids, ready, renderer
+from tests.helpers.transport import until
 
 TASK = EpisodeTask(group_index=3, episode_index=0, task_seed=11)
 SETTINGS = EpisodeConfig(

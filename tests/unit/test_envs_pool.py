@@ -21,6 +21,7 @@ from r3async.envs.errors import summarize_error
 from r3async.envs.factory import build_environment_factory
 from r3async.envs.pool import WorkerPool
 from tests.helpers.rewards import mean_reward
+from tests.helpers.transport import until
 
 ECHO = "tests.helpers.envs:Echo"
 
@@ -45,13 +46,6 @@ def make():
 
 def where(messages):
     return int(messages[0].content.split()[-1])
-
-
-async def until(condition, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        await asyncio.sleep(0.05)
 
 
 async def test_an_episode_is_played_in_one_other_process_and_episodes_are_spread(make):

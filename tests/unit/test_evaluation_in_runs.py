@@ -21,7 +21,7 @@ from r3async.world import ActorLostError
 from r3async.world.real import REAL_WORLD
 from r3async.world.sockets import generate_keys
 from tests.helpers.serving import ready, renderer
-from tests.helpers.transport import until
+from tests.helpers.transport import KeepingSender, until
 from tests.helpers.world import StandIn
 
 
@@ -284,34 +284,6 @@ async def test_a_run_without_evaluations_asks_for_none(tmp_path):
     assert (events.reported, it._task) == ([], None)
 
 
-class Learner:
-    """Where a generator's sender would send to."""
-
-    unacknowledged = 0
-
-    def __init__(self):
-        self.got = {}
-
-    async def start(self):
-        pass
-
-    @property
-    def acked(self):
-        return len(self.got)
-
-    async def send(self, trajectory, *, more_follow):
-        self.got[trajectory.trajectory_id] = trajectory
-
-    async def flush(self, timeout):
-        pass
-
-    async def close(self):
-        pass
-
-    def __contains__(self, trajectory_id):
-        return False
-
-
 @pytest.fixture
 def made(monkeypatch):
     """`made(directory, config, engine, chat, sender)`: a generator, in this process."""
@@ -329,7 +301,7 @@ async def play_run(made, directory, evaluations, groups=3):
     settings = {"every_steps": 1 if evaluations else 0, "tasks": 6, "seed": 0}
     config = load_config("quickstart", ["schedule.group_size=2", "schedule.max_staleness=0"])
     config = msgspec.structs.replace(config, evaluation=config_from_dict({"evaluation": settings}).evaluation)
-    chat, sender = renderer(), Learner()
+    chat, sender = renderer(), KeepingSender()
 
     def answer(request, index):  # of the request alone, as greedy sampling would be
         return [int(t) for t in request.prompt_ids[-4:] % 256] + [chat.eos_token_id]

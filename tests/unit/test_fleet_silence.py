@@ -9,6 +9,7 @@ import pytest
 from r3async.actors.process import RunFailed
 from r3async.rollout.engine import InstallReport
 from tests.helpers.fleet import deliver
+from tests.helpers.transport import until
 
 
 async def test_a_silent_generator_is_suspect_and_gets_new_weights_and_leases_when_it_speaks_again(
@@ -33,14 +34,6 @@ async def test_a_silent_generator_is_suspect_and_gets_new_weights_and_leases_whe
 @pytest.fixture
 def impatient(monkeypatch):
     monkeypatch.setattr("r3async.actors.installer.DELIVERY_POLL_SECONDS", 0.01)
-
-
-async def until(condition):
-    for _ in range(1000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not come")
 
 
 async def fall_silent(fleet, name):

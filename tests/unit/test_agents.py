@@ -83,6 +83,7 @@ async def test_an_agent_that_fails_when_it_is_refused_more_has_played_its_episod
 
 
 async def test_an_agent_that_takes_too_long_loses_its_episode_and_the_setting_is_named():
+    await play(function("counts"))  # a process's first use of the client may take longer than the agent below has
     settings = EpisodeConfig(max_turns=3, max_prompt_tokens=90, max_total_tokens=100, timeout=1.0)
     with pytest.raises(EpisodeError, match=r"episode\.timeout = 1\.0 s and has no reward; the agent had 1 answers"):
         await play(function("sleeps"), settings=settings)

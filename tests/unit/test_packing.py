@@ -13,11 +13,12 @@ from r3async.learner.batch import (
     pack_for_ranks,
     pack_samples,
 )
-from tests.unit.test_records import EXTRA, make_table
+from tests.helpers.wire import make_table
+from tests.unit.test_records import EXTRA
 
 
 def make_samples(lengths):
-    return [Sample(f"s{i}", make_table(n, seed=i, schema=EXTRA), 0.5 + i) for i, n in enumerate(lengths)]
+    return [Sample(f"s{i}", make_table(i, n, schema=EXTRA), 0.5 + i) for i, n in enumerate(lengths)]
 
 
 @settings(max_examples=60)
@@ -72,6 +73,6 @@ def test_padding_of_padding_stays_padding():
 @pytest.mark.parametrize("cap", [100, 3])
 def test_a_batch_that_mixes_columns_names_the_sample(cap):
     """Also if no micro-batch does: ranks with different columns would run different passes."""
-    whole, without = make_table(3), make_table(3).without_columns("routed_experts", "routing_recorded")
+    whole, without = make_table(0, 3), make_table(0, 3).without_columns("routed_experts", "routing_recorded")
     with pytest.raises(PackingError, match="sample b"):
         pack_samples([Sample("a", whole), Sample("b", without)], cap)

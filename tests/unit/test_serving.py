@@ -26,9 +26,9 @@ from tests.helpers.serving import (
     serving,
     talking,
     trained_tokens,
-    until,
     user,
 )
+from tests.helpers.transport import until
 
 CALL = '<tool_call>{"arguments":  {"b": 4, "a": 3}, "name": "add"}</tool_call>'
 

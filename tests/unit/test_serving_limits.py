@@ -20,9 +20,9 @@ from tests.helpers.serving import (
     ready,
     renderer,
     talking,
-    until,
     user,
 )
+from tests.helpers.transport import until
 
 LIMIT = 10.0
 

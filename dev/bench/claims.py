@@ -136,7 +136,7 @@ def is_figure(block: str) -> bool:
     return bool(LEARNING.search(block) and MEASURED.search(re.sub(r"`[^`]*`", "", block)))
 
 
-def written(name: str, page: str, register: Register) -> str:
+def fill_claims(name: str, page: str, register: Register) -> str:
     """Return the page with the figures of its claims replaced by those of the data."""
     for claim in register.claim:
         if claim.page != name or not claim.data or not PLACE.search(claim.words):

@@ -1,6 +1,6 @@
 """The `python -m dev bench` command line. It imports nothing heavy until a benchmark runs.
 
-Each benchmark is a command here: a module of this package measures, and `_report` makes the report of what it found.
+Each benchmark is a command here: a module of this package measures, and `_print_report` makes the report of what it found.
 The list of benchmarks shows the first line of each command's docstring.
 """
 
@@ -21,7 +21,7 @@ from dev.bench.jobs import BenchError, ended_in_order, say_on_stderr
 from r3async.config import ConfigError
 
 if TYPE_CHECKING:
-    from dev.bench.report import Measured
+    from dev.bench.report import Measurements
 
 Json = Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")]
 Quick = Annotated[bool, typer.Option("--quick", help="a small measurement: the path, not the figures")]
@@ -42,9 +42,9 @@ def listing(context: typer.Context) -> None:
             typer.echo(f"{command.callback.__name__:<12}{text.splitlines()[0]}")
 
 
-def _report(name: str, measure: Callable[[], Measured], json: bool) -> None:
+def _print_report(name: str, measure: Callable[[], Measurements], json: bool) -> None:
     """Measure and print the report. Exit with code 1 if the measurement failed, or found what it must not."""
-    from dev.bench.report import build_report, collect_facts, render
+    from dev.bench.report import build_report, collect_facts, render_report
 
     facts = collect_facts(shlex.join(["python", "-m", "dev", *sys.argv[1:]]))
     try:
@@ -53,7 +53,7 @@ def _report(name: str, measure: Callable[[], Measured], json: bool) -> None:
     except BenchError as error:
         typer.echo(f"the benchmark failed: {error}", err=True)
         raise typer.Exit(1) from error
-    typer.echo(msgspec.json.encode(report) if json else render(report))
+    typer.echo(msgspec.json.encode(report) if json else render_report(report))
     if report.problems:
         raise typer.Exit(1)
 
@@ -75,11 +75,11 @@ def e2e(
     ] = None,
 ) -> None:
     """Compare whole runs with a peer's on this machine: time, CPU time by process, idle shares, reward."""
-    from dev.bench.e2e import Plan, run, small
+    from dev.bench.e2e import ComparisonPlan, run, small
 
     chosen = cases.split(",") if cases else ["own"] if peer == "none" else ["a", "b", "c", "own"]
-    plan = Plan(chosen, _numbers(seeds, "--seeds"), peer, peer_python, peer_threads, steps)
-    _report("e2e", lambda: run(small(plan) if quick else plan, say_on_stderr, keep=keep), json)
+    plan = ComparisonPlan(chosen, _parse_numbers(seeds, "--seeds"), peer, peer_python, peer_threads, steps)
+    _print_report("e2e", lambda: run(small(plan) if quick else plan, say_on_stderr, keep=keep), json)
 
 
 @app.command()
@@ -92,7 +92,7 @@ def step(
     """Measure what served drift, a limit and a recording add to a learner's step, in turns on the same episodes."""
     from dev.bench.step import run
 
-    _report("step", lambda: run(steps, seed, quick, say_on_stderr), json)
+    _print_report("step", lambda: run(steps, seed, quick, say_on_stderr), json)
 
 
 @app.command()
@@ -105,7 +105,7 @@ def start(
     """Measure the way from the command to the first trained step: wall and CPU seconds, by stage and process."""
     from dev.bench.start import run
 
-    _report("start", lambda: run(cases.split(","), 1 if quick else repeats, say_on_stderr, quick=quick), json)
+    _print_report("start", lambda: run(cases.split(","), 1 if quick else repeats, say_on_stderr, quick=quick), json)
 
 
 @app.command()
@@ -125,11 +125,11 @@ def conductor(
     load = Load(0, places, episode_seconds=episode, seconds=seconds)
     if only and only not in WAYS:
         raise ConfigError(f"--only {only!r} must be one of {', '.join(WAYS)}")
-    sizes, ways = _numbers(generators, "--generators"), [way for way in WAYS if only in ("", way)]
+    sizes, ways = _parse_numbers(generators, "--generators"), [way for way in WAYS if only in ("", way)]
     if quick:
         load = msgspec.structs.replace(load, episode_seconds=4.0, seconds=8.0, warm_up=4.0)
         sizes, ways = [4, 16], ["simulated"]
-    _report("conductor", lambda: run(load, sizes, ways, say_on_stderr), json)
+    _print_report("conductor", lambda: run(load, sizes, ways, say_on_stderr), json)
 
 
 @app.command()
@@ -141,7 +141,7 @@ def transport(
     """Measure the wire format, and the whole path against raw ZeroMQ: throughput, event-loop lag, memory."""
     from dev.bench.transport import run
 
-    _report("transport", lambda: run(quick=quick, rounds=rounds, say=say_on_stderr), json)
+    _print_report("transport", lambda: run(quick=quick, rounds=rounds, say=say_on_stderr), json)
 
 
 @app.command()
@@ -153,7 +153,7 @@ def weights(
     """Measure what a weight update costs learner and engine in a real run: copy, write, transfer, load, pause."""
     from dev.bench.weights import run
 
-    _report("weights", lambda: run(updates, overrides or [], say_on_stderr), json)
+    _print_report("weights", lambda: run(updates, overrides or [], say_on_stderr), json)
 
 
 @app.command()
@@ -170,7 +170,7 @@ def transfer(
     job = TransferJob(megabytes, versions=versions, lr=lr)
     if quick:
         job = TransferJob(4.0, versions=2, lr=lr, engines=(1, 2), spread=(2,), tensors=4)
-    _report("transfer", lambda: run(job, say_on_stderr), json)
+    _print_report("transfer", lambda: run(job, say_on_stderr), json)
 
 
 @app.command()
@@ -185,7 +185,7 @@ def packing(
     """Measure how well samples are divided into micro-batches and among ranks, on five length distributions."""
     from dev.bench.packing import run
 
-    _report("packing", lambda: run(_numbers(seeds, "--seeds"), quick=quick, model=model), json)
+    _print_report("packing", lambda: run(_parse_numbers(seeds, "--seeds"), quick=quick, model=model), json)
 
 
 @app.command()
@@ -201,10 +201,10 @@ def soak(
     with tempfile.TemporaryDirectory(prefix="r3async-soak-") as scratch:
         directory = keep or Path(scratch)
         directory.mkdir(parents=True, exist_ok=True)
-        _report("soak", lambda: run(minutes, overrides or [], directory, say_on_stderr), json)
+        _print_report("soak", lambda: run(minutes, overrides or [], directory, say_on_stderr), json)
 
 
-def _numbers(text: str, option: str) -> list[int]:
+def _parse_numbers(text: str, option: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as error:

@@ -22,7 +22,7 @@ import psutil
 
 from dev.bench.fleet import CountingLearner, Counts, Host, HostedRef, Load
 from dev.bench.jobs import BenchError, Say, progress, run_job
-from dev.bench.report import Measured
+from dev.bench.report import Measurements
 from dev.simulation.loop import CURRENT_PROCESS, VirtualHandle, VirtualLoop, VirtualTimer
 from dev.simulation.network import Delays
 from dev.simulation.world import Simulation
@@ -45,7 +45,7 @@ class Job(msgspec.Struct, frozen=True):
     way: Way
 
 
-class Counted(msgspec.Struct, frozen=True):
+class ConductorCounts(msgspec.Struct, frozen=True):
     """Raw figures of one measurement of `seconds`.
 
     Attributes:
@@ -65,16 +65,16 @@ class Counted(msgspec.Struct, frozen=True):
     busy: float
 
 
-def run(load: Load, sizes: Sequence[int], ways: Sequence[Way], say: Say) -> Measured:
+def run(load: Load, sizes: Sequence[int], ways: Sequence[Way], say: Say) -> Measurements:
     """Measure each size in each way, each in a separate process. Raises `BenchError`."""
     episodes = f"{load.places} of {load.episode_seconds:g} s a generator, in groups of {load.group_size}"
-    measured = Measured(facts={"episodes": episodes})
+    measured = Measurements(facts={"episodes": episodes})
     for way in ways:
         for size in sizes:
             say(f"conductor: {size} generators, {way}")
             job = Job(msgspec.structs.replace(load, generators=size), way)
             with tempfile.TemporaryDirectory(prefix="r3async-bench-") as scratch:
-                m = run_job(f"{__name__}:measure", job, Counted, Path(scratch), timeout=TIMEOUT, say=say)
+                m = run_job(f"{__name__}:measure", job, ConductorCounts, Path(scratch), timeout=TIMEOUT, say=say)
             if not m.groups:
                 raise BenchError(f"{size} generators played no group in {m.seconds:.0f} s")
             figures = {
@@ -110,7 +110,7 @@ class Fleet:
         leads = ("bench", config, str(run_dir), self._learner, {n: generators[n] for n in sorted(generators)})
         self._conductor = spawn(Conductor, *leads, name=CONDUCTOR, actor_options=ActorOptions(max_concurrency=1000))
 
-    async def measure(self, say: Say, way: Any) -> Counted:
+    async def measure(self, say: Say, way: Any) -> ConductorCounts:
         clock, load = self._world.clock.monotonic, self._load
         running = asyncio.ensure_future(self._conductor.call("run"))
         deadline = clock() + START_SECONDS
@@ -134,7 +134,7 @@ class Fleet:
         leases, asked, busy, episodes, steps = (b - a for a, b in zip(before, after, strict=True))
         places = load.generators * load.places * (ended - began)
         groups = episodes / load.group_size
-        return Counted(ended - began, groups, int(steps), int(leases), int(asked), cpu, busy / places)
+        return ConductorCounts(ended - began, groups, int(steps), int(leases), int(asked), cpu, busy / places)
 
     async def _follow(self, running: asyncio.Future[Any], seconds: float) -> None:
         until = self._world.clock.monotonic() + seconds
@@ -197,13 +197,13 @@ class Timed(Simulation):
     loop_class = TimedLoop
 
 
-def simulated(load: Load, say: Say) -> Counted:
+def simulated(load: Load, say: Say) -> ConductorCounts:
     simulation = Timed(0, delays=Delays(call=(0.0005, 0.002), start=(0.5, 0.5)))
     loop = simulation.loop
     assert isinstance(loop, TimedLoop)
     process = simulation.begin_process("driver", simulation.hosts["host-0"])
 
-    async def main() -> Counted:
+    async def main() -> ConductorCounts:
         fleet = Fleet(process.world, load, Path("/run"), lambda pid: loop.cpu)
         return await fleet.measure(say, "simulated")
 
@@ -214,10 +214,10 @@ def simulated(load: Load, say: Say) -> Counted:
         simulation.close()
 
 
-def with_ray(load: Load, run_dir: Path, say: Say) -> Counted:
+def with_ray(load: Load, run_dir: Path, say: Say) -> ConductorCounts:
     from r3async.world.real import REAL_WORLD
 
-    async def main() -> Counted:
+    async def main() -> ConductorCounts:
         fleet = Fleet(REAL_WORLD, load, run_dir, lambda pid: sum(psutil.Process(pid).cpu_times()[:2]))
         return await fleet.measure(say, "ray")
 
@@ -228,7 +228,7 @@ def with_ray(load: Load, run_dir: Path, say: Say) -> Counted:
         REAL_WORLD.actors.leave_cluster()
 
 
-def measure(job: Job, directory: Path) -> Counted:
+def measure(job: Job, directory: Path) -> ConductorCounts:
     """Measure in the job's way, `simulated` or `ray`."""
 
     def say(line: str) -> None:

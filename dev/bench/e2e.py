@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from dev.bench.jobs import BenchError, Say, started, train_apart
-from dev.bench.report import Measured
+from dev.bench.report import Measurements
 from dev.bench.tree_cpu import TreeCpu
 from r3async.config import Config, ConfigError, config_from_dict, config_to_dict, load_config
 from r3async.envs.factory import BUILTIN_ENVIRONMENTS
@@ -49,7 +49,7 @@ Side = dict[str, float]
 """The figures of one run, by name."""
 
 
-class Plan(msgspec.Struct, frozen=True):
+class ComparisonPlan(msgspec.Struct, frozen=True):
     """The cases, runs and sizes of the benchmark.
 
     Attributes:
@@ -87,7 +87,7 @@ SLOW_TOOLS = {
 }
 
 
-def configure(case: str, plan: Plan, seed: int, model: Path | None) -> Config:
+def configure(case: str, plan: ComparisonPlan, seed: int, model: Path | None) -> Config:
     """Return the configuration of our run of a case."""
     base = config_to_dict(load_config("reverse-text" if case == "a" else "quickstart"))
     if case == "b":
@@ -109,7 +109,7 @@ def configure(case: str, plan: Plan, seed: int, model: Path | None) -> Config:
     return config_from_dict(base)
 
 
-def small(plan: Plan) -> Plan:
+def small(plan: ComparisonPlan) -> ComparisonPlan:
     """Return a plan that exercises the code path; its figures mean nothing."""
     return msgspec.structs.replace(plan, seeds=plan.seeds[:1], steps=4, settle=1, groups=2, samples=4, peer_threads=1)
 
@@ -138,7 +138,7 @@ def peer_job(config: Config, threads: int, steps: int) -> dict[str, Any]:
     }
 
 
-def run(plan: Plan, say: Say, *, keep: Path | None = None) -> Measured:
+def run(plan: ComparisonPlan, say: Say, *, keep: Path | None = None) -> Measurements:
     """Make the models, then all runs, seed by seed, our run and the peer's in turns.
 
     With `keep`, models and runs are made in that directory and stay; those found there are not made again. Raises
@@ -148,7 +148,7 @@ def run(plan: Plan, say: Say, *, keep: Path | None = None) -> Measured:
         raise ConfigError(f"--cases {unknown[0]!r}: there are {', '.join(CASES)}")
     if plan.peer != "none" and any(case != "own" for case in plan.cases):
         check_peer(plan)
-    measured = Measured(facts={"steps": str(plan.steps)})
+    measured = Measurements(facts={"steps": str(plan.steps)})
     with tempfile.TemporaryDirectory(prefix="r3async-e2e-") as scratch:
         for case in plan.cases:
             place = (keep or Path(scratch)) / case
@@ -157,7 +157,7 @@ def run(plan: Plan, say: Say, *, keep: Path | None = None) -> Measured:
     return measured
 
 
-def _model(case: str, plan: Plan, place: Path, say: Say) -> Path:
+def _model(case: str, plan: ComparisonPlan, place: Path, say: Say) -> Path:
     from r3async.tools.init_model import init_model
 
     model = place / "model"
@@ -169,7 +169,7 @@ def _model(case: str, plan: Plan, place: Path, say: Say) -> Path:
     return model
 
 
-def _case(case: str, plan: Plan, model: Path, place: Path, measured: Measured, say: Say) -> None:
+def _case(case: str, plan: ComparisonPlan, model: Path, place: Path, measured: Measurements, say: Say) -> None:
     threads, has_peer = plan.peer_threads, plan.peer != "none" and case != "own"
     if has_peer:
         threads = threads or fastest_threads(configure(case, plan, plan.seeds[0], model), plan, place, say)
@@ -199,7 +199,7 @@ def compare_sides(ours: Side, theirs: Side) -> Side:
 # -- figures of a run --------------------------------------------------------------------------------------------------
 
 
-def our_run(config: Config, directory: Path, plan: Plan, say: Say) -> Side:
+def our_run(config: Config, directory: Path, plan: ComparisonPlan, say: Say) -> Side:
     """Make the run unless it exists, and return its figures."""
     done = directory / "side.json"
     if done.exists():
@@ -222,7 +222,12 @@ def our_run(config: Config, directory: Path, plan: Plan, say: Say) -> Side:
 
 
 def side_of(
-    began: float, marks: Sequence[tuple[float, float]], cpu: TreeCpu, config: Config, plan: Plan, tokens: float
+    began: float,
+    marks: Sequence[tuple[float, float]],
+    cpu: TreeCpu,
+    config: Config,
+    plan: ComparisonPlan,
+    tokens: float,
 ) -> Side:
     """Compute the figures of one run.
 
@@ -261,7 +266,7 @@ def seconds_to(level: float, began: float, marks: Sequence[tuple[float, float]])
 # -- the peer's run ----------------------------------------------------------------------------------------------------
 
 
-def check_peer(plan: Plan) -> None:
+def check_peer(plan: ComparisonPlan) -> None:
     """Raise `ConfigError` with install instructions if the peer cannot run."""
     if plan.peer != "trl":
         raise ConfigError(f"--peer {plan.peer!r}: there are none, trl")
@@ -275,7 +280,7 @@ def check_peer(plan: Plan) -> None:
         )
 
 
-def fastest_threads(config: Config, plan: Plan, place: Path, say: Say) -> int:
+def fastest_threads(config: Config, plan: ComparisonPlan, place: Path, say: Say) -> int:
     """Return the number of torch threads with which the peer makes a few steps fastest."""
     seconds = {}
     for threads in sorted({1, os.cpu_count() or 1}):
@@ -286,7 +291,7 @@ def fastest_threads(config: Config, plan: Plan, place: Path, say: Say) -> int:
     return min(seconds, key=lambda threads: seconds[threads])
 
 
-def peer_marks(config: Config, directory: Path, plan: Plan, threads: int, steps: int) -> list[dict[str, Any]]:
+def peer_marks(config: Config, directory: Path, plan: ComparisonPlan, threads: int, steps: int) -> list[dict[str, Any]]:
     """Return the rows of the peer's run; the first is of step 0, the beginning. An existing run is not made again."""
     directory.mkdir(parents=True, exist_ok=True)
     rows, log = directory / "rows.jsonl", directory / "log.txt"
@@ -306,7 +311,7 @@ def peer_marks(config: Config, directory: Path, plan: Plan, threads: int, steps:
     return found
 
 
-def their_run(config: Config, directory: Path, plan: Plan, threads: int) -> Side:
+def their_run(config: Config, directory: Path, plan: ComparisonPlan, threads: int) -> Side:
     done = directory / "side.json"
     if done.exists():
         return msgspec.json.decode(done.read_bytes(), type=Side)

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from dev.bench.report import Measured
+from dev.bench.report import Measurements
 from r3async.config import ConfigError
 from r3async.learner.batch import CostModel, build_cost_model, find_round_levels, plan_micro_batches
 from r3async.tools.memory import PUBLISHED_CONFIGS
@@ -179,12 +179,14 @@ def measure(kind: str, samples: int, ranks: int, seed: int, cost: CostModel) -> 
     )
 
 
-def run(seeds: Sequence[int], *, quick: bool = False, model: str = DEFAULT_MODEL) -> Measured:
+def run(seeds: Sequence[int], *, quick: bool = False, model: str = DEFAULT_MODEL) -> Measurements:
     """Measure all distributions, numbers of samples and ranks. `quick` leaves out the largest number of samples."""
     cost = build_cost_model(shape_of(model))
     sizes = SAMPLES[:-1] if quick else SAMPLES
     cases = [measure(k, n, ranks, seed, cost) for seed in seeds for k in CAPS for n in sizes for ranks in RANKS]
-    measured = Measured(facts={"costs": f"{model}, {cost.linear:.4g} n + {cost.quadratic:.4g} n² FLOPs for n tokens"})
+    measured = Measurements(
+        facts={"costs": f"{model}, {cost.linear:.4g} n + {cost.quadratic:.4g} n² FLOPs for n tokens"}
+    )
     for kind in (*CAPS, "all"):
         for seed in seeds:
             measured.add(kind, summarize([c for c in cases if c.seed == seed and kind in (c.lengths, "all")]))

@@ -61,7 +61,7 @@ def _science(results: SweepResults, outcomes: str = "") -> Iterator[str]:
             yield f"\n`{run.name}`: {run.status}{f' ({run.reason})' if run.reason else ''}."
 
 
-def written(page: str) -> str:
+def fill_tables(page: str) -> str:
     """Return `page` with the tables of its data; a place without data stays as it is."""
 
     def fill(place: re.Match[str]) -> str:
@@ -82,7 +82,7 @@ def main(arguments: list[str]) -> int:
     """Write the pages, or compare them with `--check`."""
     register, out_of_date = claims.read_register(), []
     for name, text in claims.pages().items():
-        made = claims.written(name, written(text), register)
+        made = claims.fill_claims(name, fill_tables(text), register)
         if made != text:
             out_of_date.append(name)
             if "--check" not in arguments:

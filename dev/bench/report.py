@@ -1,7 +1,7 @@
 """The report of every benchmark: rows of figures, each with its mean, its 95 % interval and the number of values.
 
-A benchmark collects values by case and figure, one for each repeat or seed (`Measured`). The report is written as one
-JSON object, for docs/figures/bench, and shown as a table (`render`), on the terminal and on the pages (`page.py`).
+A benchmark collects values by case and figure, one for each repeat or seed (`Measurements`). The report is written as one
+JSON object, for docs/figures/bench, and shown as a table (`render_report`), on the terminal and on the pages (`page.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from r3async.data.statistics import estimate_mean
 from r3async.tools.sweep.record import find_commit
 
 
-class Measured(msgspec.Struct):
+class Measurements(msgspec.Struct):
     """The values that a benchmark collects.
 
     Attributes:
@@ -71,14 +71,14 @@ class Report(msgspec.Struct, frozen=True):
         return next(row.figures for row in self.rows if row.case == case)
 
 
-def figure_of(values: Sequence[float]) -> Figure:
+def summarize_values(values: Sequence[float]) -> Figure:
     found = estimate_mean({(seed, 0): value for seed, value in enumerate(values)})
     return Figure(found.mean, found.low, found.high, median(values), len(values), list(values))
 
 
-def build_report(name: str, measured: Measured, facts: Mapping[str, str]) -> Report:
+def build_report(name: str, measured: Measurements, facts: Mapping[str, str]) -> Report:
     rows = [
-        Row(case, {figure: figure_of(values) for figure, values in row.items()})
+        Row(case, {figure: summarize_values(values) for figure, values in row.items()})
         for case, row in measured.values.items()
     ]
     return Report(name, {**facts, **measured.facts}, rows, measured.problems)
@@ -140,5 +140,5 @@ def report_lines(report: Report, *, padded: bool = True) -> Iterator[str]:
     yield from ("", *report.problems) if report.problems else ()
 
 
-def render(report: Report) -> str:
+def render_report(report: Report) -> str:
     return "\n".join(report_lines(report))

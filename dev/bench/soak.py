@@ -15,7 +15,7 @@ import msgspec
 import psutil
 
 from dev.bench.jobs import BenchError, Say, started
-from dev.bench.report import Measured
+from dev.bench.report import Measurements
 from r3async.config import load_config
 from r3async.record.reading import read_json_objects
 
@@ -70,7 +70,7 @@ def growth(samples: Sequence[Sample]) -> tuple[dict[str, float], bool]:
     return figures, grown > max(NOISE * scatter, 0.01 * resident) or files_grow
 
 
-def run(minutes: float, overrides: Sequence[str], directory: Path, say: Say) -> Measured:
+def run(minutes: float, overrides: Sequence[str], directory: Path, say: Say) -> Measurements:
     """Run with the scripted engine for `minutes`. Raises `BenchError` if the run ends before that."""
     from dev.chaos.run import make_model, settings
     from dev.chaos.scenarios import Kills
@@ -107,7 +107,7 @@ def run(minutes: float, overrides: Sequence[str], directory: Path, say: Say) -> 
                 say(f"soak: minute {minute} of {minutes:g}")
     rows = read_json_objects(run_dir / "metrics.jsonl")
     steps, group = len(rows), config.schedule.prompts_per_step * config.schedule.group_size
-    measured = Measured()
+    measured = Measurements()
     measured.facts = {"run": f"{minutes:g} minutes, {steps} steps, {steps * group} trajectories"}
     measured.facts["spool"] = f"at most {watched.spool_most / MIB:.2f} MiB of {config.buffer.disk_bytes / MIB:.0f}"
     for name, found in sorted(watched.samples.items()):

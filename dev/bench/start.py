@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dev.bench.jobs import BenchError, Say, started
-from dev.bench.report import Measured
+from dev.bench.report import Measurements
 from dev.bench.tree_cpu import TreeCpu
 from r3async.config import ConfigError
 from r3async.record.reading import read_json_objects
@@ -30,12 +30,12 @@ SMALL = ["model.init.max_warm_steps=2", "model.init.hidden_size=64", "generator.
 """Overrides of a small run that exercises the code path; its figures mean nothing."""
 
 
-def run(cases: Sequence[str], repeats: int, say: Say, *, quick: bool = False) -> Measured:
+def run(cases: Sequence[str], repeats: int, say: Say, *, quick: bool = False) -> Measurements:
     """Measure each case `repeats` times, in turns. Raises `BenchError`, and `ConfigError` for an unknown case."""
     if unknown := [case for case in cases if case not in CASES]:
         raise ConfigError(f"--cases {unknown[0]!r}: there are {', '.join(CASES)}")
     words = SMALL if quick else []
-    measured = Measured()
+    measured = Measurements()
     with tempfile.TemporaryDirectory(prefix="r3async-start-") as scratch:
         model = Path(scratch, "model")
         if "model" in cases:

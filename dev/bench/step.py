@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dev.bench.jobs import Say, progress, run_job, train_apart
-from dev.bench.report import Measured
+from dev.bench.report import Measurements
 from r3async.config import Config, config_from_dict, config_to_dict, load_config
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def configure(seed: int, overrides: Sequence[str], *, quick: bool) -> Config:
     return load_config("quickstart", [*small, f"seed={seed}", "evaluation.every_steps=0", *overrides], None)
 
 
-def run(steps: int, seed: int, quick: bool, say: Say) -> Measured:
+def run(steps: int, seed: int, quick: bool, say: Say) -> Measurements:
     """Make the model, the run and its steps again in each way. Raises `BenchError`."""
     from r3async.tools.init_model import init_model
 
@@ -87,9 +87,9 @@ def run(steps: int, seed: int, quick: bool, say: Say) -> Measured:
     return measured
 
 
-def summarize(spent: Spent) -> Measured:
+def summarize(spent: Spent) -> Measurements:
     """Return the figures of each way, one value for each block of batches; ratios are over the first way."""
-    measured, first = Measured(), next(iter(spent.cpu))
+    measured, first = Measurements(), next(iter(spent.cpu))
     for name, seconds in spent.cpu.items():
         for at in range(0, len(seconds), BLOCK):
             cpu, plain, wall, plain_wall = (

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from dev.bench.jobs import BenchError, Say
-from dev.bench.report import Measured
+from dev.bench.report import Measurements
 from r3async.weights.fetch import CHUNK_BYTES, WINDOW_CHUNKS
 from r3async.weights.publish import DEFAULT_BUCKET_BYTES
 
@@ -199,7 +199,7 @@ def crew(target: Any, given: Sequence[tuple[Any, ...]]) -> Iterator[Crew]:
         made.close()
 
 
-def run(job: TransferJob, say: Say) -> Measured:
+def run(job: TransferJob, say: Say) -> Measurements:
     """Measure all layouts. Raises `BenchError`."""
     most = max(*job.engines, *job.spread)
     layouts = [(n, hosts) for hosts in (1, 2) for n in job.engines] + [(n, n + 1) for n in job.spread]
@@ -214,7 +214,7 @@ def run(job: TransferJob, say: Say) -> Measured:
 
 async def _measure(
     job: TransferJob, layouts: Sequence[tuple[int, int]], ranks: Crew, engines: Crew, scratch: Path, say: Say
-) -> Measured:
+) -> Measurements:
     """Publish `versions` in each layout. A value is of one version, of the slowest engine; the first is fetched whole."""
     import torch  # noqa: F401
 
@@ -224,7 +224,7 @@ async def _measure(
 
     server_keys, client_keys = generate_keys()
     publisher = ShardedVersionStore(scratch / "learner", ranks.call, job.ranks, deltas=True)
-    server, peak, measured = TcpServer("127.0.0.1", server_keys), Peak(), Measured()
+    server, peak, measured = TcpServer("127.0.0.1", server_keys), Peak(), Measurements()
     version, nbytes, memory = 0, 0, {"an engine": 0, "the learner": 0}
     try:
         for number, (count, hosts) in enumerate(layouts):

@@ -23,7 +23,7 @@ import numpy as np
 import zmq
 
 from dev.bench.jobs import BenchError, Say, forget_peak, memory_mib, progress, run_job
-from dev.bench.report import Measured
+from dev.bench.report import Measurements
 from r3async.config import BufferConfig, TransportConfig
 from r3async.data.packed import RouteForm
 from r3async.data.tokens import Sample, TokenTable, Trajectory, Turn
@@ -123,10 +123,10 @@ class Moved(msgspec.Struct, frozen=True):
     high_water_mib: float | None = None
 
 
-def run(*, quick: bool, rounds: int, say: Say) -> Measured:
+def run(*, quick: bool, rounds: int, say: Say) -> Measurements:
     """Measure the format, and every size on every path. Raises `BenchError`."""
     sizes, rounds, moved = ((10_000, 200_000), 1, MOVED // 100) if quick else (SIZES, rounds, MOVED)
-    measured, tokens = Measured(), 256 if quick else 2048
+    measured, tokens = Measurements(), 256 if quick else 2048
     measure_format(tokens)  # warms up
     for _ in range(3 if quick else 20):
         for name, figures in measure_format(tokens).items():

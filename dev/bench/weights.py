@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dev.bench.jobs import Say, train_apart
-from dev.bench.report import Measured
+from dev.bench.report import Measurements
 from r3async.config import load_config
 from r3async.data.container import decode_safetensors_header
 
@@ -42,7 +42,7 @@ PARTS = {
 """Metrics by the name of their part of an update."""
 
 
-def run(updates: int, overrides: Sequence[str], say: Say) -> Measured:
+def run(updates: int, overrides: Sequence[str], say: Say) -> Measurements:
     """Make the run in a separate process, and read its metrics. Raises `BenchError`, `ConfigError`.
 
     A value is of one update; the first two, in which processes warm up, are left out.
@@ -51,7 +51,7 @@ def run(updates: int, overrides: Sequence[str], say: Say) -> Measured:
     with tempfile.TemporaryDirectory(prefix="r3async-bench-") as scratch:
         rows = train_apart(config, Path(scratch), timeout=TIMEOUT, say=say)[WARM_UP:]
         tensors = sum(map(_tensors, sorted(Path(scratch).rglob("init/*.safetensors"))))
-    measured = Measured()
+    measured = Measurements()
     measured.facts = {
         "weights": f"{tensors:,} tensors, {rows[-1]['weights/bytes'] / 1e6:.1f} MB in {config.generator.dtype}",
         "engines are paused for": f"{rows[-1]['weights/paused_share']:.1%} of the time",

@@ -20,11 +20,11 @@ import pytest
 
 from dev.bench import start, transport
 from dev.bench.conductor import Job, simulated
-from dev.bench.e2e import Plan, compare_sides, configure, peer_job, run, seconds_to
+from dev.bench.e2e import ComparisonPlan, compare_sides, configure, peer_job, run, seconds_to
 from dev.bench.fleet import Load
 from dev.bench.jobs import BenchError, progress, run_job
 from dev.bench.packing import CAPS, apart, dealt, efficiency, fewest_bins, lengths_like, shape_of, sums
-from dev.bench.report import Measured, Report, build_report, figure_of, render
+from dev.bench.report import Measurements, Report, build_report, render_report, summarize_values
 from dev.bench.soak import MIB, Sample, growth
 from dev.bench.step import BLOCK, WAYS, Spent, summarize
 from dev.bench.step import configure as configure_step
@@ -32,7 +32,7 @@ from dev.bench.tree_cpu import TreeCpu
 from r3async.config import ConfigError
 from r3async.learner.batch import CostModel
 
-PLAN = Plan(["a"], [0], steps=20)
+PLAN = ComparisonPlan(["a"], [0], steps=20)
 
 
 def cli(*words, cwd, timeout=120):
@@ -53,21 +53,21 @@ def measure(*words, cwd, timeout=120):
 
 
 def test_a_figure_has_its_mean_the_interval_of_students_t_and_the_number_of_values():
-    figure = figure_of([1.0, 2.0, 6.0])
+    figure = summarize_values([1.0, 2.0, 6.0])
     assert (figure.mean, figure.median, figure.n) == (3.0, 2.0, 3)
     half = 4.303 * np.std([1, 2, 6], ddof=1) / 3**0.5
     assert (figure.low, figure.high) == pytest.approx((3 - half, 3 + half), rel=1e-3)
-    assert (figure_of([2.0]).low, figure_of([2.0]).high) == (None, None)
+    assert (summarize_values([2.0]).low, summarize_values([2.0]).high) == (None, None)
 
 
 def test_rows_that_share_figures_are_one_table_and_problems_are_named():
-    measured = Measured()
+    measured = Measurements()
     for value in (1.0, 3.0):
         measured.add("a", {"ms": value, "none": None})
     measured.add("b", {"ms": 2000.0, "MiB": 0.5})
     measured.add("c", {"share": 0.25})
     measured.problems.append("b grows")
-    lines = render(build_report("x", measured, {"command": "y", "machine": "z"})).splitlines()
+    lines = render_report(build_report("x", measured, {"command": "y", "machine": "z"})).splitlines()
     assert [" ".join(line.split()) for line in lines] == [
         "command: `y`; machine: z",
         "",
@@ -161,11 +161,11 @@ def test_the_peer_has_the_settings_of_our_run(case, tmp_path):
 
 def test_a_peer_that_is_not_there_says_how_to_make_it():
     with pytest.raises(ConfigError, match=r"PEER/bin/pip install trl"):
-        run(Plan(["a"], [0], peer="trl"), print)
+        run(ComparisonPlan(["a"], [0], peer="trl"), print)
     with pytest.raises(ConfigError, match="there are none, trl"):
-        run(Plan(["a"], [0], peer="another"), print)
+        run(ComparisonPlan(["a"], [0], peer="another"), print)
     with pytest.raises(ConfigError, match="there are a, b, c, own"):
-        run(Plan(["d"], [0]), print)
+        run(ComparisonPlan(["d"], [0]), print)
 
 
 def test_processor_time_of_a_tree_is_counted_by_role_also_when_a_process_has_ended():

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from dev.bench import claims, page
-from dev.bench.claims import Claim, Other, Register, blocks, filled, is_figure, problems, written
+from dev.bench.claims import Claim, Other, Register, blocks, fill_claims, filled, is_figure, problems
 from dev.bench.commands import app as bench
-from dev.bench.report import Measured, build_report
+from dev.bench.report import Measurements, build_report
 from r3async.tools.sweep import record as records
 from r3async.tools.sweep.plan import list_runs, read_sweep_plan
 from r3async.views.sweeps import FINISHED_FILE, SweepResults, read_sweep_results
@@ -153,15 +153,15 @@ def test_a_figure_in_no_claim_and_a_word_that_is_not_there_any_more_are_named(da
 def test_figures_in_sentences_are_written_from_the_data(data):
     register = Register([Claim("a.md", DRIFT, data="d.json"), REWARD])
     old = PAGE.replace("4.90", "3.10").replace("1.2e-4", "9.9e-5")
-    assert written("a.md", old, register) == PAGE, "line ends stay where they are"
-    assert written("a.md", PAGE, register) == PAGE
-    assert written("b.md", old, register) == old
+    assert fill_claims("a.md", old, register) == PAGE, "line ends stay where they are"
+    assert fill_claims("a.md", PAGE, register) == PAGE
+    assert fill_claims("b.md", old, register) == old
     assert filled(register.claim[0], DATA).endswith("1.2e-4 nats.")
 
 
 def test_what_did_not_happen_is_never_and_rows_of_a_report_are_found_by_case(data, tmp_path):
     (tmp_path / "bench").mkdir()
-    measured = Measured()
+    measured = Measurements()
     measured.add("a, b", {"seconds to 0.7": 2.5})
     report = msgspec.json.encode(build_report("e2e", measured, {}))
     (tmp_path / "bench" / "e2e.json").write_bytes(report)
@@ -169,7 +169,7 @@ def test_what_did_not_happen_is_never_and_rows_of_a_report_are_found_by_case(dat
     assert filled(Claim("a.md", words), claims.read_data("bench/e2e.json")) == "It took 2.5 s."
     assert filled(Claim("a.md", "Tamed: {tamed}."), {"tamed": None}) == "Tamed: never."
     again = Register([Claim("a.md", words, data="bench/e2e.json")])
-    assert written("a.md", "It took never s.\n", again) == "It took 2.5 s.\n"
+    assert fill_claims("a.md", "It took never s.\n", again) == "It took 2.5 s.\n"
 
 
 def test_the_script_lists_claims_without_data_and_fails_where_one_is_wrong(monkeypatch, capsys, data):
@@ -230,7 +230,7 @@ def test_the_tables_of_the_pages_are_made_from_the_data_and_all_data_is_shown():
 
 def test_a_table_stands_in_its_place_and_nothing_else_changes(tmp_path, monkeypatch):
     (tmp_path / "bench").mkdir()
-    measured = Measured(facts={"weights": "135 tensors"})
+    measured = Measurements(facts={"weights": "135 tensors"})
     for milliseconds in (20.0, 22.0):
         measured.add("pause", {"ms": milliseconds})
     report = build_report("weights", measured, {"command": "python -m dev bench weights"})
@@ -238,18 +238,19 @@ def test_a_table_stands_in_its_place_and_nothing_else_changes(tmp_path, monkeypa
     monkeypatch.setattr(claims, "FIGURES", tmp_path)
     before = "# A\n\n<!-- bench: weights -->\nold\n<!-- end of weights -->\n\nb\n"
     other = "<!-- bench: wire -->\nas it was\n<!-- end of wire -->\n"
-    made = page.written(before + other)
+    made = page.fill_tables(before + other)
     assert made.startswith(
         "# A\n\n<!-- bench: weights -->\ncommand: `python -m dev bench weights`; weights: 135 tensors\n"
     )
     assert "| case | ms | n |\n|---|---|---|\n| pause | 21 [8.29, 33.7] | 2 |\n<!-- end of weights -->\n\nb\n" in made
     assert made.endswith(other)
-    assert page.written(made) == made
+    assert page.fill_tables(made) == made
 
 
 def test_every_benchmark_that_a_page_names_is_there_or_is_named_with_the_commit_that_has_it():
     known = {command.callback.__name__ for command in bench.registered_commands}
-    for name, text in claims.pages().items():
+    records = {path.name: path.read_text() for path in (claims.DOCS / "decisions").rglob("D-*.md")}
+    for name, text in (claims.pages() | records).items():
         for block in re.split(r"\n\s*\n", text):
             for benchmark in re.findall(r"dev bench ([a-z][\w-]*)", block):
                 assert benchmark in known or "ab1215e1" in block, f"{name}: {block[:200]}"

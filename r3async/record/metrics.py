@@ -427,6 +427,9 @@ ROW_ID_COLUMNS = ("step", "version", "lineage", "time")
 
 RENAMED_METRICS = {
     r"env/([^/]+)_(mean|std)": r"env/\1/\2",
+    r"env/([^/]+)/episode_tokens_(mean|p95)": r"env/\1/response_length_\2",
+    r"env/([^/]+)/episode_truncated_share": r"env/\1/response_length_clip_ratio",
+    r"env/([^/]+)/reward_(.+)_(mean|std)": r"env/\1/rewards/\2/\3",
     r"episode/tokens_(mean|p95|max)": r"response_length/\1",
     r"episode/truncated_share": r"response_length/clip_ratio",
     r"optimizer/no_contrast": r"optimizer/zero_variance",

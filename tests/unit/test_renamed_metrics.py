@@ -11,6 +11,9 @@ from r3async.views.summary import RunSummary
 
 RENAMED = {
     "env/moves_mean": "env/moves/mean",
+    "env/small/episode_tokens_p95": "env/small/response_length_p95",
+    "env/small/episode_truncated_share": "env/small/response_length_clip_ratio",
+    "env/small/reward_brief_mean": "env/small/rewards/brief/mean",
     "episode/tokens_mean": "response_length/mean",
     "episode/tokens_p95": "response_length/p95",
     "episode/tokens_max": "response_length/max",
@@ -45,4 +48,5 @@ def test_an_old_name_is_refused_with_the_new_one_and_the_new_one_exists(tmp_path
 
 def test_no_name_of_the_catalogue_is_an_old_one() -> None:
     names = [*METRICS, "rewards/brief/mean", "env/moves_mean/mean", "env/small/reward_mean", "env/small/moves/std"]
+    names += ["env/small/response_length_mean", "env/small/reward_std_in_group"]
     assert [name for name in names if find_new_name(name)] == []

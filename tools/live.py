@@ -165,7 +165,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def serve_live_pages(runs: Sequence[Path], port: int, print_line: Callable[[str], Any]) -> None:
-    """Serve until SIGINT or SIGTERM. Raises `OSError` for a port that cannot be had.
+    """Serve until SIGINT or SIGTERM. Raises `OSError` for a port that is not free.
 
     Args:
         port: The port; 0 for any free one.
@@ -186,7 +186,7 @@ async def _run_server(runs: Sequence[Path], port: int, print_line: Callable[[str
             await web.TCPSite(runner, LOOPBACK_HOST, port).start()
         except OSError as error:
             raise OSError(
-                f"port {port} of {LOOPBACK_HOST} cannot be had: {error.strerror or error}; choose another"
+                f"port {port} of {LOOPBACK_HOST} cannot be opened: {error.strerror or error}; choose another"
             ) from error
         print_line(f"http://{LOOPBACK_HOST}:{runner.addresses[0][1]}/?token={pages.token}")
         await stop.wait()

@@ -234,7 +234,7 @@ def _exit_with_error(message: str) -> NoReturn:
 
 def scale(
     run: Annotated[str, typer.Argument(help="the name or directory of a run whose command runs")],
-    wanted: Annotated[list[str], typer.Argument(metavar="generators=N", help="how many it is to have")],
+    wanted: Annotated[list[str], typer.Argument(metavar="generators=N", help="how many the run should have")],
     wait: Annotated[float, typer.Option(help="seconds to wait until it has them; 0: do not wait")] = 900.0,
     runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:

@@ -63,7 +63,7 @@ def write_report_page(names: Sequence[str], output: Path | None, root: Path) -> 
 def serve_runs(names: Sequence[str], port: int, root: Path) -> None:
     """Serve until Ctrl-C; print the address to stdout.
 
-    Raises `OSError` for a port that cannot be had, and `InspectError` for an unknown run.
+    Raises `OSError` for a port that is not free, and `InspectError` for an unknown run.
     """
     from .inspect.run import find_run
     from .live import serve_live_pages

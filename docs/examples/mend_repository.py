@@ -4,7 +4,7 @@
     name = "docs.examples.mend_repository:MendRepository"
 
 Each answer with tool calls is answered by what the commands said. The first answer without one ends the episode, and the tests
-are run, as they came with the task: what became of them is put back first. The reward is 1 if all of them pass.
+are run, as they came with the task: they are restored first. The reward is 1 if all of them pass.
 """
 
 from __future__ import annotations

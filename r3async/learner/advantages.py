@@ -247,8 +247,8 @@ def compute_baseline_and_scale(
     subtracted from them, and they are divided by their standard deviation (`standardize_advantages`).
 
     A group with zero variance (fewer than two scores, or all equal) has nothing to compare: its advantages are exactly 0,
-    except under `reinforce_pp`, which compares with the whole batch. So a batch has no zero variance exactly where a trained
-    token's advantage is not 0, and this decides whether an update is made (`trainer.Minibatch.skip_cause`).
+    except under `reinforce_pp`, which compares with the whole batch. So a batch has variance exactly where a trained token's
+    advantage is not 0, and this decides whether an update is made (`trainer.Minibatch.skip_cause`).
     """
     values = np.asarray(scores, np.float64)
     n = len(values)

@@ -207,7 +207,7 @@ def test_a_missing_run_a_taken_port_and_a_file_are_refused_in_a_line(tmp_path: P
         port = str(taken.getsockname()[1])
         for words, reason in (
             (["none-such"], "no run 'none-such'"),
-            ([run, "--port", port], f"port {port} of 127.0.0.1 cannot be had"),
+            ([run, "--port", port], f"port {port} of 127.0.0.1 cannot be opened"),
             ([run, "-o", "x.html"], "--serve writes no file"),
         ):
             result = CliRunner().invoke(app, ["report", "--serve", *words])

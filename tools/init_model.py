@@ -61,6 +61,8 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
+ROUTER_STD = 0.1
+"""Standard deviation of the router weights: five times that of others, so that routers have a preference from the start."""
 WARMUP_LR = 1e-3
 WARMUP_BATCH_EPISODES = 64
 """Episodes per supervised step."""
@@ -104,21 +106,7 @@ def build_random_model(init: InitConfig, tokenizer: Any) -> Any:
 
     torch.manual_seed(init.seed)
     config = Qwen3MoeConfig(
-        vocab_size=-(-len(tokenizer) // 8) * 8,
-        hidden_size=init.hidden_size,
-        intermediate_size=2 * init.hidden_size,
-        num_hidden_layers=init.layers,
-        num_attention_heads=init.heads,
-        num_key_value_heads=init.kv_heads,
-        head_dim=init.hidden_size // init.heads,
-        num_experts=init.experts,
-        num_experts_per_tok=init.top_k,
-        moe_intermediate_size=init.expert_hidden_size,
-        decoder_sparse_step=1,
-        norm_topk_prob=True,
-        max_position_embeddings=init.max_positions,
-        rope_parameters={"rope_type": "default", "rope_theta": init.rope_theta},
-        tie_word_embeddings=False,
+        **init.build_model_config(vocab_size=-(-len(tokenizer) // 8) * 8),
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -127,7 +115,7 @@ def build_random_model(init: InitConfig, tokenizer: Any) -> Any:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("mlp.gate.weight"):
-                weight.normal_(0, init.gate_std)
+                weight.normal_(0, ROUTER_STD)
     return model
 
 

@@ -181,21 +181,7 @@ def find_model_shape(config: Config) -> tuple[ModelShape, str]:
     """Return the shape of a run's model and the source of its numbers. Raises `ConfigError` if they are unknown."""
     path = config.model.path
     if not path:
-        i = config.model.init
-        made = {
-            "model_type": "qwen3_moe",
-            "hidden_size": i.hidden_size,
-            "num_hidden_layers": i.layers,
-            "num_attention_heads": i.heads,
-            "num_key_value_heads": i.kv_heads,
-            "head_dim": i.hidden_size // i.heads,
-            "intermediate_size": 2 * i.hidden_size,
-            "num_experts": i.experts,
-            "num_experts_per_tok": i.top_k,
-            "moe_intermediate_size": i.expert_hidden_size,
-            "vocab_size": INIT_VOCAB_SIZE,
-            "max_position_embeddings": i.max_positions,
-        }
+        made = config.model.init.build_model_config(INIT_VOCAB_SIZE)
         return read_planned_shape(made, "model.init"), "model.init: made when the run starts"
     return _find_shape_at(path, "model.path")
 

@@ -121,25 +121,8 @@ def model_here() -> Iterator[Path]:
     try:
         model.mkdir()
         build_byte_tokenizer().save_pretrained(model)
-        init = InitConfig(layers=2, experts=8, top_k=2)
-        (model / "config.json").write_bytes(
-            msgspec.json.encode(
-                {
-                    "model_type": "qwen3_moe",
-                    "hidden_size": init.hidden_size,
-                    "intermediate_size": 2 * init.hidden_size,
-                    "max_position_embeddings": init.max_positions,
-                    "num_hidden_layers": init.layers,
-                    "num_attention_heads": init.heads,
-                    "num_key_value_heads": init.kv_heads,
-                    "num_experts": init.experts,
-                    "num_experts_per_tok": init.top_k,
-                    "moe_intermediate_size": init.expert_hidden_size,
-                    "head_dim": 32,
-                    "vocab_size": 512,
-                }
-            )
-        )
+        model_config = InitConfig(layers=2, experts=8, top_k=2).build_model_config(vocab_size=512)
+        (model / "config.json").write_bytes(msgspec.json.encode(model_config))
         os.chdir(directory)
         yield model
     finally:

@@ -4,7 +4,6 @@ the cluster."""
 from __future__ import annotations
 
 from typing import Literal
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -323,21 +322,12 @@ class LogConfig(Section):
     to: list[SinkName] = msgspec.field(default_factory=list)
     """Further destinations of each step's row of metrics, with evaluations and a table of sample episodes. A run
     that resumes continues its run there. Each needs its package: `pip install "r3async[sinks]"`. A sink cannot slow
-    or stop a run."""
+    or stop a run. Each reads its own variables: without WANDB_MODE or a key of W&B, its data stay in the run's
+    directory until `wandb sync`; without MLFLOW_TRACKING_URI, MLflow writes to `mlruns` there."""
     project: str = "r3async"
     """Project (W&B, trackio) or experiment (MLflow) of the run; in it, the run has the name of its directory."""
-    wandb_mode: Literal["online", "offline"] = "offline"
-    """Mode of W&B. `offline`: the data stay in the run's directory until `wandb sync`. `online` needs `wandb login`
-    before."""
-    mlflow_uri: str = ""
-    """Tracking server or store of MLflow. Default: `mlruns` in the run's directory."""
 
     def check_values(self) -> None:
-        if urlsplit(self.mlflow_uri).password is not None:
-            raise ValueError(
-                "`mlflow_uri` has a password, and it is written to `config.toml`: leave it out, and set "
-                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
-            )
         if len(set(self.to)) < len(self.to):
             raise ValueError("`to` names one twice")
 

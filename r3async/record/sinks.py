@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import msgspec
 import numpy as np
@@ -329,6 +329,7 @@ class WandbBackend:
     def __init__(self, config: LogConfig, run_dir: Path, settings: Mapping[str, Any]):
         import wandb
 
+        has_key = wandb.login(prompt=False, verify=False)
         number = read_run_id(run_dir, "wandb") or write_run_id(run_dir, "wandb", secrets.token_hex(8))
         self._run = wandb.init(
             project=config.project,
@@ -337,7 +338,7 @@ class WandbBackend:
             resume="allow",
             dir=str(run_dir),
             config=dict(settings),
-            mode=config.wandb_mode,
+            mode=cast(Any, os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")),
             settings=wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True),
             allow_val_change=True,
         )
@@ -357,17 +358,18 @@ class WandbBackend:
 
 
 class MlflowBackend:
-    """An MLflow run of the experiment `log.project`, in `log.mlflow_uri` or `runs/NAME/mlruns`."""
+    """An MLflow run of the experiment `log.project`, at MLFLOW_TRACKING_URI or in `runs/NAME/mlruns`."""
 
     def __init__(self, config: LogConfig, run_dir: Path, settings: Mapping[str, Any]):
-        if not config.mlflow_uri:
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
             # MLflow 3 refuses its plain-file store without this variable; a database would need one more package.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
         self._metric = Metric
-        self._client = MlflowClient(config.mlflow_uri or (run_dir / "mlruns").absolute().as_uri())
+        self._client = MlflowClient(uri or (run_dir / "mlruns").absolute().as_uri())
         self._examples: deque[EpisodeExample] = deque(maxlen=MAX_TABLE_EXAMPLES)
         if self._resume_run(run_dir):
             return  # MLflow does not allow parameters to change

@@ -84,7 +84,7 @@ def files_with(directory: Path, text: str) -> list[Path]:
 def caller(tmp_path_factory):
     """A model that mostly calls the tool: a short supervised warm-up, without the samples that `init_model` looks at."""
     # Heads of 32: vLLM has none of 16 on CPU.
-    init = InitConfig(hidden_size=64, layers=2, heads=2, kv_heads=2, expert_hidden_size=32, rope_theta=5.0)
+    init = InitConfig(hidden_size=64, layers=2, heads=2, expert_hidden_size=32, rope_theta=5.0)
     tokenizer = build_byte_tokenizer()
     torch.manual_seed(0)
     model = build_random_model(init, tokenizer)

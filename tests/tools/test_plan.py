@@ -151,7 +151,11 @@ def test_bytes_on_the_wire_are_those_of_an_encoded_trajectory(layers, top_k, exp
         ("moe_30b_r3", "cluster.gpu_gib=-1", ["gpu_gib"]),
         ("dense_7b", "routing.replay=rollout", ["routing.replay", "off"]),
         ("dense_7b", "learner.backend=megatron", ["learner.parallel", "GiB"]),  # trained, but not divided by dp
-        ("quickstart", "episode.max_total_tokens=2048", ["episode.max_total_tokens", "positions"]),
+        (
+            "quickstart",
+            "episode.max_total_tokens=40000 learner.max_tokens_per_micro_batch=40000",
+            ["episode.max_total_tokens", "positions"],
+        ),
         ("quickstart", "env.name=revers-text", ["env.name", "reverse-text"]),
         ("quickstart", "learner.parallel.ep=3", ["ep"]),
         ("quickstart", "model.init.heads=8", ["model.init.heads", "32"]),
@@ -159,7 +163,7 @@ def test_bytes_on_the_wire_are_those_of_an_encoded_trajectory(layers, top_k, exp
 )
 def test_nonsense_is_refused_with_the_settings_name(preset, override, parts):
     with pytest.raises(ConfigError) as caught:
-        make_run_plan(load_config(preset, [override]))
+        make_run_plan(load_config(preset, override.split()))
     for part in parts:
         assert part in str(caught.value)
 

@@ -56,7 +56,6 @@ IN_VAIN = [
     (["transport.trusted_network=true"], "nccl"),
     (["buffer.disk_bytes=1000"], "buffer.durability"),
     (["log.project=mine"], "log.to"),
-    (["log.wandb_mode=online", 'log.to=["mlflow"]'], "wandb"),
     (["observe.prometheus_host=127.0.0.2"], "prometheus_port"),
     (["serving.model_name=mine"], "serving.enabled"),
     (["serving.max_sessions=3", "env.name=agent:a:b"], "serving.enabled"),

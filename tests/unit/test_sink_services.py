@@ -34,11 +34,11 @@ EPISODE = {
 }
 
 
-def start(name: str, run_dir: Path, rows: Sequence[dict], options: dict, seed: int = 1) -> None:
+def start(name: str, run_dir: Path, rows: Sequence[dict], seed: int = 1) -> None:
     """A start of the run, which hands on these rows, then a late evaluation and an example."""
     run_dir.mkdir(exist_ok=True)
     reported: list[str] = []
-    config = LogConfig(to=[name], **options)
+    config = LogConfig(to=[name])
     with open_sinks(config, run_dir, {"seed": seed, "learner": {"lr": 1e-4}}, reported.append, timeout=120.0) as sinks:
         for row in rows:
             sinks.write(row)
@@ -47,13 +47,13 @@ def start(name: str, run_dir: Path, rows: Sequence[dict], options: dict, seed: i
     assert reported == []
 
 
-def resumed(name: str, tmp_path: Path, **options) -> Path:
+def resumed(name: str, tmp_path: Path) -> Path:
     """Steps 1 to 4, and a second start from the checkpoint of step 2 that makes steps 3 to 5 with another seed."""
     run_dir = tmp_path / "run"
-    start(name, run_dir, ROWS[:4], options)
+    start(name, run_dir, ROWS[:4])
     if name == "wandb":
         time.sleep(1.1)  # it names its directories by the second
-    start(name, run_dir, ROWS[2:], options, seed=2)
+    start(name, run_dir, ROWS[2:], seed=2)
     return run_dir
 
 
@@ -138,12 +138,25 @@ def test_wandb_has_one_run_for_all_starts(tmp_path) -> None:
     assert stored[0]["data"] == [list(make_episode_example(EPISODE))]
 
 
-@pytest.mark.parametrize("mode", ["online", "offline"])
-def test_wandb_is_asked_for_the_run_that_an_earlier_start_had(tmp_path, monkeypatch, mode) -> None:
+@pytest.mark.parametrize(
+    ("variables", "mode"),
+    [
+        ({}, "offline"),
+        ({"WANDB_API_KEY": "a" * 40}, "online"),
+        ({"WANDB_API_KEY": "a" * 40, "WANDB_MODE": "offline"}, "offline"),
+        ({"WANDB_MODE": "online"}, "online"),
+    ],
+)
+def test_wandb_is_asked_for_the_run_that_an_earlier_start_had(tmp_path, monkeypatch, variables, mode) -> None:
     """Online, W&B itself finds it: `wandb sync` puts offline files of one id together."""
     import wandb
 
     asked = []
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
 
     def init(**given):
         asked.append((given["id"], given["resume"], given["mode"]))
@@ -152,7 +165,7 @@ def test_wandb_is_asked_for_the_run_that_an_earlier_start_had(tmp_path, monkeypa
     monkeypatch.setattr(wandb, "init", init)
     for _ in range(2):
         reported: list[str] = []
-        config = LogConfig(to=["wandb"], wandb_mode=mode)
+        config = LogConfig(to=["wandb"])
         open_sinks(config, tmp_path, {}, reported.append, timeout=60.0).close()
         assert "no W&B here" in reported[0]
     assert asked[0] == asked[1] == (asked[0][0], "allow", mode)
@@ -180,11 +193,12 @@ def test_mlflow_has_one_run_for_all_starts(tmp_path) -> None:
     assert json.loads(run.data.tags["mlflow.loggedArtifacts"]) == [{"path": artifact.path, "type": "table"}]
 
 
-def test_mlflow_begins_another_run_where_the_store_is_another(tmp_path) -> None:
+def test_mlflow_begins_another_run_where_the_store_is_another(tmp_path, monkeypatch) -> None:
     run_dir = tmp_path / "run"
-    start("mlflow", run_dir, ROWS[:2], {})
+    start("mlflow", run_dir, ROWS[:2])
     other = (tmp_path / "other").as_uri()
-    start("mlflow", run_dir, ROWS[2:], {"mlflow_uri": other})
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", other)
+    start("mlflow", run_dir, ROWS[2:])
     from mlflow import MlflowClient
 
     client = MlflowClient(other)

@@ -7,6 +7,7 @@ from r3async.config import EpisodeConfig
 from r3async.rollout.chat import ChatRenderer, TemplateError, find_template_variables
 from r3async.rollout.endpoint.chat_completions import parse_chat_request
 from r3async.rollout.endpoint.protocol import ApiError
+from r3async.rollout.endpoint.server import DIALECT_BY_PATH
 from tests.helpers.serving import (
     HERMES,
     answer_ids,
@@ -32,6 +33,16 @@ def test_what_the_episode_has_may_be_asked_for():
     assert parse_chat_request(asked, settings, {})
     with pytest.raises(ApiError, match=r"episode\.top_p = 0\.9"):
         parse_chat_request(asked | {"top_p": 0.8}, settings, {})
+
+
+@pytest.mark.parametrize("path", DIALECT_BY_PATH)
+def test_sampling_values_that_request_nothing_are_accepted_in_each_protocol(path):
+    asked = {"max_tokens": 9, "input": "a", "messages": [user("a")], "top_p": 1, "min_p": 0}
+    settings = EpisodeConfig(top_p=0.9, top_k=5, min_p=0.1)
+    for top_k in (0, -1, 5):
+        assert DIALECT_BY_PATH[path].parse_request(asked | {"top_k": top_k}, settings, {})
+    with pytest.raises(ApiError, match="top_k = 7"):
+        DIALECT_BY_PATH[path].parse_request(asked | {"top_k": 7}, settings, {})
 
 
 def stopping(*texts):

@@ -15,12 +15,12 @@ from r3async.rollout.endpoint.protocol import (
     ApiError,
     StoredConversations,
     add_reasoning_effort,
-    build_chat_tool,
     build_tool_call,
     join_text_parts,
     parse_request_body,
     parse_stop_strings,
     select_tools,
+    translate_tools,
 )
 from r3async.untrusted import decode_json_object
 
@@ -50,8 +50,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "top_p": (1,),
-    "top_k": (0, -1),
     "thinking": ({"type": "disabled"},),
     "mcp_servers": ([],),
     "container": (),
@@ -99,7 +97,7 @@ def parse_count_request(body: Any, settings: EpisodeConfig) -> AgentRequest:
 def _translate_request(request: CountTokensRequest) -> AgentRequest:
     choice = request.tool_choice or {"type": "auto"}
     kind = choice.get("type")
-    tools = [_translate_tool(i, tool) for i, tool in enumerate(request.tools or [])]
+    tools = translate_tools(request.tools, (None, "custom"), "input_schema")
     messages: list[dict[str, Any]] = []
     if request.system:
         messages.append({"role": "system", "content": join_text_parts(request.system, ("text",), "system")})
@@ -113,15 +111,6 @@ def _translate_request(request: CountTokensRequest) -> AgentRequest:
         template_args=add_reasoning_effort({}, request.output_config.effort if request.output_config else None),
         single_tool_call=bool(choice.get("disable_parallel_tool_use")),
     )
-
-
-def _translate_tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
-    if tool.get("type") not in (None, "custom") or not isinstance(tool.get("name"), str):
-        raise ApiError(
-            f"tools[{index}] has type {tool.get('type')!r}: only tools with a name, which the agent runs itself, are supported",
-            param="tools",
-        )
-    return build_chat_tool(tool["name"], tool.get("description"), tool.get("input_schema"))
 
 
 def _translate_message(where: str, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

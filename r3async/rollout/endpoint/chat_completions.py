@@ -73,9 +73,6 @@ class CompletionRequest(msgspec.Struct):
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "top_p": (1,),
-    "top_k": (0, -1),
-    "min_p": (0,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),

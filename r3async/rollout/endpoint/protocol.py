@@ -151,8 +151,14 @@ class ApiDialect(msgspec.Struct, frozen=True):
     stream_end: bytes = b""
 
 
-SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
-"""Sampling parameters that a request may set only to the episode's own values."""
+NEUTRAL_SAMPLING_VALUES: dict[str, tuple[Any, ...]] = {
+    "temperature": (),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+}
+"""Sampling parameters that a request may set only to the episode's own values, and the values with which they request
+nothing."""
 MAX_STOP_STRINGS = 16
 
 
@@ -161,14 +167,15 @@ def parse_request_body(
 ) -> Any:
     """Convert `body` to a `request_type`. Raises `ApiError` for a body that is malformed or cannot be granted.
 
-    `neutral_values` maps each parameter that cannot be granted to the values that request nothing; None always is one.
+    `neutral_values` maps each further parameter that cannot be granted to the values that request nothing; None always
+    is one.
     """
     if not isinstance(body, Mapping):
         raise ApiError("the body must be a JSON object")
-    _check_sampling(body, settings, neutral_values)
+    _check_sampling(body, settings)
     for name, values in neutral_values.items():
         asked = body.get(name)
-        if name not in SAMPLING_FIELDS and asked is not None and asked not in values:
+        if asked is not None and asked not in values:
             raise ApiError(
                 f"{name} = {asked!r} is not supported: episodes are trained on what the policy itself samples. Leave it out.",
                 param=name,
@@ -180,13 +187,11 @@ def parse_request_body(
         raise ApiError(str(error)) from error
 
 
-def _check_sampling(
-    body: Mapping[str, Any], settings: EpisodeConfig, neutral_values: Mapping[str, tuple[Any, ...]]
-) -> None:
+def _check_sampling(body: Mapping[str, Any], settings: EpisodeConfig) -> None:
     """Raise `ApiError` for a request with sampling parameters other than the episode's."""
-    for name in SAMPLING_FIELDS:
+    for name, neutral_values in NEUTRAL_SAMPLING_VALUES.items():
         asked, value = body.get(name), getattr(settings, name)
-        if asked is None or asked in neutral_values.get(name, ()) or _is_same_value(asked, value):
+        if asked is None or asked in neutral_values or _is_same_value(asked, value):
             continue
         raise ApiError(
             f"{name} = {asked!r}: this episode is sampled at episode.{name} = {value!r}. Leave it out, or change that "
@@ -227,13 +232,26 @@ def select_tools(tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> Sequ
     return () if choice == "none" else tools or ()
 
 
-def build_chat_tool(name: str, description: str | None, parameters: Any) -> dict[str, Any]:
-    """Return a tool in the form of `/v1/chat/completions`."""
-    function: dict[str, Any] = {"name": name}
-    if description:
-        function["description"] = description
-    function["parameters"] = parameters or {"type": "object", "properties": {}}
-    return {"type": "function", "function": function}
+def translate_tools(
+    tools: Sequence[Mapping[str, Any]] | None, kinds: Sequence[str | None], parameters_field: str
+) -> list[dict[str, Any]]:
+    """Return tools of another protocol in the form of `/v1/chat/completions`.
+
+    Raises `ApiError` for a tool whose `type` is none of `kinds`: somebody other than the agent would run it.
+    """
+    translated = []
+    for i, tool in enumerate(tools or ()):
+        if tool.get("type") not in kinds or not isinstance(tool.get("name"), str):
+            raise ApiError(
+                f"tools[{i}] has type {tool.get('type')!r}: only named functions that the agent runs itself are supported",
+                param="tools",
+            )
+        function: dict[str, Any] = {"name": tool["name"]}
+        if tool.get("description"):
+            function["description"] = tool["description"]
+        function["parameters"] = tool.get(parameters_field) or {"type": "object", "properties": {}}
+        translated.append({"type": "function", "function": function})
+    return translated
 
 
 def build_tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
@@ -291,10 +309,7 @@ def _parse_message(index: int, message: Mapping[str, Any]) -> Message:
         raise ApiError(f"messages[{index}] has role {role!r}", param="messages")
     content = message.get("content")
     if isinstance(content, list):
-        parts = [p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else None for p in content]
-        if not all(isinstance(part, str) for part in parts):
-            raise ApiError(f"messages[{index}]: only text is supported", param="messages")
-        content = "".join(part for part in parts if part)
+        content = join_text_parts(content, ("text",), f"messages[{index}]")
     if content is not None and not isinstance(content, str):
         raise ApiError(f"messages[{index}].content must be text", param="messages")
     calls = message.get("tool_calls") or []

@@ -17,11 +17,11 @@ from r3async.rollout.endpoint.protocol import (
     ApiError,
     StoredConversations,
     add_reasoning_effort,
-    build_chat_tool,
     build_tool_call,
     join_text_parts,
     parse_request_body,
     select_tools,
+    translate_tools,
 )
 
 TEXT_PART_TYPES = ("input_text", "output_text", "text")
@@ -51,7 +51,6 @@ class ResponsesRequest(msgspec.Struct):
 
 
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "top_p": (1,),
     "top_logprobs": (0,),
     "background": (False,),
     "conversation": (),
@@ -83,7 +82,7 @@ def parse_responses_request(
     system = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
     return AgentRequest(
         [*system, *talk],
-        select_tools([_translate_tool(i, tool) for i, tool in enumerate(asked.tools or [])], asked.tool_choice),
+        select_tools(translate_tools(asked.tools, ("function",), "parameters"), asked.tool_choice),
         asked.max_output_tokens,
         template_args=add_reasoning_effort({}, asked.reasoning.effort if asked.reasoning else None),
         stream=bool(asked.stream),
@@ -91,15 +90,6 @@ def parse_responses_request(
         dialect_request=asked,
         stored_conversation=talk if asked.store is not False else None,
     )
-
-
-def _translate_tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
-    if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-        raise ApiError(
-            f"tools[{index}] has type {tool.get('type')!r}: only functions are supported, which the agent runs itself",
-            param="tools",
-        )
-    return build_chat_tool(tool["name"], tool.get("description"), tool.get("parameters"))
 
 
 def _translate_items(items: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -286,12 +286,8 @@ class AgentServer:
         async with session.answer_chat(session.parse_messages(asked.messages), asked) as (sampled, message):
             answer = self._build_response(dialect.id_prefix, sampled, message)
             body = dialect.build_body(asked, answer)
-            response = (
-                _build_event_stream(dialect.iter_events(asked, body), dialect.stream_end)
-                if asked.stream
-                else web.json_response(body)
-            )
-            await _send_response(request, response)
+            events = dialect.iter_events(asked, body) if asked.stream else None
+            response = await _send_answer(request, body, events, dialect.stream_end)
             if asked.stored_conversation is not None:
                 session.stored_conversations[answer.id] = [*asked.stored_conversation, message]
         return response
@@ -303,13 +299,8 @@ class AgentServer:
             asked.single_prompt, asked.max_tokens, parse_stop_strings(asked.stop)
         ) as sampled:
             body = build_completion_body(asked, self._build_response("cmpl", sampled, {}))
-            response = (
-                _build_event_stream(iter_completion_events(asked, body), STREAM_DONE)
-                if asked.stream
-                else web.json_response(body)
-            )
-            await _send_response(request, response)
-        return response
+            events = iter_completion_events(asked, body) if asked.stream else None
+            return await _send_answer(request, body, events, STREAM_DONE)
 
     async def _handle_count_tokens(self, request: web.Request) -> web.Response:
         session = self._require_session(request)
@@ -425,15 +416,22 @@ class AgentServer:
         return response
 
 
-def _build_event_stream(events: Iterable[tuple[str, dict[str, Any]]], end: bytes) -> web.Response:
-    """Return all events of a stream in one response.
+async def _send_answer(
+    request: web.Request, body: dict[str, Any], events: Iterable[tuple[str, dict[str, Any]]] | None, stream_end: bytes
+) -> web.Response:
+    """Send an answer as `body`, or as a stream of `events`, if the client asked for one.
 
-    The engine returns whole answers, and half an answer is useless.
+    All events are in one response: the engine returns whole answers, and half an answer is useless.
     """
-    named = [(f"event: {name}\n" if name else "", json.dumps(data)) for name, data in events]
-    text = "".join(f"{head}data: {data}\n\n" for head, data in named)
-    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-    return web.Response(body=text.encode() + end, headers=headers)
+    if events is None:
+        response = web.json_response(body)
+    else:
+        named = [(f"event: {name}\n" if name else "", json.dumps(data)) for name, data in events]
+        text = "".join(f"{head}data: {data}\n\n" for head, data in named)
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        response = web.Response(body=text.encode() + stream_end, headers=headers)
+    await _send_response(request, response)
+    return response
 
 
 async def _send_response(request: web.Request, response: web.Response) -> None:

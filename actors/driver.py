@@ -580,7 +580,7 @@ async def restart_run(
     if not await run.lock.acquire_exclusive(LOCK_WAIT_SECONDS, waiting, clock=world.clock.monotonic):
         raise ConfigError(f"processes that write to {run.path} did not end within {LOCK_WAIT_SECONDS:.0f} s")
     checkpoints = CheckpointDirectory.from_config(config, run.path, report=report, files=world.files)
-    checkpoints.remove_leftovers()
+    checkpoints.recover_directory()
     resume = checkpoints.recover_newest() or run.resume_from
     checkpoints.remove_later_evaluations(resume)
     _rewind_records(run.path, resume, world.files)
@@ -595,16 +595,16 @@ def _open_resume_checkpoint(
     set aside."""
     checkpoints = CheckpointDirectory.from_config(config, directory, report=report, files=files)
     if config.resume == "none":
-        checkpoints.remove_leftovers()
+        checkpoints.recover_directory()
         checkpoints.supersede_later(-1)
         return None
     if config.resume == "auto":
         _check_origin(None, checkpoints, directory, files)
-        checkpoints.remove_leftovers()
+        checkpoints.recover_directory()
         opened = checkpoints.recover_newest()
     else:
         opened = _open_named_checkpoint(config, checkpoints, directory, files)
-        checkpoints.remove_leftovers()
+        checkpoints.recover_directory()
         checkpoints.supersede_later(opened.state.steps)
     checkpoints.remove_later_evaluations(opened)
     if opened is None:

@@ -170,7 +170,7 @@ class Case:
         assert before != self._whole, "which of the two was read would make no difference"
 
     def _newest(self) -> Checkpoint:
-        self.run.checkpoints.remove_leftovers()
+        self.run.checkpoints.recover_directory()
         opened = self.run.checkpoints.recover_newest()
         assert opened is not None
         return opened

@@ -154,13 +154,19 @@ class CheckpointDirectory:
     def step_path(self, step: int) -> Path:
         return self.directory / f"step-{step:08d}"
 
-    def remove_leftovers(self) -> None:
-        """Remove what a killed process left behind. Call this at the start of a run, before anything else."""
+    def recover_directory(self) -> None:
+        """Remove what a killed process did not finish, and have the names of what it did finish survive a power failure.
+
+        Call this at the start of a run, before anything else. A process may have been killed between a checkpoint's
+        rename and the sync of its directory, and the run that resumes from it removes from its spool what it trained.
+        """
         for path in (self.directory / name for name in self.files.list_names(self.directory)):
             if path.suffix in (".partial", ".removing") and _STEP_PATTERN.fullmatch(path.stem):
                 self.files.remove_tree(path)
                 self._report("checkpoint_remains_removed", path=str(path))
         remove_evaluations(self.directory, files=self.files)  # those that were not finished
+        if self.list_steps():
+            self.files.fsync_directory(self.directory)
 
     def remove_later_evaluations(self, resume: Checkpoint | None) -> None:
         """Remove the evaluations of steps after `resume`, or of all steps if the run goes on from its start: their

@@ -94,7 +94,7 @@ def kill(directory: Path) -> dict[str, Any]:
         names = {p.name for p in checkpoints.directory.iterdir()}
         figures["left .partial"] += any(n.endswith(".partial") for n in names)
         figures["left .removing"] += any(n.endswith(".removing") for n in names)
-        checkpoints.remove_leftovers()
+        checkpoints.recover_directory()
         assert all(n.startswith("step-") and len(n) == 13 for n in os.listdir(checkpoints.directory)), (
             "clean left something"
         )

@@ -156,7 +156,7 @@ def test_evaluations_that_were_not_finished_or_are_taken_back_by_a_resume_are_re
         write_checkpoint(checkpoints, step)
         evaluate(checkpoints, step, reward)
     (tmp_path / "evaluation-00000040.json").write_text("{torn")
-    checkpoints.remove_leftovers()
+    checkpoints.recover_directory()
     assert list(read_evaluations(tmp_path)) == [10, 30]
     checkpoints.supersede_later(10)
     assert list(read_evaluations(tmp_path)) == [10]
@@ -179,7 +179,7 @@ def test_remains_of_a_killed_process_go_and_what_is_set_aside_stays(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").write_text("half")
     assert checkpoints.list_steps() == [10]
-    checkpoints.remove_leftovers()
+    checkpoints.recover_directory()
     assert names(tmp_path) == sorted(["step-00000010", *kept])
 
 

@@ -536,16 +536,19 @@ def old_weights_count_as_newest(installed: Any) -> Any:
     return lambda self, version, current: installed(self, version, version)
 
 
-@mutant(VersionInstaller, "needs_delivery")
-def slow_one_left_behind(behind: Any) -> Any:
-    """A version is given to no other generator once one has it."""
+@mutant(VersionInstaller, "_start_deliveries")
+def slow_one_left_behind(start: Any) -> Any:
+    """A generator that missed a version is given no other."""
 
-    def unless_one_has_it(self: VersionInstaller) -> bool:
-        if any(generator.version >= self.newest_published.version for generator in self.fleet):
-            return False
-        return bool(behind.fget(self))
+    def unless_missed(self: VersionInstaller, version: int, reports: Any) -> Any:
+        everyone = self.fleet
+        self.fleet = [g for g in everyone if g.version >= version - 1]  # type: ignore[assignment]
+        try:
+            return start(self, version, reports)
+        finally:
+            self.fleet = everyone
 
-    return property(unless_one_has_it)
+    return unless_missed
 
 
 @mutant(VersionInstaller, "_put_offer")

@@ -29,6 +29,7 @@ reduced over all ranks. A model has to provide only four things (`LearnerBackend
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
@@ -277,6 +278,21 @@ def replace_untrainable(
     return PreparedGroups(kept, made, unsound)
 
 
+class PlacedSample(NamedTuple):
+    """A sample of a step, where it is and what is trained.
+
+    Attributes:
+        group: The index of its group.
+        episode: The number of its episode in the step.
+        trained_mask: bool `[T]`: the tokens that are trained.
+    """
+
+    sample: Sample
+    group: int
+    episode: int
+    trained_mask: np.ndarray
+
+
 def prepare_minibatches(
     groups: Sequence[Sequence[Trajectory]], config: Config
 ) -> tuple[list[list[Sample]], dict[str, float]]:
@@ -287,46 +303,59 @@ def prepare_minibatches(
     over is whole.
     """
     samples, metrics = assign_advantages(groups, config.algorithm, max_new_tokens=config.episode.max_new_tokens)
-    # The group and the episode of each sample, numbered in order.
-    owners = [(g, e) for g, group in enumerate(groups) for e, t in enumerate(group) for _ in t.samples]
-    lengths = [len(s.table) for s in samples]
-    masks = np.concatenate([s.table["loss_mask"] for s in samples] or [np.zeros(0, bool)])
-    finite = np.isfinite(np.concatenate([s.table["rollout_logprobs"] for s in samples] or [np.zeros(0, np.float32)]))
-    trained = split_by_length(masks & finite, lengths)
-    members: list[list[int]] = [[] for _ in groups]
-    for i, (group, _) in enumerate(owners):
-        members[group].append(i)
-    minibatches: list[list[Sample]] = []
-    tokens = [sum(int(trained[i].sum()) for i in of) for of in members]
-    for part in partition_groups(tokens, config.schedule.minibatches_per_step):
-        chosen = [i for group in part for i in members[group]]
-        numbers: dict[tuple[int, int], int] = {}
-        episodes = [numbers.setdefault(owners[i], len(numbers)) for i in chosen]
-        probed = mark_probed_samples([samples[i] for i in chosen], [trained[i] for i in chosen], episodes, config)
-        weights = compute_loss_weights(
-            [trained[i] for i in chosen],
+    placed_groups = _place_samples(groups, samples)
+    # No update of the step should be noisier than the others: minibatches have about as many trained tokens each.
+    trained_tokens = [sum(int(np.count_nonzero(placed.trained_mask)) for placed in group) for group in placed_groups]
+    minibatches = [
+        _add_learner_columns([placed for index in part for placed in placed_groups[index]], config)
+        for part in partition_groups(trained_tokens, config.schedule.minibatches_per_step)
+    ]
+    return minibatches, metrics
+
+
+def _place_samples(groups: Sequence[Sequence[Trajectory]], samples: Sequence[Sample]) -> list[list[PlacedSample]]:
+    """Return the samples of each group, from those of all groups in order."""
+    placed: list[list[PlacedSample]] = [[] for _ in groups]
+    remaining, episode = iter(samples), 0
+    for group_index, group in enumerate(groups):
+        for trajectory in group:
+            for sample in itertools.islice(remaining, len(trajectory.samples)):
+                # Without a finite rollout log-prob a token has no ratio.
+                trained_mask = sample.table["loss_mask"] & np.isfinite(sample.table["rollout_logprobs"])
+                placed[group_index].append(PlacedSample(sample, group_index, episode, trained_mask))
+            episode += 1
+    return placed
+
+
+def _add_learner_columns(minibatch: Sequence[PlacedSample], config: Config) -> list[Sample]:
+    """Return the samples of a minibatch with the columns that depend on all of it."""
+    if not minibatch:
+        return []
+    samples, masks = [placed.sample for placed in minibatch], [placed.trained_mask for placed in minibatch]
+    # Ranks sum figures into arrays with a row for each episode: its number in the minibatch, without gaps.
+    episodes = np.unique([placed.episode for placed in minibatch], return_inverse=True)[1].tolist()
+    probed = mark_probed_samples(samples, masks, episodes, config)
+    # One array for all samples takes half the time of one for each.
+    lengths, is_trained = [len(mask) for mask in masks], np.concatenate(masks)
+    columns = {
+        "loss_weights": compute_loss_weights(
+            masks,
             episodes,
-            [owners[i][0] for i in chosen],
+            [placed.group for placed in minibatch],
             config.algorithm.reduction,
             norm_length=config.episode.max_new_tokens,
+        ),
+        "episode": split_by_length(np.repeat(np.asarray(episodes, np.int32), lengths), lengths),
+        "place": split_by_length(np.where(is_trained, np.cumsum(is_trained) - 1, -1).astype(np.int32), lengths),
+    }
+    if any(probed):
+        columns["probed"] = split_by_length(np.repeat(probed, lengths), lengths)
+    return [
+        Sample(
+            sample.sample_id, sample.table.with_columns(**dict(zip(columns, values, strict=True))), sample.temperature
         )
-        sizes = [lengths[i] for i in chosen]
-        mask = np.concatenate([trained[i] for i in chosen] or [np.zeros(0, bool)])
-        columns = {
-            "loss_weights": weights,
-            "episode": split_by_length(np.repeat(np.asarray(episodes, np.int32), sizes), sizes),
-            "place": split_by_length(np.where(mask, np.cumsum(mask) - 1, -1).astype(np.int32), sizes),
-        }
-        if any(probed):
-            columns["probed"] = split_by_length(np.repeat(probed, sizes), sizes)
-        tables = [
-            samples[i].table.with_columns(**{name: values[at] for name, values in columns.items()})
-            for at, i in enumerate(chosen)
-        ]
-        minibatches.append(
-            [Sample(samples[i].sample_id, t, samples[i].temperature) for i, t in zip(chosen, tables, strict=True)]
-        )
-    return minibatches, metrics
+        for sample, *values in zip(samples, *columns.values(), strict=True)
+    ]
 
 
 def partition_groups(tokens: Sequence[int], parts: int) -> list[list[int]]:

@@ -30,9 +30,9 @@ reduced over all ranks. A model has to provide only four things (`LearnerBackend
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -158,13 +158,23 @@ class Trainer:
         It may run in any thread, also while another step trains. Blocking. Raises `LearnerError` or `PackingError` for
         groups that cannot be trained with this configuration.
         """
-        kept = replace_untrainable(groups, lambda some: prepare_minibatches(some, self.config), self.make_placeholder)
-        minibatches, metrics = kept.prepared
+        trainable, rejected = replace_untrainable(groups, self.make_placeholder)
+        try:
+            minibatches, metrics = prepare_minibatches(trainable, self.config)
+        except Exception:
+            # A group can fail although each of its trajectories is trainable. What fails without such groups is a defect.
+            failing_groups = find_failing_groups(trainable, self.config)
+            trainable, rejected = replace_untrainable(groups, self.make_placeholder, failing_groups)
+            minibatches, metrics = prepare_minibatches(trainable, self.config)
         with stage("pack"):
             packed = [self._pack_minibatch(samples) for samples in minibatches]
-        samples = [s for part in minibatches for s in part]
         return PreparedStep(
-            kept.groups, kept.rejected, samples, packed, metrics, self._digest_minibatches(minibatches, packed)
+            groups=trainable,
+            rejected=rejected,
+            samples=[sample for minibatch in minibatches for sample in minibatch],
+            micro_batches=packed,
+            metrics=metrics,
+            digests=self._digest_minibatches(minibatches, packed),
         )
 
     def train_step(self, step: int, version: int, prepared: PreparedStep) -> StepOutcome:
@@ -172,17 +182,17 @@ class Trainer:
 
         Blocking, in the learner's torch thread. Raises the error of a rank that fails.
         """
-        groups, unsound, samples, micro_batches, figures, digests = prepared
-        results = self.ranks.train_minibatches(micro_batches, version=version, trace=self.tracer.should_trace(samples))
-
+        results = self.ranks.train_minibatches(
+            prepared.micro_batches, version=version, trace=self.tracer.should_trace(prepared.samples)
+        )
         self._log_warnings(step, results)
         with stage("figures"):
             result = combine_results(results, epochs=self.config.schedule.epochs_per_step)
-            self.tracer.write_trace(step, samples, result)
-        metrics = result.metrics | figures | {"batch/quarantined": float(len(unsound))}
+            self.tracer.write_trace(step, prepared.samples, result)
+        metrics = result.metrics | prepared.metrics | {"batch/quarantined": float(len(prepared.rejected))}
         # Every epoch repeats all minibatches.
-        made = [digests[at % len(digests)] | result.digests for at, result in enumerate(results)]
-        return StepOutcome(metrics, groups, unsound, made)
+        digests = [before | result.digests for before, result in zip(itertools.cycle(prepared.digests), results)]
+        return StepOutcome(metrics, prepared.groups, prepared.rejected, digests)
 
     def _digest_minibatches(
         self, minibatches: Sequence[Sequence[Sample]], packed: Sequence[Sequence[Sequence[MicroBatch]]]
@@ -231,51 +241,39 @@ class Trainer:
 # The part of a step that follows from its groups alone: trainable trajectories, advantages, minibatches, loss weights.
 
 
-T = TypeVar("T")
-
-
-class PreparedGroups(NamedTuple, Generic[T]):
-    """The groups of a step with placeholders for what is `rejected`, and what was `prepared` from them."""
-
-    groups: list[list[Trajectory]]
-    prepared: T
-    rejected: list[RejectedTrajectory]
-
-
 def replace_untrainable(
     groups: Sequence[Sequence[Trajectory]],
-    prepare: Callable[[Sequence[Sequence[Trajectory]]], T],
     make_placeholder: Callable[[Trajectory], Trajectory],
-) -> PreparedGroups[T]:
-    """Run `prepare(groups)` without the trajectories that it fails on, so that these do not end the run.
+    failing_groups: Mapping[int, str] = {},
+) -> tuple[list[list[Trajectory]], list[RejectedTrajectory]]:
+    """Replace the trajectories that cannot be trained by placeholders, so that these do not end the run.
 
-    The failure does not come back in a later step either. A trajectory that is not trainable (`check_trajectories`) is
-    replaced by `make_placeholder`. So are all trajectories of a group on which `prepare` fails although each of its
-    members is trainable: no single one is to blame. Raises what `prepare` raises on the remaining groups: that is a
-    defect.
+    The failure does not come back in a later step either. A trajectory is replaced if it is not trainable
+    (`check_trajectories`). So are all trajectories of a group in `failing_groups` (`find_failing_groups`): no single one
+    is to blame. Returns the groups, and the trajectories that were replaced.
     """
-    trajectories = [t for group in groups for t in group]
-    wrong = find_invalid(trajectories, check_trajectories)
-    unsound = [RejectedTrajectory(trajectories[at], str(error)) for at, error in wrong.items()]
-    each = iter([make_placeholder(t) if at in wrong else t for at, t in enumerate(trajectories)])
+    places = [(g, e) for g, group in enumerate(groups) for e in range(len(group))]
+    invalid = find_invalid([trajectory for group in groups for trajectory in group], check_trajectories)
+    reasons = {places[index]: str(error) for index, error in invalid.items()}
+    for g, reason in failing_groups.items():
+        for e in range(len(groups[g])):
+            reasons.setdefault((g, e), reason)
+    trainable = [
+        [make_placeholder(trajectory) if (g, e) in reasons else trajectory for e, trajectory in enumerate(group)]
+        for g, group in enumerate(groups)
+    ]
+    return trainable, [RejectedTrajectory(groups[g][e], reason) for (g, e), reason in reasons.items()]
 
-    def alone(group: list[Trajectory]) -> list[Trajectory]:
+
+def find_failing_groups(groups: Sequence[Sequence[Trajectory]], config: Config) -> dict[int, str]:
+    """Return the reason of each group, by its index, on which alone `prepare_minibatches` fails."""
+    reasons = {}
+    for index, group in enumerate(groups):
         try:
-            prepare([group])
+            prepare_minibatches([group], config)
         except Exception as error:
-            reason = f"its group cannot be trained: {type(error).__name__}: {error}"
-            known = {u.trajectory.trajectory_id for u in unsound}
-            unsound.extend(RejectedTrajectory(t, reason) for t in group if t.trajectory_id not in known)
-            return [make_placeholder(t) for t in group]
-        return group
-
-    kept = [[next(each) for _ in group] for group in groups]
-    try:
-        made = prepare(kept)
-    except Exception:
-        kept = [alone(group) for group in kept]
-        made = prepare(kept)
-    return PreparedGroups(kept, made, unsound)
+            reasons[index] = f"its group cannot be trained: {type(error).__name__}: {error}"
+    return reasons
 
 
 class PlacedSample(NamedTuple):

@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.actors.generator import EngineAndRenderer, GeneratorActor, LearnerConnection
-from r3async.config import config_from_dict, config_to_dict
+from r3async.config import Config, config_from_dict, config_to_dict
 from r3async.data.tokens import Sample, Trajectory, Turn
 from r3async.data.wire import encode_trajectory
-from r3async.learner.trainer import prepare_minibatches, replace_untrainable
+from r3async.learner import trainer
+from r3async.learner.batch import CostModel
+from r3async.learner.trainer import PreparedStep, Trainer, prepare_minibatches
 from r3async.schedule.tasks import TrajectoryQuarantine
 from r3async.schedule.validation import (
     InvalidTrajectory,
@@ -106,38 +108,51 @@ def stand_in(trajectory: Trajectory) -> Trajectory:
     return msgspec.structs.replace(trajectory, group_index=0, turns=[], samples=[Sample(sample.sample_id, table)])
 
 
+def prepare_step(groups: list[list[Trajectory]], config: Config | None = None) -> PreparedStep:
+    config = config_from_dict({}) if config is None else config
+    unused: Any = None  # nothing is trained
+    return Trainer(config, CostModel(), unused, unused, unused, stand_in).prepare_step(groups)
+
+
 @pytest.mark.parametrize("name", POISON)
 def test_the_step_trains_the_group_without_what_it_cannot_train(name: str) -> None:
     poison, _ = POISON[name]
     good = make_trajectory(0, 1, reward=0.0)
-    kept = replace_untrainable(
-        [[poison, good]], lambda groups: prepare_minibatches(groups, config_from_dict({})), stand_in
-    )
-    assert [u.trajectory for u in kept.rejected] == [poison]
-    assert kept.groups[0][1] is good
-    assert kept.groups[0][0].turns == []
-    trained = [s for part in kept.prepared[0] for s in part if s.table["loss_mask"].any()]
+    prepared = prepare_step([[poison, good]])
+    assert [u.trajectory for u in prepared.rejected] == [poison]
+    assert prepared.groups[0][1] is good
+    assert prepared.groups[0][0].turns == []
+    trained = [s for s in prepared.samples if s.table["loss_mask"].any()]
     assert [s.sample_id for s in trained] == ["g0e1s0"]
 
 
-def test_a_group_that_fails_though_nobody_in_it_is_to_blame_is_skipped_and_a_defect_is_raised() -> None:
+def test_a_group_that_fails_though_nobody_in_it_is_to_blame_is_skipped_and_a_defect_is_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     groups = [[make_trajectory(g, e) for e in range(2)] for g in range(2)]
+    poison = column(rewards=np.asarray([0, 0, np.inf, 0], np.float32))
+    groups[0][0] = poison
 
-    def make(some: Any) -> list[int]:
+    def refuse_first_group(some: Any, config: Config) -> Any:
         if any(t.turns and t.group_index == 0 for group in some for t in group):
             raise FloatingPointError("no")
-        return [len(some)]
+        return prepare_minibatches(some, config)
 
-    kept = replace_untrainable(groups, make, stand_in)
-    assert [u.trajectory.trajectory_id for u in kept.rejected] == ["g0e0", "g0e1"]
-    assert "its group cannot be trained: FloatingPointError: no" in kept.rejected[0].reason
-    assert kept.groups[1] == groups[1]
+    monkeypatch.setattr(trainer, "prepare_minibatches", refuse_first_group)
+    prepared = prepare_step(groups)
+    reasons = {u.trajectory.trajectory_id: u.reason for u in prepared.rejected}
+    assert len(prepared.rejected) == 2
+    assert "reward" in reasons["g0e0"], "its own defect says more than that of its group"
+    assert reasons["g0e1"] == "its group cannot be trained: FloatingPointError: no"
+    assert prepared.groups[1] == groups[1]
+    assert [t.turns for t in prepared.groups[0]] == [[], []]
 
-    def broken(some: Any) -> None:
+    def broken(some: Any, config: Config) -> None:
         raise RuntimeError("a defect")
 
+    monkeypatch.setattr(trainer, "prepare_minibatches", broken)
     with pytest.raises(RuntimeError, match="a defect"):
-        replace_untrainable(groups, broken, stand_in)
+        prepare_step(groups)
 
 
 @pytest.mark.parametrize("name", POISON)
@@ -200,16 +215,15 @@ def test_what_is_trainable_is_prepared_with_finite_advantages_and_the_rest_is_na
         except InvalidTrajectory:
             bad.add(trajectory.trajectory_id)
     with np.errstate(all="raise", under="ignore"):
-        kept = replace_untrainable([group], lambda groups: prepare_minibatches(groups, config), stand_in)
-    named = {u.trajectory.trajectory_id for u in kept.rejected}
-    if advantage == "maxrl" and any("is for rewards >= 0" in u.reason for u in kept.rejected):
+        prepared = prepare_step([group], config)
+    named = {u.trajectory.trajectory_id for u in prepared.rejected}
+    if advantage == "maxrl" and any("is for rewards >= 0" in u.reason for u in prepared.rejected):
         bad = {t.trajectory_id for t in group}  # its estimator takes no group with a negative score
     assert named == bad
-    for part in kept.prepared[0]:
-        for sample in part:
-            assert np.isfinite(sample.table["advantages"]).all()
-            assert np.isfinite(np.square(sample.table["advantages"])).all()
-    assert all(np.isfinite(value) for value in kept.prepared[1].values())
+    for sample in prepared.samples:
+        assert np.isfinite(sample.table["advantages"]).all()
+        assert np.isfinite(np.square(sample.table["advantages"])).all()
+    assert all(np.isfinite(value) for value in prepared.metrics.values())
 
 
 # -- where it is made --------------------------------------------------------------------------------------------------

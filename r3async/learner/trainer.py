@@ -750,44 +750,24 @@ class Minibatch:
 
         The columns of all trained tokens of the minibatch are then gathered over all ranks.
         """
-        columns = [self._loss_columns(i) | {"logprobs": logprobs[i][rows]} for i, rows in enumerate(self.trained_rows)]
-        places = [c.token_index for c in self.trained_tokens]
+        columns = [
+            self._select_loss_columns(i) | {"logprobs": logprobs[i][tokens.rows]}
+            for i, tokens in enumerate(self.trained_tokens)
+        ]
+        places = [tokens.token_index for tokens in self.trained_tokens]
         self._global_columns = gather_token_columns(places, columns, self.token_index_count, self.ranks)
-
-    def _loss_columns(self, index: int) -> TokenColumns:
-        """Return the columns that the loss takes, for the trained rows of micro-batch `index`.
-
-        Without the column `loss_weights` every trained token of the minibatch has the same weight (`token_mean`).
-        """
-        table, chosen = self.micro_batches[index].table, self.trained_tokens[index]
-        names = ("rollout_logprobs", "advantages", "old_logprobs", "reference_logprobs")
-        columns = {name: table[name][chosen.rows] for name in names if name in table}
-        even = np.full(len(chosen.rows), 1 / max(self.counts.trained, 1), np.float32)
-        columns["weights"] = table["loss_weights"][chosen.rows] if "loss_weights" in table else even
-        ages = self.version - table["policy_version"][chosen.rows]
-        return columns | {"staleness": ages, "episode": chosen.episode_index}
 
     def compute_micro_batch_loss(self, index: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
         """Return the scalar loss of micro-batch `index`, and add its sums.
 
         `logprobs` and `entropies` are float32 `[M]`, for its `trained_rows`.
         """
+        self._add_drift(index, logprobs)
         if self.records_traces and self.micro_batches[index].sample_ids:
             self._traced_logprobs[index] = logprobs.detach()
-        columns, device, own = self._loss_columns(index), logprobs.device, None
-        self._add_drift(self.micro_batches[index], self.trained_tokens[index].rows, logprobs)
-        if self._global_columns and self._is_split(columns["episode"]).any():
-            columns, at = select_episode_columns(
-                self._global_columns, columns["episode"], self.trained_tokens[index].token_index
-            )
-            here = torch.from_numpy(at).to(device)
-            own = torch.zeros(len(columns["episode"]), dtype=torch.bool, device=device).index_fill_(0, here, True)
-            logprobs, entropies = merge_logprobs(columns.pop("logprobs"), here, logprobs, entropies)
-        episodes, sequence = np.unique(columns.pop("episode"), return_inverse=True)
-        columns |= {"episode_index": sequence, "split_episode_ids": np.where(self._is_split(episodes), episodes, -1)}
-        tensors = {name: torch.from_numpy(column).to(device) for name, column in columns.items()}
+        batch, logprobs, entropies = self._build_token_batch(index, logprobs, entropies)
         loss, sums = compute_loss(
-            TokenBatch(**tensors, num_episodes=len(episodes), in_micro_batch=own),
+            batch,
             logprobs,
             entropies,
             self.config.algorithm,
@@ -796,6 +776,43 @@ class Minibatch:
         )
         self._loss_sums = sums if self._loss_sums is None else self._loss_sums + sums
         return loss
+
+    def _build_token_batch(self, index: int, logprobs: Tensor, entropies: Tensor) -> tuple[TokenBatch, Tensor, Tensor]:
+        """Return the tokens that the loss of micro-batch `index` takes, with log-probs and entropies of all of them.
+
+        They are its trained tokens; and if `set_global_logprobs` was called, all trained tokens of their episodes.
+        """
+        tokens, device = self.trained_tokens[index], logprobs.device
+        columns, is_in_micro_batch = self._select_loss_columns(index), None
+        if self._global_columns and self._is_split(tokens.episode_index).any():
+            columns, positions = select_episode_columns(self._global_columns, tokens.episode_index, tokens.token_index)
+            rows = torch.from_numpy(positions).to(device)
+            is_in_micro_batch = torch.zeros(len(columns["episode"]), dtype=torch.bool, device=device)
+            is_in_micro_batch.index_fill_(0, rows, True)
+            logprobs, entropies = merge_logprobs(columns["logprobs"], rows, logprobs, entropies)
+        episodes, episode_index = np.unique(columns["episode"], return_inverse=True)
+        names = [name for name in (*LOSS_COLUMNS, "weights", "staleness") if name in columns]
+        batch = TokenBatch(
+            **{name: torch.from_numpy(columns[name]).to(device) for name in names},
+            episode_index=torch.from_numpy(episode_index).to(device),
+            num_episodes=len(episodes),
+            in_micro_batch=is_in_micro_batch,
+            split_episode_ids=torch.from_numpy(np.where(self._is_split(episodes), episodes, -1)).to(device),
+        )
+        return batch, logprobs, entropies
+
+    def _select_loss_columns(self, index: int) -> TokenColumns:
+        """Return the columns that the loss takes, for the trained rows of micro-batch `index`.
+
+        Without the column `loss_weights` every trained token of the minibatch has the same weight (`token_mean`).
+        """
+        table, tokens = self.micro_batches[index].table, self.trained_tokens[index]
+        equal_weights = np.full(len(tokens.rows), 1 / max(self.counts.trained, 1), np.float32)
+        return {name: table[name][tokens.rows] for name in LOSS_COLUMNS if name in table} | {
+            "weights": table["loss_weights"][tokens.rows] if "loss_weights" in table else equal_weights,
+            "staleness": self.version - table["policy_version"][tokens.rows],
+            "episode": tokens.episode_index,
+        }
 
     def _is_split(self, episodes: np.ndarray) -> np.ndarray:
         """Return bool, in the shape of `episodes`: True for episodes that have tokens in other micro-batches as well."""
@@ -830,18 +847,29 @@ class Minibatch:
         `logprobs` float32 `[M]` are the learner's.
         """
         table = micro_batch.table
-        numbers = [self.version - table["policy_version"][rows], table["turn"][rows], micro_batch.positions[rows]]
-        numbers += [table["episode"][rows]] if self.episode_count else []
-        rollout = torch.from_numpy(table["rollout_logprobs"][rows]).to(logprobs.device)
-        ages, turns, positions, *found = (torch.from_numpy(x.astype(np.int64)).to(logprobs.device) for x in numbers)
-        limit, episodes = self.config.algorithm.rollout_kl.token_limit, found[0] if found else None
-        return sum_drift(logprobs, rollout, ages, turns, positions, limit, episodes, self.episode_count)
 
-    def _add_drift(self, micro_batch: MicroBatch, rows: np.ndarray, logprobs: Tensor) -> None:
-        table, found = micro_batch.table, self.measure_drift(micro_batch, rows, logprobs)
+        def as_int64(column: np.ndarray) -> Tensor:
+            return torch.from_numpy(column.astype(np.int64)).to(logprobs.device)
+
+        return sum_drift(
+            logprobs,
+            torch.from_numpy(table["rollout_logprobs"][rows]).to(logprobs.device),
+            staleness=as_int64(self.version - table["policy_version"][rows]),
+            turns=as_int64(table["turn"][rows]),
+            positions=as_int64(micro_batch.positions[rows]),
+            token_limit=self.config.algorithm.rollout_kl.token_limit,
+            episodes=as_int64(table["episode"][rows]) if self.episode_count else None,
+            episode_count=self.episode_count,
+        )
+
+    def _add_drift(self, index: int, logprobs: Tensor) -> None:
+        micro_batch, rows = self.micro_batches[index], self.trained_tokens[index].rows
+        table = micro_batch.table
         probed = np.flatnonzero(table["probed"][rows]) if "probed" in table else np.zeros(0, np.int64)
-        some = logprobs[torch.from_numpy(probed).to(logprobs.device)]
-        self._drift_sums.append(torch.stack([found, self.measure_drift(micro_batch, rows[probed], some)]))
+        probed_logprobs = logprobs[torch.from_numpy(probed).to(logprobs.device)]
+        of_trained = self.measure_drift(micro_batch, rows, logprobs)
+        of_probed = self.measure_drift(micro_batch, rows[probed], probed_logprobs)
+        self._drift_sums.append(torch.stack([of_trained, of_probed]))
 
     def reduce_drift(self, served: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Sum drift over all ranks: of trained tokens, of the probed ones, and of the probed ones as `served`.
@@ -895,6 +923,8 @@ class Minibatch:
 
 TokenColumns = dict[str, np.ndarray]
 """Columns of trained tokens by name, each `[M]`."""
+LOSS_COLUMNS = ("rollout_logprobs", "advantages", "old_logprobs", "reference_logprobs")
+"""Columns of a micro-batch's table that the loss takes as they are, where the table has them."""
 
 
 def find_split_episodes(episodes: Sequence[np.ndarray], count: int, ranks: RankGroup) -> np.ndarray:
@@ -943,9 +973,9 @@ def select_episode_columns(
     The columns are in the order of the tokens' places. `places` are int `[M]`, positions int64 `[M]`. `everywhere`
     comes from `gather_token_columns`.
     """
-    take = np.flatnonzero(np.isin(everywhere["episode"], episodes))
-    columns = {name: values[take] for name, values in everywhere.items()}
-    return columns, np.searchsorted(columns.pop("place"), places)
+    rows = np.flatnonzero(np.isin(everywhere["episode"], episodes))
+    columns = {name: values[rows] for name, values in everywhere.items()}
+    return columns, np.searchsorted(columns["place"], places)
 
 
 def merge_logprobs(everywhere: np.ndarray, rows: Tensor, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from r3async.data.statistics import t_quantile
 from r3async.learner.drift import clamped_k3, k2, k3
 from r3async.learner.optimizer import OptimizerUpdate
 from r3async.learner.policy_loss import bounded_exp, sum_by_episode
-from r3async.learner.results import MinibatchResult
+from r3async.learner.results import DriftSums, GapMoments, MinibatchResult
 
 if TYPE_CHECKING:
     from r3async.learner.replay import RoutingReplay
@@ -233,6 +233,8 @@ STALENESS_BINS, TURN_BINS, POSITION_BINS = 8, 16, 8
 FIRST_POSITION_BIN = 64
 """Number of positions in the first range of a sample; each further range is as long as all before it."""
 DRIFT_BINS = STALENESS_BINS + TURN_BINS + POSITION_BINS
+TOKEN_COUNT = 1
+"""The column of `sum_drift` with the number of tokens, after the sum of k3."""
 _BIN_NAMES = [
     *(f"staleness_{age}" for age in range(STALENESS_BINS)),
     *(f"turn_{turn}" for turn in range(TURN_BINS)),
@@ -275,107 +277,114 @@ def sum_drift(
     return sums if episodes is None else sums.index_add_(0, DRIFT_BINS + episodes, counted)
 
 
-def estimate_served_drift(drift: np.ndarray) -> float:
+def estimate_served_drift(drift: DriftSums) -> float:
     """Return an unbiased estimate of served drift over all trained tokens; 0 if it is negative.
 
-    It is `all replayed + (probed served - probed replayed)`, of means. `drift` are sums float64 `[3, n, 2]` as in
-    `MinibatchResult.drift`, whose rows count every token equally often.
+    It is `trained + (probed served - probed replayed)`, of means. Every token counts equally often in the rows.
     """
-    everything, replayed, served = (sums.sum(axis=0) for sums in drift)
-    means = [total / max(tokens, 1.0) for total, tokens in (everything, replayed, served)]
-    return float(np.maximum(means[0] + means[2] - means[1], 0.0))
+    trained, replayed, served = (k3 / max(tokens, 1.0) for k3, tokens in (sums.sum(axis=0) for sums in drift))
+    return float(np.maximum(trained + served - replayed, 0.0))
 
 
-def compute_served_gaps(drift: np.ndarray) -> list[float | None]:
+def compute_served_gaps(drift: DriftSums) -> list[float | None]:
     """Return, for each age, how far served drift is above the replayed one over its probed tokens; None without any."""
-    replayed, served = drift[1, :STALENESS_BINS], drift[2, :STALENESS_BINS]
+    replayed, served = drift.probed_replayed[:STALENESS_BINS], drift.probed_served[:STALENESS_BINS]
     return [
-        float((after - before) / tokens) if tokens else None
-        for before, (after, tokens) in zip(replayed[:, 0], served, strict=True)
+        float((served_k3 - replayed_k3) / tokens) if tokens else None
+        for (replayed_k3, _), (served_k3, tokens) in zip(replayed, served, strict=True)
     ]
 
 
-def compute_gap_moments(by_episode: np.ndarray, usual_variance: float = 0.0) -> np.ndarray:
-    """Return the moments of the probed episodes for an interval of served drift, float64 `[5]`.
-
-    They add up over minibatches. They are the number of episodes, and the sums of `gap^2`, `gap * tokens`, `tokens^2`
-    and the usual variance, where `gap` is the sum of served less replayed k3 over an episode's probed tokens.
+def compute_gap_moments(by_episode: DriftSums, usual_variance: float = 0.0) -> GapMoments:
+    """Return the moments of the probed episodes.
 
     Args:
-        by_episode: float64 `[3, episodes, 2]`, see `Minibatch.reduce_drift`.
+        by_episode: `[episodes, 2]`, see `Minibatch.reduce_drift`.
         usual_variance: The mean `compute_gap_variance` of measurements before this one; 0 if there are none.
     """
-    tokens = by_episode[2, :, 1]
-    gap = (by_episode[2, :, 0] - by_episode[1, :, 0])[tokens > 0]
-    tokens = tokens[tokens > 0]
-    return np.asarray([len(tokens), gap @ gap, gap @ tokens, tokens @ tokens, len(tokens) * usual_variance])
+    (replayed_k3, _), (served_k3, tokens) = by_episode.probed_replayed.T, by_episode.probed_served.T
+    is_probed = tokens > 0
+    gap, tokens = (served_k3 - replayed_k3)[is_probed], tokens[is_probed]
+    return GapMoments(
+        episodes=float(len(tokens)),
+        gap_squared=float(gap @ gap),
+        gap_tokens=float(gap @ tokens),
+        tokens_squared=float(tokens @ tokens),
+        usual_variance=len(tokens) * usual_variance,
+    )
 
 
-def compute_gap_variance(drift: np.ndarray, moments: np.ndarray, epochs: int = 1) -> float | None:
+def compute_gap_variance(drift: DriftSums, moments: GapMoments, epochs: int = 1) -> float | None:
     """Return the variance over probed episodes of what each adds to the gap beyond its share, in squared nats.
 
     The gap is a ratio of sums over episodes: Cochran, Sampling Techniques, 1977, 6.9. None for fewer than two episodes.
     The arguments are those of `compute_served_interval`.
     """
-    episodes = moments[0] / epochs
+    episodes = moments.episodes / epochs
     if episodes < 2:
         return None
-    replayed, served = drift[1, :STALENESS_BINS].sum(axis=0), drift[2, :STALENESS_BINS].sum(axis=0)
-    gap = (served[0] - replayed[0]) / served[1]
-    squares = moments[1] - 2 * gap * moments[2] + gap**2 * moments[3]
+    replayed_k3, _ = drift.probed_replayed[:STALENESS_BINS].sum(axis=0)
+    served_k3, tokens = drift.probed_served[:STALENESS_BINS].sum(axis=0)
+    gap = (served_k3 - replayed_k3) / tokens
+    squares = moments.gap_squared - 2 * gap * moments.gap_tokens + gap**2 * moments.tokens_squared
     return max(float(squares / epochs / (episodes - 1)), 0.0)
 
 
-def compute_served_interval(drift: np.ndarray, moments: np.ndarray, epochs: int = 1) -> tuple[float, float] | None:
+def compute_served_interval(drift: DriftSums, moments: GapMoments, epochs: int = 1) -> tuple[float, float] | None:
     """Return the interval around `estimate_served_drift(drift)` for the served drift of all trained tokens.
 
     Episodes are the sampled units: the tokens of one drift together. Their variance is the larger of this sample's and
     the usual one. `INTERVAL_CONFIDENCE` sets the width. None for fewer than two episodes.
 
     Args:
-        drift: Sums as in `MinibatchResult.drift`.
-        moments: The `compute_gap_moments` of the same episodes.
+        drift: The sums of the same episodes, by age and so on.
         epochs: How often each episode is in them.
     """
-    own = compute_gap_variance(drift, moments, epochs)
-    if own is None:
+    sample_variance = compute_gap_variance(drift, moments, epochs)
+    if sample_variance is None:
         return None
-    episodes, tokens = moments[0] / epochs, drift[2, :STALENESS_BINS, 1].sum() / epochs
-    error = math.sqrt(max(own, moments[4] / moments[0]) * episodes) / tokens
+    variance = max(sample_variance, moments.usual_variance / moments.episodes)
+    episodes, tokens = moments.episodes / epochs, count_served_tokens(drift) / epochs
+    error = math.sqrt(variance * episodes) / tokens
     value, half = estimate_served_drift(drift), float(t_quantile(round(episodes) - 1, INTERVAL_CONFIDENCE) * error)
     return max(value - half, 0.0), value + UPPER_WIDENING * half
 
 
-def compute_drift_metrics(drift: np.ndarray, moments: np.ndarray, epochs: int = 1) -> dict[str, float]:
+def count_served_tokens(drift: DriftSums) -> float:
+    """Return the number of probed tokens whose served drift was measured."""
+    return float(drift.probed_served[:STALENESS_BINS, TOKEN_COUNT].sum())
+
+
+def compute_drift_metrics(drift: DriftSums, moments: GapMoments, epochs: int = 1) -> dict[str, float]:
     """Return drift by age, turn and position, for those that have tokens; and served drift, if there are probed tokens.
 
     The arguments are those of `compute_served_interval`.
     """
-    if not drift.size:
+    if not len(drift.trained):
         return {}
-    found = {
-        f"{REPLAYED_DRIFT_METRIC}_{part}": float(total / tokens)
-        for part, (total, tokens) in zip(_BIN_NAMES, drift[0].tolist(), strict=True)
+    metrics = {
+        f"{REPLAYED_DRIFT_METRIC}_{part}": float(k3 / tokens)
+        for part, (k3, tokens) in zip(_BIN_NAMES, drift.trained.tolist(), strict=True)
         if tokens
     }
-    if not drift[2, :, 1].any():
-        return found
-    by_part = [(part, drift[:, row : row + 1]) for row, part in enumerate(_BIN_NAMES) if drift[2, row, 1]]
-    found |= {f"{SERVED_DRIFT_METRIC}_{part}": estimate_served_drift(sums) for part, sums in by_part}
-    found |= {
-        SERVED_DRIFT_METRIC: estimate_served_drift(drift),
-        "rollout_kl/served_tokens": float(drift[2, :STALENESS_BINS, 1].sum()),
-    }
+    if not count_served_tokens(drift):
+        return metrics
+    for row, part in enumerate(_BIN_NAMES):
+        if drift.probed_served[row, TOKEN_COUNT]:
+            of_part = DriftSums(*(sums[row : row + 1] for sums in drift))
+            metrics[f"{SERVED_DRIFT_METRIC}_{part}"] = estimate_served_drift(of_part)
+    metrics[SERVED_DRIFT_METRIC] = estimate_served_drift(drift)
+    metrics["rollout_kl/served_tokens"] = count_served_tokens(drift)
     if interval := compute_served_interval(drift, moments, epochs):
-        found |= dict(zip(SERVED_BOUND_METRICS, interval, strict=True))
-    return found
+        metrics |= dict(zip(SERVED_BOUND_METRICS, interval, strict=True))
+    return metrics
 
 
 def build_minibatch_result(
     minibatch: Minibatch,
     total: np.ndarray,
-    drift: np.ndarray,
-    moments: np.ndarray,
+    drift: DriftSums,
+    moments: GapMoments,
     update: OptimizerUpdate,
     replay: RoutingReplay,
 ) -> MinibatchResult:
@@ -475,7 +484,8 @@ def combine_results(results: Sequence[MinibatchResult], epochs: int = 1) -> Mini
     weights = np.asarray([r.metrics["batch/trained_tokens"] for r in results])
     weights = weights if weights.any() else np.ones(len(results))
     metrics = {}
-    drift, moments = np.sum([r.drift for r in results], axis=0), np.sum([r.gap_moments for r in results], axis=0)
+    drift = DriftSums(*np.sum([r.drift for r in results], axis=0))
+    moments = GapMoments(*np.sum([r.gap_moments for r in results], axis=0).tolist())
     if epochs > 1:
         last = len(results) - len(results) // epochs
         metrics[LAST_EPOCH_METRIC] = float(

@@ -48,6 +48,45 @@ class RouteTrace(msgspec.Struct, frozen=True):
     prefixes: np.ndarray | None = None
 
 
+class DriftSums(NamedTuple):
+    """Drift summed over tokens, by bin or by episode: float64 `[n, 2]`, with the columns of `metrics.sum_drift`.
+
+    Attributes:
+        trained: Of all trained tokens.
+        probed_replayed: Of the probed ones, as they are trained.
+        probed_served: Of the probed ones, with the routers' own choice; all 0 if that was not measured.
+    """
+
+    trained: np.ndarray
+    probed_replayed: np.ndarray
+    probed_served: np.ndarray
+
+    @staticmethod
+    def zeros(bins: int) -> DriftSums:
+        """Return the sums of no tokens."""
+        return DriftSums(*np.zeros((3, bins, 2)))
+
+
+class GapMoments(NamedTuple):
+    """Moments of the gap over the probed episodes, for an interval of served drift; they add up over minibatches.
+
+    The gap of an episode is the sum of served less replayed k3 over its probed tokens.
+
+    Attributes:
+        episodes: The number of probed episodes.
+        gap_squared: Sum of `gap^2`.
+        gap_tokens: Sum of `gap * tokens`.
+        tokens_squared: Sum of `tokens^2`.
+        usual_variance: Sum of the variance that earlier measurements found, see `compute_gap_variance`.
+    """
+
+    episodes: float = 0.0
+    gap_squared: float = 0.0
+    gap_tokens: float = 0.0
+    tokens_squared: float = 0.0
+    usual_variance: float = 0.0
+
+
 class MinibatchResult(msgspec.Struct, frozen=True):
     """The result of one optimizer step on one minibatch, over all ranks.
 
@@ -57,9 +96,7 @@ class MinibatchResult(msgspec.Struct, frozen=True):
             top-k set is the recorded one (0 if none is recorded).
         expert_load: int64 `[L, experts]`: tokens sent to each expert of each MoE layer, padding not counted.
         traces: The traces of this rank, if tracing was requested.
-        drift: float64 `[3, n, 2]`: `metrics.sum_drift` of all trained tokens, of the probed ones, and of the probed
-            ones with the routers' own choice. It has no rows if nothing measured it.
-        gap_moments: float64 `[5]`: `metrics.compute_gap_moments`.
+        drift: Drift by age, turn and position, `[DRIFT_BINS, 2]`. It has no rows if nothing measured it.
         digests: A digest for each stage of the step, with `observe.record`.
     """
 
@@ -67,8 +104,8 @@ class MinibatchResult(msgspec.Struct, frozen=True):
     layer_agreement: np.ndarray
     expert_load: np.ndarray
     traces: list[RouteTrace] = []
-    drift: np.ndarray = msgspec.field(default_factory=lambda: np.zeros((3, 0, 2)))
-    gap_moments: np.ndarray = msgspec.field(default_factory=lambda: np.zeros(5))
+    drift: DriftSums = msgspec.field(default_factory=lambda: DriftSums.zeros(0))
+    gap_moments: GapMoments = GapMoments()
     digests: dict[str, int] = {}
 
 

@@ -60,7 +60,14 @@ from r3async.learner.metrics import (
 from r3async.learner.optimizer import SkipCause
 from r3async.learner.policy_loss import explain_gspo_clipping, needs_old_logprobs
 from r3async.learner.replay import MicroBatchRoutes, count_recorded_load
-from r3async.learner.results import LearnerError, MinibatchResult, RejectedTrajectory, RouteTrace
+from r3async.learner.results import (
+    DriftSums,
+    GapMoments,
+    LearnerError,
+    MinibatchResult,
+    RejectedTrajectory,
+    RouteTrace,
+)
 from r3async.learner.trust_region import (
     apply_update,
     build_probes,
@@ -430,7 +437,7 @@ def train_minibatch(
         micro_batches = drop_probe_column(micro_batches, backend.config, version)
         minibatch = begin_minibatch(backend, micro_batches, version=version, trace=trace)
     total, update = LossSums.zeros().to_numpy(), backend.optimizer.skip_step(minibatch.skip_cause)
-    drift, moments = np.zeros((3, DRIFT_BINS, 2)), np.zeros(5)
+    drift, moments = DriftSums.zeros(DRIFT_BINS), GapMoments()
     if minibatch.counts.trained:
         try:
             with stage("probe"):
@@ -445,7 +452,8 @@ def train_minibatch(
             with stage("figures"):
                 total, (drift, by_episode) = minibatch.reduce_loss_sums(), minibatch.reduce_drift(served)
                 if not own:  # without replay every pass uses the routers' own choice
-                    drift[2], by_episode[2] = drift[1], by_episode[1]
+                    drift = drift._replace(probed_served=drift.probed_replayed)
+                    by_episode = by_episode._replace(probed_served=by_episode.probed_replayed)
                 moments = compute_gap_moments(by_episode, backend.trust_region.mean_gap_variance)
             with stage("optimizer"):
                 update = apply_update(backend, minibatch, probes, total, drift, moments)
@@ -871,18 +879,18 @@ class Minibatch:
         of_probed = self.measure_drift(micro_batch, rows[probed], probed_logprobs)
         self._drift_sums.append(torch.stack([of_trained, of_probed]))
 
-    def reduce_drift(self, served: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Sum drift over all ranks: of trained tokens, of the probed ones, and of the probed ones as `served`.
+    def reduce_drift(self, served: np.ndarray) -> tuple[DriftSums, DriftSums]:
+        """Sum drift over all ranks. Collective; after the last `compute_micro_batch_loss`.
 
-        Returns `sum_drift` float64 `[3, DRIFT_BINS, 2]` by age, turn and position, and `[3, episode_count, 2]` by
-        episode. Collective; after the last `compute_micro_batch_loss`. `served` is `sum_drift` of this rank's part.
+        Returns the sums by age, turn and position, `[DRIFT_BINS, 2]`, and by episode, `[episode_count, 2]`. `served` is
+        `sum_served_drift` of this rank.
         """
         mine = np.zeros((3, *served.shape))
         if self._drift_sums and self.ranks.is_loss_reporter:
             mine[:2] = torch.stack(self._drift_sums).sum(dim=0).cpu().numpy()
         mine[2] = served
         total = self.ranks.all_reduce(mine.reshape(-1), "sum").reshape(mine.shape)
-        return total[:, :DRIFT_BINS], total[:, DRIFT_BINS:]
+        return DriftSums(*total[:, :DRIFT_BINS]), DriftSums(*total[:, DRIFT_BINS:])
 
     # -- traces ----------------------------------------------------------------------------------------------------
 

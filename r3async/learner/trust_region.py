@@ -38,12 +38,15 @@ from r3async.learner.metrics import (
     DRIFT_BINS,
     REPLAYED_DRIFT_METRIC,
     STALENESS_BINS,
+    TOKEN_COUNT,
     LossSums,
     compute_gap_variance,
     compute_served_gaps,
+    count_served_tokens,
     estimate_served_drift,
 )
 from r3async.learner.optimizer import OptimizerUpdate
+from r3async.learner.results import DriftSums, GapMoments
 
 if TYPE_CHECKING:
     from r3async.learner.backend import LearnerBackend
@@ -216,8 +219,8 @@ def apply_update(
     minibatch: Minibatch,
     probes: ProbeBatches,
     total: np.ndarray,
-    drift: np.ndarray,
-    moments: np.ndarray,
+    drift: DriftSums,
+    moments: GapMoments,
 ) -> OptimizerUpdate:
     """Clip and make the optimizer's step, unless there is a cause not to or the drift is beyond `rollout_kl.max`.
 
@@ -228,48 +231,41 @@ def apply_update(
     """
     optimizer, trust_region = backend.optimizer, backend.trust_region
     replayed = LossSums.compute_metrics(total)[REPLAYED_DRIFT_METRIC]
-    found = estimate_served_drift(drift) if _has_served_drift(drift) else None
-    served = (
-        trust_region.extrapolate_served_drift(replayed, drift[0, :STALENESS_BINS, 1].tolist())
-        if found is None
-        else None
-    )
-    measured = trust_region.select_drift(replayed, served if found is None else found)
+    served, extrapolated = None, None
+    if count_served_tokens(drift):
+        served = estimate_served_drift(drift)
+    else:
+        tokens_by_staleness = drift.trained[:STALENESS_BINS, TOKEN_COUNT].tolist()
+        extrapolated = trust_region.extrapolate_served_drift(replayed, tokens_by_staleness)
+    judged = trust_region.select_drift(replayed, extrapolated if served is None else served)
     if minibatch.skip_cause:
-        return replace(
-            optimizer.skip_step(minibatch.skip_cause if math.isfinite(measured) else "not_finite"),
-            served_drift_estimate=served,
-        )
-    if trust_region.exceeds_max_drift(measured):
+        cause = minibatch.skip_cause if math.isfinite(judged) else "not_finite"
+        return replace(optimizer.skip_step(cause), served_drift_estimate=extrapolated)
+    if trust_region.exceeds_max_drift(judged):
         update = optimizer.skip_step("trust_region")
     else:
         update = limit_update(backend, minibatch, probes, drift, optimizer.step())
-    trust_region.update_coefficient(measured)
-    if found is not None:
+    trust_region.update_coefficient(judged)
+    if served is not None:
         trust_region.record_served_gaps(compute_served_gaps(drift), compute_gap_variance(drift, moments))
-    return replace(update, served_drift_estimate=served)
-
-
-def _has_served_drift(drift: np.ndarray) -> bool:
-    """Return True if served drift was measured before the update."""
-    return bool(drift[2, :, 1].any())
+    return replace(update, served_drift_estimate=extrapolated)
 
 
 def limit_update(
-    backend: LearnerBackend, minibatch: Minibatch, probes: ProbeBatches, drift: np.ndarray, update: OptimizerUpdate
+    backend: LearnerBackend, minibatch: Minibatch, probes: ProbeBatches, drift: DriftSums, update: OptimizerUpdate
 ) -> OptimizerUpdate:
     """Shorten the update that the optimizer has just made until the drift that it leads to is within the limit.
 
     It is first shortened to `TrustRegion.max_share` of it. Collective: the figures that decide are reduced over all
     ranks, so every rank makes the same share of the step.
 
-    `drift` float64 `[3, DRIFT_BINS, 2]` is from before the update, over all ranks. The predicted drift is that of the
+    `drift` is from before the update, over all ranks. The predicted drift is that of the
     tokens of the next update: a share, `again`, of the drift of these tokens under the new weights.
     """
     limit = backend.config.algorithm.rollout_kl.update_limit
-    if limit is None or update.cause or not probes.micro_batches or not drift[1, :, 1].any():
+    if limit is None or update.cause or not probes.micro_batches or not drift.probed_replayed[:, TOKEN_COUNT].any():
         return update
-    made, again = 1.0, compute_drift_carryover(drift[1], backend.config.schedule.updates_per_version)
+    made, again = 1.0, compute_drift_carryover(drift.probed_replayed, backend.config.schedule.updates_per_version)
 
     def make(share: float) -> None:
         nonlocal made
@@ -280,10 +276,10 @@ def limit_update(
     def predicted(share: float) -> float:
         make(share)
         after = backend.ranks.all_reduce(sum_served_drift(backend, minibatch, probes).reshape(-1), "sum")
-        return estimate_served_drift(np.stack([drift[0], drift[1], after.reshape(-1, 2)[:DRIFT_BINS]]))
+        return estimate_served_drift(drift._replace(probed_served=after.reshape(-1, 2)[:DRIFT_BINS]))
 
     def before() -> float:
-        if _has_served_drift(drift):
+        if count_served_tokens(drift):
             return estimate_served_drift(drift)
         found = predicted(0.0)
         make(1.0)
@@ -305,7 +301,7 @@ def compute_drift_carryover(replayed: np.ndarray, updates: int) -> float:
     updates between two policies (docs/trust-region.md), so the share is that of the versions. At an age below 1 a share
     of 1/2 is the least: a bound should bound a single step, too.
     """
-    tokens = replayed[:STALENESS_BINS, 1]
+    tokens = replayed[:STALENESS_BINS, TOKEN_COUNT]
     age = max(1.0, float(tokens @ np.arange(STALENESS_BINS)) / max(float(tokens.sum()), 1.0))
     return (age + 1 - 1 / updates) / (age + 1)
 

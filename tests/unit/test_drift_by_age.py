@@ -15,6 +15,7 @@ from r3async.learner.metrics import (
     compute_drift_metrics,
     sum_drift,
 )
+from r3async.learner.results import DriftSums, GapMoments
 from r3async.record.metrics import find_metric
 
 TOKENS = st.lists(
@@ -34,11 +35,11 @@ def sums_of(tokens) -> np.ndarray:
 @given(TOKENS, st.integers(0, 30))
 def test_means_are_those_of_single_tokens_however_they_are_divided(tokens, cut):
     def result(part):
-        sums = np.stack([sums_of(part), sums_of([]), sums_of([])])
+        sums = DriftSums(sums_of(part), sums_of([]), sums_of([]))
         found = {
             "rollout_kl/k3": 0.0,
             "batch/trained_tokens": float(len(part)),
-            **compute_drift_metrics(sums, np.zeros(5)),
+            **compute_drift_metrics(sums, GapMoments()),
         }
         return MinibatchResult(found, np.zeros(0, np.float32), np.zeros((0, 0), np.int64), [], sums)
 
@@ -61,7 +62,7 @@ def test_means_are_those_of_single_tokens_however_they_are_divided(tokens, cut):
 def test_served_drift_is_the_replayed_one_and_what_the_probed_tokens_differ_by():
     everything = [(-0.5, -0.2, 1, 0, 5), (-0.1, -0.4, 2, 1, 100), (-0.3, -0.3, 2, 0, 7)]
     probed, served = everything[:1], [(-0.9, -0.2, 1, 0, 5)]
-    found = compute_drift_metrics(np.stack([sums_of(part) for part in (everything, probed, served)]), np.zeros(5))
+    found = compute_drift_metrics(DriftSums(sums_of(everything), sums_of(probed), sums_of(served)), GapMoments())
     k3 = [np.expm1(a - b) - (a - b) for a, b, *_ in (*everything, *served)]
     assert found["rollout_kl/served_k3"] == pytest.approx(np.mean(k3[:3]) + k3[3] - k3[0], rel=1e-5)
     assert found["rollout_kl/served_k3_staleness_1"] == pytest.approx(
@@ -69,9 +70,8 @@ def test_served_drift_is_the_replayed_one_and_what_the_probed_tokens_differ_by()
     )  # every token of that age was probed
     assert found["rollout_kl/served_tokens"] == 1
     assert "rollout_kl/served_k3_staleness_2" not in found
-    assert "rollout_kl/served_k3" not in compute_drift_metrics(
-        np.stack([sums_of(part) for part in (everything, [], [])]), np.zeros(5)
-    )
+    unmeasured = DriftSums(sums_of(everything), sums_of([]), sums_of([]))
+    assert "rollout_kl/served_k3" not in compute_drift_metrics(unmeasured, GapMoments())
 
 
 def test_each_is_told_apart_by_name():

@@ -28,6 +28,7 @@ from r3async.learner.metrics import (
     estimate_served_drift,
 )
 from r3async.learner.optimizer import MasterAdamW
+from r3async.learner.results import DriftSums, GapMoments
 from r3async.learner.trainer import prepare_minibatches, train_minibatch
 from r3async.learner.trust_region import (
     LINE_SEARCH_TRIES,
@@ -334,12 +335,15 @@ def test_a_shortened_step_is_the_step_of_a_smaller_learning_rate(shares, decay, 
 # -- how sure a measurement is ----------------------------------------------------------------------------------------------
 
 
-def probed_sums(replayed: np.ndarray, served: np.ndarray, tokens: np.ndarray, probed: np.ndarray) -> tuple[Any, Any]:
+def probed_sums(
+    replayed: np.ndarray, served: np.ndarray, tokens: np.ndarray, probed: np.ndarray
+) -> tuple[DriftSums, GapMoments]:
     """What ranks sum of episodes of one age, with these sums of k3 `[episodes]`, of which some are probed."""
     columns = [(replayed, True), (replayed, probed), (served, probed)]
-    by_episode = np.stack([np.stack([sums * of, tokens * of], axis=1) for sums, of in columns])
-    drift = np.zeros((3, DRIFT_BINS, 2))
-    drift[:, 0] = by_episode.sum(axis=1)
+    by_episode = DriftSums(*(np.stack([sums * of, tokens * of], axis=1) for sums, of in columns))
+    drift = DriftSums.zeros(DRIFT_BINS)
+    for by_age, sums in zip(drift, by_episode, strict=True):
+        by_age[0] = sums.sum(axis=0)
     return drift, compute_gap_moments(by_episode)
 
 
@@ -356,7 +360,7 @@ def test_the_interval_holds_the_drift_of_all_tokens_whatever_episodes_are_probed
         low, high = compute_served_interval(drift, moments) or (math.inf, -math.inf)
         assert low <= estimate_served_drift(drift) <= high
         alone.append(low <= true <= high)
-        moments[4] = moments[0] * region.mean_gap_variance
+        moments = moments._replace(usual_variance=moments.episodes * region.mean_gap_variance)
         low, high = compute_served_interval(drift, moments) or (math.inf, -math.inf)
         within.append(low <= true <= high)
         region.record_served_gaps([None], compute_gap_variance(drift, moments))
@@ -378,7 +382,8 @@ def test_the_interval_is_that_of_episodes_however_often_a_step_has_them_and_of_n
     drift, moments = probed_sums(replayed, served, tokens, np.ones(3, bool))
     once = compute_served_interval(drift, moments)
     assert once is not None
-    assert compute_served_interval(2 * drift, 2 * moments, epochs=2) == pytest.approx(once)
+    twice = DriftSums(*(2 * sums for sums in drift)), GapMoments(*(2 * moment for moment in moments))
+    assert compute_served_interval(*twice, epochs=2) == pytest.approx(once)
     assert compute_served_interval(*probed_sums(replayed, served, tokens, np.asarray([True, False, False]))) is None
     same, none = probed_sums(replayed, replayed, tokens, np.ones(3, bool))
     assert compute_served_interval(same, none) == pytest.approx((0.4 / 12, 0.4 / 12)), "without replay there is no gap"

@@ -281,8 +281,8 @@ def limit_update(
     def before() -> float:
         if count_served_tokens(drift):
             return estimate_served_drift(drift)
-        found = predicted(0.0)
-        make(1.0)
+        share_made, found = made, predicted(0.0)
+        make(share_made)
         return found
 
     reach = backend.trust_region.max_share

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from r3async.config import Config, LearnerConfig, RolloutKLConfig, config_from_dict
 from r3async.data.tokens import Sample
-from r3async.learner import build_learner
+from r3async.learner import build_learner, trust_region
+from r3async.learner.backend import SINGLE_RANK
 from r3async.learner.batch import pack_samples
 from r3async.learner.drift import TrustRegion
 from r3async.learner.metrics import (
@@ -27,14 +28,16 @@ from r3async.learner.metrics import (
     compute_served_interval,
     estimate_served_drift,
 )
-from r3async.learner.optimizer import MasterAdamW
+from r3async.learner.optimizer import MasterAdamW, OptimizerUpdate
 from r3async.learner.results import DriftSums, GapMoments
 from r3async.learner.trainer import prepare_minibatches, train_minibatch
 from r3async.learner.trust_region import (
     LINE_SEARCH_TRIES,
     MIN_STEP_SHARE,
+    ProbeBatches,
     choose_probes,
     compute_drift_carryover,
+    limit_update,
     line_search,
 )
 from tests.helpers import models as hm
@@ -278,6 +281,36 @@ def test_a_step_is_tried_as_far_as_it_reaches_and_no_further():
     share, _ = line_search(predicted, 0.3, lambda: 0.0, max_share=0.4)
     assert max(tried) == 0.4
     assert MIN_STEP_SHARE < share <= 0.3
+
+
+def test_a_step_that_lowers_a_drift_that_was_not_measured_is_made_as_far_as_it_reaches(monkeypatch):
+    shares = [1.0]
+
+    def shorten_step(current: float, new: float) -> None:
+        assert current == shares[-1]
+        shares.append(new)
+
+    def served_drift(*_: Any) -> np.ndarray:
+        sums = np.zeros((DRIFT_BINS, 2))
+        sums[0] = 10 * (2 - shares[-1]), 10
+        return sums
+
+    monkeypatch.setattr(trust_region, "sum_served_drift", served_drift)
+    region = TrustRegion(RolloutKLConfig())
+    region.max_share = 0.5
+    backend: Any = SimpleNamespace(
+        config=configured(limit=0.1),
+        ranks=SINGLE_RANK,
+        trust_region=region,
+        optimizer=SimpleNamespace(shorten_step=shorten_step),
+    )
+    replayed = np.zeros((DRIFT_BINS, 2))
+    replayed[0] = 20, 10
+    drift = DriftSums(replayed, replayed, np.zeros((DRIFT_BINS, 2)))
+    unused: Any = None
+    update = limit_update(backend, unused, ProbeBatches([unused], []), drift, OptimizerUpdate(0.0, 0.1))
+    assert update.step_share == 0.5
+    assert shares == [1.0, 0.5, 0.0, 0.5]
 
 
 def test_the_reach_falls_with_shortened_steps_and_grows_with_the_others():

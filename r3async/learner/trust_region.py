@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -259,36 +259,76 @@ def limit_update(
     It is first shortened to `TrustRegion.max_share` of it. Collective: the figures that decide are reduced over all
     ranks, so every rank makes the same share of the step.
 
-    `drift` is from before the update, over all ranks. The predicted drift is that of the
-    tokens of the next update: a share, `again`, of the drift of these tokens under the new weights.
+    `drift` is from before the update, over all ranks. What is limited is the drift of the tokens of the next update, a
+    share of the drift of these tokens under the new weights (`compute_drift_carryover`).
     """
     limit = backend.config.algorithm.rollout_kl.update_limit
     if limit is None or update.cause or not probes.micro_batches or not drift.probed_replayed[:, TOKEN_COUNT].any():
         return update
-    made, again = 1.0, compute_drift_carryover(drift.probed_replayed, backend.config.schedule.updates_per_version)
+    carryover = compute_drift_carryover(drift.probed_replayed, backend.config.schedule.updates_per_version)
+    max_share = backend.trust_region.max_share
+    trial = TrialStep(backend, minibatch, probes, drift)
+    predicted = shorten_to_limit(trial, limit / carryover, max_share)
+    backend.trust_region.record_step_share(trial.share / max_share)
+    return replace(update, step_share=trial.share, predicted_drift=predicted * carryover)
 
-    def make(share: float) -> None:
-        nonlocal made
-        if share != made:
-            backend.optimizer.shorten_step(made, share)
-            made = share
 
-    def predicted(share: float) -> float:
-        make(share)
-        after = backend.ranks.all_reduce(sum_served_drift(backend, minibatch, probes).reshape(-1), "sum")
-        return estimate_served_drift(drift._replace(probed_served=after.reshape(-1, 2)[:DRIFT_BINS]))
+class TrialStep:
+    """The update that the optimizer has just made, any share of which can be made instead. All methods are collective.
 
-    def before() -> float:
-        if count_served_tokens(drift):
-            return estimate_served_drift(drift)
-        share_made, found = made, predicted(0.0)
-        make(share_made)
-        return found
+    Attributes:
+        share: The share that the weights have now.
+    """
 
-    reach = backend.trust_region.max_share
-    share, value = line_search(predicted, limit / again, before, reach)
-    backend.trust_region.record_step_share(share / reach)
-    return replace(update, step_share=share, predicted_drift=value * again)
+    def __init__(self, backend: LearnerBackend, minibatch: Minibatch, probes: ProbeBatches, drift: DriftSums):
+        self._backend, self._minibatch, self._probes, self._drift = backend, minibatch, probes, drift
+        self.share = 1.0
+
+    def set_share(self, share: float) -> None:
+        """Make `share` of the update."""
+        if share != self.share:
+            self._backend.optimizer.shorten_step(self.share, share)
+            self.share = share
+
+    def predict_drift(self) -> float:
+        """Return the served drift of this minibatch's tokens under the weights as they are."""
+        served = sum_served_drift(self._backend, self._minibatch, self._probes)
+        total = self._backend.ranks.all_reduce(served.reshape(-1), "sum").reshape(served.shape)
+        return estimate_served_drift(self._drift._replace(probed_served=total[:DRIFT_BINS]))
+
+    def drift_without_step(self) -> float:
+        """Return the served drift before the update, which stays as it is."""
+        if count_served_tokens(self._drift):
+            return estimate_served_drift(self._drift)
+        share = self.share
+        self.set_share(0.0)
+        drift = self.predict_drift()
+        self.set_share(share)
+        return drift
+
+
+def shorten_to_limit(trial: TrialStep, limit: float, max_share: float = 1.0) -> float:
+    """Shorten the step to `max_share` of it, and on until its drift is within `limit`. Returns that drift.
+
+    It is a line search: drift grows with the square of a step, or more slowly, which gives the next share to try. After
+    `LINE_SEARCH_TRIES`, or if the drift was beyond the limit before, only `MIN_STEP_SHARE` is made.
+    """
+    trial.set_share(max_share)
+    drift = trial.predict_drift()
+    if drift <= limit:
+        return drift
+    before = trial.drift_without_step()
+    if drift <= before:  # the step lowers it
+        return drift
+    for _ in range(LINE_SEARCH_TRIES if before < limit else 0):
+        growth = (limit - before) / (drift - before) if math.isfinite(drift) and drift > before else 0.0
+        factor = LINE_SEARCH_MARGIN * math.sqrt(max(growth, 0.0))
+        trial.set_share(max(MIN_STEP_SHARE, trial.share * min(max(factor, 0.1), LINE_SEARCH_MARGIN)))
+        drift = trial.predict_drift()
+        if drift <= limit or trial.share == MIN_STEP_SHARE:
+            return drift
+    trial.set_share(MIN_STEP_SHARE)
+    return trial.predict_drift()
 
 
 def compute_drift_carryover(replayed: np.ndarray, updates: int) -> float:
@@ -304,37 +344,3 @@ def compute_drift_carryover(replayed: np.ndarray, updates: int) -> float:
     tokens = replayed[:STALENESS_BINS, TOKEN_COUNT]
     age = max(1.0, float(tokens @ np.arange(STALENESS_BINS)) / max(float(tokens.sum()), 1.0))
     return (age + 1 - 1 / updates) / (age + 1)
-
-
-def line_search(
-    predict_drift: Callable[[float], float], limit: float, drift_before: Callable[[], float], max_share: float = 1.0
-) -> tuple[float, float]:
-    """Return the share of a step to make, `max_share` or less, and the drift that is predicted for it.
-
-    It is `max_share` of the step if its drift is within `limit`, or no more than `drift_before` it: a step that lowers
-    the drift is not shortened further. Otherwise a line search is made: drift grows with the square of a step, or more
-    slowly, which gives the next share to try. After `LINE_SEARCH_TRIES`, or if the drift was beyond the limit before,
-    only `MIN_STEP_SHARE` is made.
-
-    Args:
-        predict_drift: Makes a share of the step and predicts its drift. Its last call is with the returned share, apart
-            from calls by `drift_before`.
-        drift_before: Returns the drift without the step, and leaves the step as it is. Called only if `max_share` of
-            the step is beyond the limit.
-    """
-    value = predict_drift(max_share)
-    if value <= limit:
-        return max_share, value
-    start = drift_before()
-    if value <= start:
-        return max_share, value
-    share = max_share
-    for _ in range(LINE_SEARCH_TRIES if start < limit else 0):
-        growth = (limit - start) / (value - start) if math.isfinite(value) and value > start else 0.0
-        share = max(
-            MIN_STEP_SHARE, share * min(max(LINE_SEARCH_MARGIN * math.sqrt(max(growth, 0.0)), 0.1), LINE_SEARCH_MARGIN)
-        )
-        value = predict_drift(share)
-        if value <= limit or share == MIN_STEP_SHARE:
-            return share, value
-    return MIN_STEP_SHARE, predict_drift(MIN_STEP_SHARE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,10 +36,11 @@ from r3async.learner.trust_region import (
     LINE_SEARCH_TRIES,
     MIN_STEP_SHARE,
     ProbeBatches,
+    TrialStep,
     choose_probes,
     compute_drift_carryover,
     limit_update,
-    line_search,
+    shorten_to_limit,
 )
 from tests.helpers import models as hm
 from tests.helpers.learner import fully_recorded, replace_columns
@@ -243,44 +245,58 @@ def test_every_rank_makes_the_same_share(two_ranks, model_path, backend):
     assert one["optimizer/step_share"] < 1
 
 
+class MadeUpStep(TrialStep):
+    """A step whose drift is a function of its share."""
+
+    def __init__(self, drift_of: Callable[[float], float], before: float | None):
+        self.drift_of, self.before, self.share, self.tried = drift_of, before, 1.0, []
+
+    def set_share(self, share: float) -> None:
+        self.share = share
+
+    def predict_drift(self) -> float:
+        self.tried.append(self.share)
+        return self.drift_of(self.share)
+
+    def drift_without_step(self) -> float:
+        assert self.before is not None, "it was asked for"
+        return self.before
+
+
 @examples(max_examples=60)
 @given(st.floats(0, 0.5), st.floats(0.001, 2), st.floats(0, 1), st.sampled_from([0.5, 1.0, 2.0]))
 def test_the_line_search_ends_within_the_limit_or_at_the_least(start, growth, at, power):
-    tried: list[float] = []
-
-    def predicted(share: float) -> float:
-        tried.append(share)
-        return start + growth * share**power
-
+    step = MadeUpStep(lambda share: start + growth * share**power, before=start)
     limit = max(start + at * growth, 1e-3)
-    share, value = line_search(predicted, limit, lambda: start)
-    assert (tried[0], tried[-1], value) == (1, share, start + growth * share**power)
-    assert value <= max(limit, start) or share == MIN_STEP_SHARE
-    assert len(tried) <= LINE_SEARCH_TRIES + 2
-    assert (share == 1) == (start + growth <= max(limit, start))
+    drift = shorten_to_limit(step, limit)
+    assert (step.tried[0], step.tried[-1], drift) == (1, step.share, start + growth * step.share**power)
+    assert drift <= max(limit, start) or step.share == MIN_STEP_SHARE
+    assert len(step.tried) <= LINE_SEARCH_TRIES + 2
+    assert (step.share == 1) == (start + growth <= max(limit, start))
 
 
-def test_a_step_that_lowers_drift_is_made_whole_and_one_that_loses_its_head_is_not():
-    assert line_search(lambda share: 2 - share, 0.5, lambda: 2.0) == (1.0, 1.0)
-    assert line_search(lambda share: 2 + share, 0.5, lambda: 2.0) == (MIN_STEP_SHARE, 2 + MIN_STEP_SHARE)
-    assert line_search(lambda share: math.nan if share > 0.2 else 0.1, 0.5, lambda: 0.0) == (0.1, 0.1)
-    # Drift without the step is asked for only where the step is too far.
-    assert line_search(lambda share: 0.4 * share, 0.5, lambda: pytest.fail("it was asked for")) == (1.0, 0.4)
+@pytest.mark.parametrize(
+    ("drift_of", "before", "share", "drift"),
+    [
+        (lambda share: 2 - share, 2.0, 1.0, 1.0),
+        (lambda share: 2 + share, 2.0, MIN_STEP_SHARE, 2 + MIN_STEP_SHARE),
+        (lambda share: math.nan if share > 0.2 else 0.1, 0.0, 0.1, 0.1),
+        (lambda share: 0.4 * share, None, 1.0, 0.4),  # drift without the step is asked for only if it goes too far
+    ],
+)
+def test_a_step_that_lowers_drift_is_made_whole_and_one_that_loses_its_head_is_not(drift_of, before, share, drift):
+    step = MadeUpStep(drift_of, before)
+    assert (shorten_to_limit(step, 0.5), step.share) == (drift, share)
 
 
 def test_a_step_is_tried_as_far_as_it_reaches_and_no_further():
     """Nothing after a step that was shortened is made whole at once: the drift of its tokens would be seen too late."""
-    tried: list[float] = []
-
-    def predicted(share: float) -> float:
-        tried.append(share)
-        return share
-
-    assert line_search(predicted, 0.5, lambda: 0.0, max_share=0.4) == (0.4, 0.4)
-    assert tried == [0.4]
-    share, _ = line_search(predicted, 0.3, lambda: 0.0, max_share=0.4)
-    assert max(tried) == 0.4
-    assert MIN_STEP_SHARE < share <= 0.3
+    step = MadeUpStep(lambda share: share, before=0.0)
+    assert (shorten_to_limit(step, 0.5, max_share=0.4), step.share) == (0.4, 0.4)
+    assert step.tried == [0.4]
+    shorten_to_limit(step, 0.3, max_share=0.4)
+    assert max(step.tried) == 0.4
+    assert MIN_STEP_SHARE < step.share <= 0.3
 
 
 def test_a_step_that_lowers_a_drift_that_was_not_measured_is_made_as_far_as_it_reaches(monkeypatch):

@@ -431,8 +431,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         head: _ChunkSettings = ctx.head
         of_matrix: Tensor | None = None
         of_hidden, of_bias = [], None if bias is None else bias.new_zeros(len(matrix), dtype=torch.float32)
-        given = (hidden, targets, temperatures, norms, entropies, *grads)
-        for h, targets_of, t, norm, entropy, grad, spread, mask in _iter_chunks(head, *given):
+        by_logprob, by_entropy = grads
+        for h, targets_of, t, norm, entropy, grad, spread, mask in _iter_chunks(
+            head, hidden, targets, temperatures, norms, entropies, by_logprob, by_entropy
+        ):
             by_logit = _backward_chunk(
                 _compute_logits(h, matrix, bias, t, mask), norm, targets_of, entropy, grad, spread, head
             )

@@ -166,14 +166,24 @@ def compute_loss(
         if needs and getattr(batch, name) is None:
             raise ValueError(f"the configured loss needs `{name}`, and the batch has none")
 
-    correction, old, episodes = config.correction, batch.old_logprobs, (batch.episode_index, batch.num_episodes)
+    correction, old = config.correction, batch.old_logprobs
     compared = old if old is not None and correction.needs_old_logprobs else logprobs
-    kept = compute_correction_mask(compared, rollout, batch.staleness, *episodes, correction, max_token_staleness)
+    kept = compute_correction_mask(
+        compared,
+        rollout,
+        batch.staleness,
+        batch.episode_index,
+        batch.num_episodes,
+        correction,
+        max_token_staleness,
+    )
     inputs = _build_loss_inputs(logprobs, batch, kept, config)
     policy = resolve_policy_loss(config.policy_loss)(inputs)
     value = policy.value
     if correction.weight != "none":
-        value = value * compute_correction_weights(compared, rollout, *episodes, correction)
+        value = value * compute_correction_weights(
+            compared, rollout, batch.episode_index, batch.num_episodes, correction
+        )
     terms = {"policy": torch.where(kept, value, 0.0)}
     if rollout_kl_coef:
         terms["rollout_kl"] = rollout_kl_coef * compute_rollout_kl(logprobs - rollout, config.rollout_kl)

@@ -333,8 +333,8 @@ class RowShare(NamedTuple):
         columns = shape[-1] if len(shape) > 1 else 1
         count, step = math.prod(shape) // max(columns, 1), SHARE_ALIGNMENT // math.gcd(columns, SHARE_ALIGNMENT)
         blocks = -(-count // step)
-        ends = (min(count, at * blocks // self.num_ranks * step) for at in (self.rank, self.rank + 1))
-        return slice(*ends)
+        start, stop = (min(count, rank * blocks // self.num_ranks * step) for rank in (self.rank, self.rank + 1))
+        return slice(start, stop)
 
     def select_rows(self, tensor: Tensor) -> Tensor:
         """Return a view: the tensor itself, or its rows of this share, see `view_rows`."""

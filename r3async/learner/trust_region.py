@@ -182,14 +182,14 @@ def _extract_probed_samples(micro_batch: MicroBatch) -> list[Sample]:
     rows, edges = micro_batch.expanded_samples
     probed, out = bare.table["probed"], []
     for index, name in enumerate(micro_batch.sample_ids):
-        own = int(micro_batch.cu_seqlens[index]), int(micro_batch.cu_seqlens[index + 1])
-        if not probed[slice(*own)].any():
+        start, stop = int(micro_batch.cu_seqlens[index]), int(micro_batch.cu_seqlens[index + 1])
+        if not probed[start:stop].any():
             continue
         taken = rows[edges[index] : edges[index + 1]]
         parts = np.split(taken, np.flatnonzero(np.diff(taken) != 1) + 1)
         table = TokenTable.concat([bare.table.slice_rows(int(part[0]), int(part[-1]) + 1) for part in parts])
         mask = np.array(table["loss_mask"])
-        mask[: len(mask) - (own[1] - own[0])] = False
+        mask[: len(mask) - (stop - start)] = False
         out.append(Sample(name, table.with_columns(loss_mask=mask), float(micro_batch.temperatures[index])))
     return out
 

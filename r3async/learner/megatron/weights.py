@@ -215,8 +215,13 @@ def map_parameters(model: HiddenStatesModel, shape: MegatronModelShape) -> Itera
         if not shape.tied_embeddings:
             yield map_tensor(model.output_layer.weight, "lm_head.weight", **vocabulary)
         elif pipeline > 1:
-            copy = {"is_on_two_stages": True, "is_second_copy": True}
-            yield map_tensor(model.output_layer.weight, "model.embed_tokens.weight", **copy, **vocabulary)
+            yield map_tensor(
+                model.output_layer.weight,
+                "model.embed_tokens.weight",
+                is_on_two_stages=True,
+                is_second_copy=True,
+                **vocabulary,
+            )
 
 
 def _map_attention(attention: Any, prefix: str, shape: MegatronModelShape) -> Iterator[ParameterMapping]:

@@ -57,7 +57,7 @@ def original_names() -> Callable[[str], str]:
 
 def simulate_seed(seed: int) -> str:
     """Simulate the run of `seed`. Returns the digest of everything that happens, or the invariant that is violated."""
-    from dev.simulation.run import Simulated, draw_case
+    from dev.simulation.run import SimulatedRun, draw_case
     from dev.simulation.world import SimulationLog
 
     digest, put_back, add = hashlib.blake2b(digest_size=16), original_names(), SimulationLog._add_line
@@ -66,7 +66,7 @@ def simulate_seed(seed: int) -> str:
         digest.update(put_back(line).encode() + b"\n")
 
     SimulationLog._add_line = hash_line  # type: ignore[method-assign,assignment]
-    simulated = Simulated(draw_case(seed))
+    simulated = SimulatedRun(draw_case(seed))
     try:
         result = simulated.run()
     finally:
@@ -78,10 +78,10 @@ def simulate_seed(seed: int) -> str:
 
 def simulated_runs() -> dict[str, str]:
     """Simulate the first `SEEDS` seeds in parallel. Returns the result of `simulate_seed` by seed."""
-    from dev.simulation.run import model_here
+    from dev.simulation.run import tiny_model_directory
     from dev.simulation.search import quiet_logs
 
-    with quiet_logs(), model_here(), multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
+    with quiet_logs(), tiny_model_directory(), multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
         return {str(seed): found for seed, found in enumerate(pool.imap(simulate_seed, range(SEEDS)))}
 
 

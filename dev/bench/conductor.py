@@ -24,7 +24,7 @@ from dev.bench.fleet import CountingLearner, Counts, Host, HostedRef, Load
 from dev.bench.jobs import BenchError, Say, progress, run_job
 from dev.bench.report import Measurements
 from dev.simulation.loop import CURRENT_PROCESS, VirtualHandle, VirtualLoop, VirtualTimer
-from dev.simulation.network import Delays
+from dev.simulation.network import DelayRanges
 from dev.simulation.world import Simulation
 from r3async.actors.conductor import Conductor
 from r3async.config import config_to_dict, load_config
@@ -198,7 +198,7 @@ class Timed(Simulation):
 
 
 def simulated(load: Load, say: Say) -> ConductorCounts:
-    simulation = Timed(0, delays=Delays(call=(0.0005, 0.002), start=(0.5, 0.5)))
+    simulation = Timed(0, delays=DelayRanges(call=(0.0005, 0.002), start=(0.5, 0.5)))
     loop = simulation.loop
     assert isinstance(loop, TimedLoop)
     process = simulation.begin_process("driver", simulation.hosts["host-0"])

@@ -69,13 +69,18 @@ def release_bundles(reservation: Reservation, bundle: int | None = None) -> None
 
 def list_nodes(simulation: Simulation, local_host: SimulatedHost) -> list[ClusterNode]:
     """Return the hosts that are not lost, with what is not reserved on each."""
-    made = simulation.reservations
-    held = [bundle for each in made for index, bundle in enumerate(each.bundles) if index not in each.released_bundles]
+    reservations = simulation.reservations
+    reserved = [
+        bundle
+        for each in reservations
+        for index, bundle in enumerate(each.bundles)
+        if index not in each.released_bundles
+    ]
     out = []
     for name, host in simulation.hosts.items():
         if not host.is_lost:
-            here = [bundle for bundle in held if bundle.node_id == name]
-            cpus, gpus = HOST_CPUS - sum(b.cpus for b in here), simulation.gpus - sum(b.gpus for b in here)
+            on_host = [bundle for bundle in reserved if bundle.node_id == name]
+            cpus, gpus = HOST_CPUS - sum(b.cpus for b in on_host), simulation.gpus - sum(b.gpus for b in on_host)
             out.append(ClusterNode(name, name, HOST_CPUS, simulation.gpus, cpus, gpus, is_local=host is local_host))
     return out
 
@@ -242,8 +247,8 @@ class SimulatedActor:
         self.process, self.instance, self._serving_count = None, None, 0
         for call in calls:
             self._send_actor_lost(call, reason)
-        left = self.placement.max_restarts - self.start_count + 1
-        if not self.lost_reason and (left > 0 or self.placement.max_restarts < 0) and not self.spawner.ended:
+        restarts_left = self.placement.max_restarts - self.start_count + 1
+        if not self.lost_reason and (restarts_left > 0 or self.placement.max_restarts < 0) and not self.spawner.ended:
             after = draw_seconds(self.simulation.delays.restart, self.spawner.rng_for("restarts"))
             self.simulation.loop.call_later(after, self.start_process, context=Context())
         elif not self.lost_reason:

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from dev.simulation.mutants import MUTANTS
-from dev.simulation.run import Result, draw_case, model_here
-from dev.simulation.search import quiet_logs, run_case, search, shrunk
-from dev.simulation.shrink import Case
+from dev.simulation.run import SimulationResult, draw_case, tiny_model_directory
+from dev.simulation.search import quiet_logs, run_case, search_seeds, shrink_violation
+from dev.simulation.shrink import SimulationCase
 from dev.simulation.story import write_story, write_trace
 from dev.simulation.world import START_TIME
 from r3async.config import ConfigError
@@ -22,7 +22,7 @@ from r3async.untrusted import MalformedError, decode_json
 
 STORY_LINES = 80
 
-Say = Callable[[str], object]
+PrintLine = Callable[[str], object]
 
 
 def simulate_command(
@@ -36,55 +36,55 @@ def simulate_command(
     keep: Path | None,
     shrinking: bool,
     json: bool,
-    say: Say = print,
+    print_line: PrintLine = print,
 ) -> int:
     """Run the simulations, and describe the first that fails. Returns the exit status: 0 if every run kept every
     invariant, or, with a mutant, if one did not."""
     if mutant and mutant not in MUTANTS:
         raise ConfigError(f"--mutant {mutant!r} must be one of {', '.join(sorted(MUTANTS))}")
     if case is not None:
-        return _one(read_case(case), trace, json, say)
+        return _run_one_case(read_case(case), trace, json, print_line)
     began = time.perf_counter()
-    results: list[Result] = []
-    for result in search(range(first, first + seeds), jobs=jobs, mutant=mutant):
+    results: list[SimulationResult] = []
+    for result in search_seeds(range(first, first + seeds), jobs=jobs, mutant=mutant):
         results.append(result)
-        _progress(results, seeds, began)
+        _show_progress(results, seeds, began)
         if result.violated:
             break
     failed = next((result for result in results if result.violated), None)
-    say(summary(results, time.perf_counter() - began))
+    print_line(summarize_results(results, time.perf_counter() - began))
     if failed is not None:
         failing = draw_case(failed.seed, mutant)
-        say(f"seed {failed.seed} violates {failed.violated}: {failed.reason}")
+        print_line(f"seed {failed.seed} violates {failed.violated}: {failed.reason}")
         if shrinking:
-            say("shrinking it (--no-shrink leaves it as it is)")
-            failing = shrunk(failing, failed.violated)
+            print_line("shrinking it (--no-shrink leaves it as it is)")
+            failing = shrink_violation(failing, failed.violated)
         if keep is not None:
             write_case(keep, failing)
-            say(f"kept as {keep}; to run it again: python -m dev simulate --case {keep}")
-        _one(failing, trace, False, say)
+            print_line(f"kept as {keep}; to run it again: python -m dev simulate --case {keep}")
+        _run_one_case(failing, trace, False, print_line)
     elif trace is not None and results:
-        _one(draw_case(results[-1].seed, mutant), trace, False, lambda line: None)
+        _run_one_case(draw_case(results[-1].seed, mutant), trace, False, lambda line: None)
     if json:
-        say(msgspec.json.encode(_facts(results, failed, mutant)).decode())
+        print_line(msgspec.json.encode(_summary_object(results, failed, mutant)).decode())
     return int((failed is None) if mutant else (failed is not None))
 
 
-def _one(case: Case, trace: Path | None, json: bool, say: Say) -> int:
+def _run_one_case(case: SimulationCase, trace: Path | None, json: bool, print_line: PrintLine) -> int:
     """Run one case, and print what happened. Returns the exit status."""
-    with quiet_logs(), model_here():
+    with quiet_logs(), tiny_model_directory():
         result, simulated = run_case(case)
     verdict = f"{result.violated}: {result.reason}" if result.violated else "every invariant was kept"
-    say(write_story(case, simulated.history, verdict, last=STORY_LINES))
+    print_line(write_story(case, simulated.history, verdict, last=STORY_LINES))
     if trace is not None:
         write_trace(trace, simulated.spans, simulated.history, START_TIME)
-        say(f"trace: {trace}")
+        print_line(f"trace: {trace}")
     if json:
-        say(msgspec.json.encode(result).decode())
+        print_line(msgspec.json.encode(result).decode())
     return int(bool(result.violated) != bool(case.mutant))
 
 
-def _progress(results: list[Result], seeds: int, began: float) -> None:
+def _show_progress(results: list[SimulationResult], seeds: int, began: float) -> None:
     if sys.stderr.isatty():
         virtual = sum(result.virtual_seconds for result in results) / 60
         sys.stderr.write(
@@ -94,7 +94,7 @@ def _progress(results: list[Result], seeds: int, began: float) -> None:
         sys.stderr.flush()
 
 
-def summary(results: list[Result], seconds: float) -> str:
+def summarize_results(results: list[SimulationResult], seconds: float) -> str:
     """Return a summary of the runs and their faults."""
     faults: Counter[str] = Counter()
     gave_up: Counter[str] = Counter()
@@ -107,9 +107,11 @@ def summary(results: list[Result], seconds: float) -> str:
         f"{sum(r.lineages for r in results)} starts, {sum(r.events for r in results)} events",
         f"{faults.total()} faults: " + ", ".join(f"{kind} {count}" for kind, count in faults.most_common()),
     ]
-    whole = [result.virtual_seconds for result in results if not result.violated]
-    if whole:
-        lines.append(f"the shortest run took {min(whole) / 60:.1f} virtual minutes, the longest {max(whole) / 60:.1f}")
+    durations = [result.virtual_seconds for result in results if not result.violated]
+    if durations:
+        lines.append(
+            f"the shortest run took {min(durations) / 60:.1f} virtual minutes, the longest {max(durations) / 60:.1f}"
+        )
     if gave_up:
         lines.append(
             "the command failed, and was given again: " + ", ".join(f"{k} {n}" for k, n in gave_up.most_common())
@@ -117,7 +119,7 @@ def summary(results: list[Result], seconds: float) -> str:
     return "\n".join(lines)
 
 
-def _facts(results: list[Result], failed: Result | None, mutant: str) -> dict[str, Any]:
+def _summary_object(results: list[SimulationResult], failed: SimulationResult | None, mutant: str) -> dict[str, Any]:
     faults: Counter[str] = Counter()
     for result in results:
         faults.update(result.faults)
@@ -135,14 +137,14 @@ def _facts(results: list[Result], failed: Result | None, mutant: str) -> dict[st
     }
 
 
-def read_case(path: Path) -> Case:
+def read_case(path: Path) -> SimulationCase:
     """Read a case that `write_case` wrote. Raises `ConfigError` if it cannot be read."""
     try:
-        return decode_json(path.read_bytes(), Case)
+        return decode_json(path.read_bytes(), SimulationCase)
     except (OSError, MalformedError) as error:
         raise ConfigError(f"--case {path} cannot be read: {error}") from error
 
 
-def write_case(path: Path, case: Case) -> None:
+def write_case(path: Path, case: SimulationCase) -> None:
     """Write a case to a file, in the format of `tests/sim/seeds/`."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(case), indent=1) + b"\n")

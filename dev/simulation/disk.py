@@ -143,17 +143,17 @@ class FileTree:
 
     def sync_names(self, directory: DirectoryNode) -> None:
         """Sync the changes of a directory's names, and the earlier changes of other directories that belong to them."""
-        with_it, synced, left = {directory}, [], []
+        with_it, synced, unsynced = {directory}, [], []
         for change in reversed(self._changes):
             if any(entry.directory in with_it for entry in change):
                 with_it.update(entry.directory for entry in change)
                 synced.append(change)
             else:
-                left.append(change)
+                unsynced.append(change)
         for change in reversed(synced):
             for entry in change:
                 entry.apply_to(entry.directory.synced_names)
-        self._changes = left[::-1]
+        self._changes = unsynced[::-1]
 
     def write_back(self) -> None:
         """Sync everything."""
@@ -171,15 +171,15 @@ class FileTree:
         for change in self._changes:
             for directory in dict.fromkeys(entry.directory for entry in change):
                 counts[directory] = counts.get(directory, 0) + 1
-        left = {directory: rng.choice((0, count, rng.randint(0, count))) for directory, count in counts.items()}
+        kept_counts = {directory: rng.choice((0, count, rng.randint(0, count))) for directory, count in counts.items()}
         for change in self._changes:
             directories = dict.fromkeys(entry.directory for entry in change)
-            if all(left[directory] for directory in directories):
+            if all(kept_counts[directory] for directory in directories):
                 for entry in change:
                     entry.apply_to(entry.directory.synced_names)
-                left |= {directory: left[directory] - 1 for directory in directories}
+                kept_counts |= {directory: kept_counts[directory] - 1 for directory in directories}
             else:
-                left |= dict.fromkeys(directories, 0)
+                kept_counts |= dict.fromkeys(directories, 0)
         self._changes = []
         self.used_bytes = 0
         pending: list[TreeNode] = [self.root]
@@ -374,18 +374,18 @@ class SimulatedFiles:
         writable = create or exclusive
         self._begin_operation("create" if writable and self._find_node(path) is None else "open", path)
         parent, name = self._tree.find_parent(path)
-        found = parent.names.get(name)
-        if found is not None and exclusive:
+        node = parent.names.get(name)
+        if node is not None and exclusive:
             raise os_error(errno.EEXIST, path)
-        if isinstance(found, DirectoryNode) or not name:
+        if isinstance(node, DirectoryNode) or not name:
             raise os_error(errno.EISDIR, path)
-        if found is None and not writable:
+        if node is None and not writable:
             raise os_error(errno.ENOENT, path)
-        if found is None:
+        if node is None:
             self._require_space(path)
-            found = FileNode(mode)
-            self._change_entries(EntryChange(parent, name, found))
-        return SimulatedFile(self, found, path, writable)
+            node = FileNode(mode)
+            self._change_entries(EntryChange(parent, name, node))
+        return SimulatedFile(self, node, path, writable)
 
     def stat(self, path: Path) -> FileStat | None:
         self._begin_operation("stat", path)
@@ -419,7 +419,7 @@ class SimulatedFiles:
     def rename(self, path: Path, new_path: Path) -> None:
         self._begin_operation("rename", path)
         self._begin_operation("rename", new_path)
-        if (found := self._find_node(new_path)) is not None and isinstance(found, DirectoryNode):
+        if (existing := self._find_node(new_path)) is not None and isinstance(existing, DirectoryNode):
             raise os_error(errno.EEXIST, new_path)
         parent, name = self._tree.find_parent(path)
         target, new_name = self._tree.find_parent(new_path)

@@ -1,6 +1,6 @@
 """The environment of simulated episodes. Calls take a while, sometimes a long while, and rarely raise; none blocks.
 
-The environments of a generator run in a helper process beside it, which may end, hang or be late (`Helper`)."""
+The environments of a generator run in a helper process beside it, which may end, hang or be late (`EnvironmentProcess`)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import zlib
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from dev.simulation.history import Failed
+from dev.simulation.history import EpisodeFailed
 from dev.simulation.loop import CURRENT_PROCESS, VirtualProcess
 from r3async.envs import Action, EnvironmentFailed, Message, StepResult
 
 
-class Helper:
+class EnvironmentProcess:
     """A process of environments, like those of `envs.pool`. When it ends, all its episodes fail, and another one
     replaces it.
 
@@ -29,7 +29,7 @@ class Helper:
         self.hangs, self.late, self.lost = False, 0.0, ""
         self._calls: dict[asyncio.Future[None], None] = {}
 
-    async def work(self, seconds: float, limit: float) -> None:
+    async def do_work(self, seconds: float, limit: float) -> None:
         """Work for `seconds`. Raises `EnvironmentFailed` if the process ends, or if the work takes longer than `limit`
         seconds, after which the process is ended."""
         loop = asyncio.get_running_loop()
@@ -37,40 +37,40 @@ class Helper:
             raise EnvironmentFailed(self.lost)
         call = loop.create_future()
         self._calls[call] = None
-        timer = loop.call_later(seconds + self.late, self._answer, call)
+        timer = loop.call_later(seconds + self.late, self._answer_call, call)
         try:
             async with asyncio.timeout(limit):
                 await call
         except TimeoutError as error:
-            self.end(f"the call took longer than {limit:g} s")
+            self.end_process(f"the call took longer than {limit:g} s")
             raise EnvironmentFailed(self.lost) from error
         finally:
             timer.cancel()
             del self._calls[call]
 
-    def _answer(self, call: asyncio.Future[None]) -> None:
+    def _answer_call(self, call: asyncio.Future[None]) -> None:
         if not self.hangs and not call.done():
             call.set_result(None)
 
-    def end(self, why: str) -> None:
+    def end_process(self, why: str) -> None:
         self.lost = self.lost or why
         for call in self._calls:
             if not call.done():
                 call.set_exception(EnvironmentFailed(self.lost))
 
 
-_HELPERS: WeakKeyDictionary[VirtualProcess, Helper] = WeakKeyDictionary()
+_ENVIRONMENT_PROCESSES: WeakKeyDictionary[VirtualProcess, EnvironmentProcess] = WeakKeyDictionary()
 
 
-def helper_of(process: VirtualProcess) -> Helper:
+def environment_process_of(process: VirtualProcess) -> EnvironmentProcess:
     """Return the process of environments beside a generator's process, or a new one if that was lost."""
-    found = _HELPERS.get(process)
+    found = _ENVIRONMENT_PROCESSES.get(process)
     if found is None or found.lost:
-        found = _HELPERS[process] = Helper()
+        found = _ENVIRONMENT_PROCESSES[process] = EnvironmentProcess()
     return found
 
 
-class Errand:
+class LetterTask:
     """An environment whose task is a few letters. The reward depends on the answers alone.
 
     A call that is repeated draws its duration and failure again, from the time at which it is made.
@@ -97,34 +97,35 @@ class Errand:
     ):
         self._turns, self._seconds, self._tail, self._failing, self._share = turns, seconds, tail, failing, flat
         self._left, self._answers, self._flat, self._limit = turns, "", False, limit
-        self._seed, self._helper = 0, Helper()
+        self._seed, self._helper = 0, EnvironmentProcess()
         self.size = tasks or None
 
     async def reset(self, task_seed: int) -> list[Message]:
         self._seed, self._left, self._answers = task_seed, self._turns, f"{task_seed}"
         self._flat = self._share > 0 and zlib.crc32(self._answers.encode()) % self._share == 0
         if (process := CURRENT_PROCESS.get()) is not None:
-            self._helper = helper_of(process)
-        await self._work()
+            self._helper = environment_process_of(process)
+        await self._do_work()
         return [Message("user", "".join(random.Random(task_seed).choices("abcdef", k=4)))]
 
     async def step(self, action: Action) -> StepResult:
         self._answers += f"/{action.text}"
-        await self._work()
+        await self._do_work()
         self._left -= 1
         if self._left:
             return StepResult(0.0, [Message("user", "more")])
         return StepResult(1.0 if self._flat else zlib.crc32(self._answers.encode()) % 1000 / 1000, done=True)
 
-    async def _work(self) -> None:
+    async def _do_work(self) -> None:
         rng = random.Random(f"{self._answers}/{asyncio.get_running_loop().time():.6f}")
         long = self._tail and rng.randrange(self._tail) == 0
         try:
-            await self._helper.work(rng.uniform(0, self._seconds) * (10 if long else 1), self._limit)
+            await self._helper.do_work(rng.uniform(0, self._seconds) * (10 if long else 1), self._limit)
             if self._failing and rng.randrange(self._failing) == 0:
                 raise RuntimeError("this errand failed, on purpose")
         except Exception:
             process: Any = CURRENT_PROCESS.get()
-            if (see := getattr(getattr(process, "simulation", None), "see", None)) is not None:  # it is watched
-                see(Failed, process.name, self._seed)
+            see_event = getattr(getattr(process, "simulation", None), "see_event", None)
+            if see_event is not None:  # it is watched
+                see_event(EpisodeFailed, process.name, self._seed)
             raise

@@ -11,9 +11,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from dev.simulation.workload import CALL, Workload
+from dev.simulation.workload import CALL_STALLS, SimulatedWorkload
 
-Kind = Literal[
+FaultKind = Literal[
     "cut",
     "half_open",
     "stall",
@@ -48,7 +48,7 @@ Kind = Literal[
 ]
 
 
-class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
+class PlannedFault(msgspec.Struct, frozen=True, omit_defaults=True):
     """A fault that begins at `at` and lasts for `seconds`, both in seconds of virtual time.
 
     `cut`             nothing passes between generator `target` and the learner, and connections are lost
@@ -90,16 +90,16 @@ class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     at: float
-    kind: Kind
+    kind: FaultKind
     target: str = ""
     seconds: float = 0.0
     amount: float = 0.0
 
     @property
-    def end(self) -> float:
+    def ends_at(self) -> float:
         return self.at + self.seconds
 
-    def describe(self) -> str:
+    def to_text(self) -> str:
         """Return the fault in words, for the story of the run."""
         words = [self.kind.replace("_", " "), self.target]
         words += [f"for {self.seconds:g} s"] if self.seconds else []
@@ -107,7 +107,7 @@ class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
         return " ".join(word for word in words if word)
 
 
-class _Shape(NamedTuple):
+class _FaultDistribution(NamedTuple):
     """The distribution of one kind of fault: its relative frequency, target, duration and amount. Seconds are for a
     `stall_seconds` of 60, and are scaled with it."""
 
@@ -120,40 +120,40 @@ class _Shape(NamedTuple):
     """Unit of `amount`. `steps` is the time that a step takes."""
 
 
-SHAPES: dict[Kind, _Shape] = {
-    "cut": _Shape(3, "generator", (0.5, 40)),
-    "half_open": _Shape(2, "peer", (1, 40)),
-    "stall": _Shape(2, "generator", (0.5, 150)),
-    "delay": _Shape(1, "none", (5, 40), (0.1, 5), "seconds"),
-    "damage": _Shape(2, "none", (5, 40), (0.01, 0.3)),
-    "damage_weights": _Shape(0, "generator", (60, 100), (0.2, 0.8)),
-    "mute": _Shape(0, "generator", (60, 100)),
-    "memory_full": _Shape(0, "host", (0.5, 100)),
-    "disk_full": _Shape(2, "none", (0.5, 40)),
-    "disk_error": _Shape(2, "none", (0.5, 20)),
-    "short_write": _Shape(2, "none", (0.5, 20), (0.05, 0.7)),
-    "short_put": _Shape(4, "none", (60, 60), (1, 6)),
-    "slow_disk": _Shape(1, "none", (5, 40), (0.001, 0.1), "seconds"),
-    "no_descriptors": _Shape(0, "role", (10, 100)),
-    "power": _Shape(2, "host", (0.5, 20)),
-    "power_writing": _Shape(3, "disk", (0.5, 20), (1, 60)),
-    "kill": _Shape(6, "role"),
-    "kill_writing": _Shape(5, "role", (5, 5), (1, 60)),
-    "kill_again": _Shape(2, "whole", (60, 60), (0.1, 3), "steps"),
-    "kill_unsaved": _Shape(9, "whole", (60, 60), (0, 0.5), "steps"),
-    "kill_unsynced": _Shape(0, "none", (60, 60), (0.1, 1), "steps"),
-    "freeze": _Shape(3, "role", (0.5, 100)),
-    "silence": _Shape(0, "generator", (60, 100)),
-    "slow_start": _Shape(1, "none", (10, 60), (2, 30), "seconds"),
-    "failing_start": _Shape(1, "none", (5, 40), (0.2, 0.8)),
-    "env_dies": _Shape(0, "generator"),
-    "env_hangs": _Shape(0, "generator", (60 * CALL, 60 * CALL)),
-    "env_late": _Shape(0, "generator", (5, 100), (2, 50), "seconds"),
-    "clock": _Shape(1, "host", amount=(-3600, 3600)),
-    "stop": _Shape(1, "none"),
-    "scale": _Shape(0, "none"),  # drawn separately
+FAULT_DISTRIBUTIONS: dict[FaultKind, _FaultDistribution] = {
+    "cut": _FaultDistribution(3, "generator", (0.5, 40)),
+    "half_open": _FaultDistribution(2, "peer", (1, 40)),
+    "stall": _FaultDistribution(2, "generator", (0.5, 150)),
+    "delay": _FaultDistribution(1, "none", (5, 40), (0.1, 5), "seconds"),
+    "damage": _FaultDistribution(2, "none", (5, 40), (0.01, 0.3)),
+    "damage_weights": _FaultDistribution(0, "generator", (60, 100), (0.2, 0.8)),
+    "mute": _FaultDistribution(0, "generator", (60, 100)),
+    "memory_full": _FaultDistribution(0, "host", (0.5, 100)),
+    "disk_full": _FaultDistribution(2, "none", (0.5, 40)),
+    "disk_error": _FaultDistribution(2, "none", (0.5, 20)),
+    "short_write": _FaultDistribution(2, "none", (0.5, 20), (0.05, 0.7)),
+    "short_put": _FaultDistribution(4, "none", (60, 60), (1, 6)),
+    "slow_disk": _FaultDistribution(1, "none", (5, 40), (0.001, 0.1), "seconds"),
+    "no_descriptors": _FaultDistribution(0, "role", (10, 100)),
+    "power": _FaultDistribution(2, "host", (0.5, 20)),
+    "power_writing": _FaultDistribution(3, "disk", (0.5, 20), (1, 60)),
+    "kill": _FaultDistribution(6, "role"),
+    "kill_writing": _FaultDistribution(5, "role", (5, 5), (1, 60)),
+    "kill_again": _FaultDistribution(2, "whole", (60, 60), (0.1, 3), "steps"),
+    "kill_unsaved": _FaultDistribution(9, "whole", (60, 60), (0, 0.5), "steps"),
+    "kill_unsynced": _FaultDistribution(0, "none", (60, 60), (0.1, 1), "steps"),
+    "freeze": _FaultDistribution(3, "role", (0.5, 100)),
+    "silence": _FaultDistribution(0, "generator", (60, 100)),
+    "slow_start": _FaultDistribution(1, "none", (10, 60), (2, 30), "seconds"),
+    "failing_start": _FaultDistribution(1, "none", (5, 40), (0.2, 0.8)),
+    "env_dies": _FaultDistribution(0, "generator"),
+    "env_hangs": _FaultDistribution(0, "generator", (60 * CALL_STALLS, 60 * CALL_STALLS)),
+    "env_late": _FaultDistribution(0, "generator", (5, 100), (2, 50), "seconds"),
+    "clock": _FaultDistribution(1, "host", amount=(-3600, 3600)),
+    "stop": _FaultDistribution(1, "none"),
+    "scale": _FaultDistribution(0, "none"),  # drawn separately
 }
-BESIDE: dict[str, tuple[float, tuple[Kind, ...]]] = {
+ADDITIONAL_FAULTS: dict[str, tuple[float, tuple[FaultKind, ...]]] = {
     "weights": (0.6, ("damage_weights", "mute", "mute", "memory_full")),
     "spool": (0.25, ("kill_unsynced",)),
     "fleet": (0.2, ("silence",)),
@@ -162,20 +162,22 @@ BESIDE: dict[str, tuple[float, tuple[Kind, ...]]] = {
 }
 """Faults that are drawn in addition to those with a weight, from separate random streams: the share of the runs that
 get one, and the kinds to choose from."""
-SCALED = 0.3
+SCALED_SHARE = 0.3
 """Share of the runs whose number of generators changes."""
-MOST_GENERATORS = 5
-MOST = 8
+MAX_GENERATORS = 5
+MAX_WEIGHTED_FAULTS = 8
 """Maximum number of faults with a weight in one run."""
 LOADED_SECONDS = 8.0
 """Seconds until a run begins to play, on a machine that is not slow."""
-EARLY = 0.15
+EARLY_SHARE = 0.15
 """Share of the faults that come before the run begins to play."""
 TOGETHER_SECONDS = (0.0, 0.0, 2.0, 30.0)
 """Choices for the maximum seconds between a fault and the previous one, if it follows it closely."""
 
 
-def draw_faults(workload: Workload, kinds: Sequence[Kind] = tuple(SHAPES)) -> list[Fault]:
+def draw_faults(
+    workload: SimulatedWorkload, kinds: Sequence[FaultKind] = tuple(FAULT_DISTRIBUTIONS)
+) -> list[PlannedFault]:
     """Draw the faults of a workload, in the order of their beginning. The result is the same for the same workload on
     every machine. One run in twenty has no faults."""
     rng = random.Random(f"faults/{workload.seed}")
@@ -183,63 +185,65 @@ def draw_faults(workload: Workload, kinds: Sequence[Kind] = tuple(SHAPES)) -> li
         return []
     loaded = LOADED_SECONDS * workload.slowness
     last = loaded + max(10.0, 0.8 * workload.expected_seconds)
-    faults: list[Fault] = []
-    for _ in range(rng.randint(1, MOST)):
-        at = rng.uniform(0, loaded if rng.random() < EARLY else last)
+    faults: list[PlannedFault] = []
+    for _ in range(rng.randint(1, MAX_WEIGHTED_FAULTS)):
+        at = rng.uniform(0, loaded if rng.random() < EARLY_SHARE else last)
         if faults and rng.randrange(3) == 0:  # several at once
             at = faults[-1].at + rng.uniform(0, rng.choice(TOGETHER_SECONDS))
-        kind = rng.choices(list(kinds), [SHAPES[k].weight for k in kinds])[0]
-        fault = _draw(rng, kind, round(at, 3), workload)
+        kind = rng.choices(list(kinds), [FAULT_DISTRIBUTIONS[k].weight for k in kinds])[0]
+        fault = _draw_fault(rng, kind, round(at, 3), workload)
         if kind == "kill_again":  # the run must not be over before the second kill
             fault = msgspec.structs.replace(fault, at=round(rng.uniform(0, max(loaded, last - fault.seconds)), 3))
         faults.append(fault)
-    for use, (share, beside) in BESIDE.items():
-        own = random.Random(f"{use}/{workload.seed}")
-        if own.random() < share and (wanted := [kind for kind in beside if kind in kinds]):
-            faults.append(_draw(own, own.choice(wanted), round(own.uniform(loaded, last), 3), workload))
+    for use, (share, use_kinds) in ADDITIONAL_FAULTS.items():
+        use_rng = random.Random(f"{use}/{workload.seed}")
+        if use_rng.random() < share and (wanted := [kind for kind in use_kinds if kind in kinds]):
+            faults.append(
+                _draw_fault(use_rng, use_rng.choice(wanted), round(use_rng.uniform(loaded, last), 3), workload)
+            )
     if "scale" in kinds:
         faults += _draw_scaling(workload, loaded, last)
     return sorted(faults, key=lambda fault: fault.at)
 
 
-def _draw_scaling(workload: Workload, loaded: float, last: float) -> list[Fault]:
+def _draw_scaling(workload: SimulatedWorkload, loaded: float, last: float) -> list[PlannedFault]:
     """Draw changes of the number of generators, from a separate random stream, so that this kind, which was added
     later, does not change what a seed draws otherwise."""
     rng = random.Random(f"scaling/{workload.seed}")
-    if rng.random() >= SCALED:
+    if rng.random() >= SCALED_SHARE:
         return []
     times = (round(rng.uniform(loaded / 2, last), 3) for _ in range(rng.randint(1, 4)))
-    return [Fault(at, "scale", amount=rng.randint(1, MOST_GENERATORS)) for at in times]
+    return [PlannedFault(at, "scale", amount=rng.randint(1, MAX_GENERATORS)) for at in times]
 
 
-def _draw(rng: random.Random, kind: Kind, at: float, workload: Workload) -> Fault:
-    shape = SHAPES[kind]
-    generators = [role for role in workload.roles if role.startswith("generator-")]
+def _draw_fault(rng: random.Random, kind: FaultKind, at: float, workload: SimulatedWorkload) -> PlannedFault:
+    shape = FAULT_DISTRIBUTIONS[kind]
+    generators = [role for role in workload.process_names if role.startswith("generator-")]
     targets = {
         "generator": generators,
         "peer": [*generators, "learner"],
-        "role": workload.roles,
-        "whole": [role for role in workload.roles if role not in generators],
+        "role": workload.process_names,
+        "whole": [role for role in workload.process_names if role not in generators],
         "host": workload.host_names,
         "disk": workload.host_names[:1],
         "none": [""],
     }[shape.target]
     stretch = workload.stall_seconds / 60
-    seconds = _between(rng, shape.seconds, stretch)
+    seconds = _draw_skewed(rng, shape.seconds, stretch)
     unit = {"": 1.0, "seconds": stretch, "steps": workload.train_seconds}[shape.unit]
-    amount = _between(rng, shape.amount, unit)
+    amount = _draw_skewed(rng, shape.amount, unit)
     if kind == "kill_again":
         seconds = round(seconds + amount, 3)
-    return Fault(at, kind, rng.choice(targets), seconds, amount)
+    return PlannedFault(at, kind, rng.choice(targets), seconds, amount)
 
 
-def _between(rng: random.Random, bounds: tuple[float, float], times: float) -> float:
-    """Draw a number between the bounds, mostly near the lower one, and multiply it by `times`."""
+def _draw_skewed(rng: random.Random, bounds: tuple[float, float], factor: float) -> float:
+    """Draw a number between the bounds, mostly near the lower one, and multiply it by `factor`."""
     low, high = bounds
     share = rng.random()
-    return round(times * (low + (high - low) * share * share), 3)
+    return round(factor * (low + (high - low) * share * share), 3)
 
 
-def quiet_after(faults: Sequence[Fault]) -> float:
+def faults_end(faults: Sequence[PlannedFault]) -> float:
     """Return the virtual second at which the last fault is over."""
-    return max((fault.end for fault in faults), default=0.0)
+    return max((fault.ends_at for fault in faults), default=0.0)

@@ -1,7 +1,7 @@
 """Events of a simulated run, as plain data in order of virtual time. They are observed at the `World` and nowhere else.
 
 `dev.simulation.observe` makes them from calls between actors, frames on the wire, operations on files, and what the
-scripted learner is given to train. `invariants.Checker` judges them, and `story` prints them.
+scripted learner is given to train. `invariants.InvariantChecker` judges them, and `story` prints them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Facts(msgspec.Struct, frozen=True, array_like=True):
+class RolloutFacts(msgspec.Struct, frozen=True, array_like=True):
     """Facts about one rollout of an episode, as it was sent or trained.
 
     Attributes:
@@ -33,13 +33,13 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
     reward: float | None = None
 
 
-class Event(msgspec.Struct, frozen=True, tag_field="event", tag=str.lower):
+class RunEvent(msgspec.Struct, frozen=True, tag_field="event", tag=str.lower):
     """An event of a simulated run. `at` is in virtual seconds since the simulation began."""
 
     at: float
 
 
-class Began(Event, frozen=True):
+class LineageBegan(RunEvent, frozen=True, tag="began"):
     """A start of the run took a lineage number.
 
     Attributes:
@@ -59,19 +59,19 @@ class Began(Event, frozen=True):
     beyond: tuple[int, ...] = ()
 
 
-class Lost(Event, frozen=True):
+class ProcessEnded(RunEvent, frozen=True, tag="lost"):
     """A process ended. `who` is a generator's name, `learner`, `conductor` or `driver`."""
 
     who: str
 
 
-class PowerFailed(Event, frozen=True):
+class PowerFailed(RunEvent, frozen=True):
     """A host lost power, and with it all its processes and what was not synced."""
 
     host: str = ""
 
 
-class Leased(Event, frozen=True):
+class GroupsLeased(RunEvent, frozen=True, tag="leased"):
     """The conductor answered a generator's request for work.
 
     Attributes:
@@ -88,13 +88,13 @@ class Leased(Event, frozen=True):
     free: int = 0
 
 
-class Asked(Event, frozen=True):
+class MissingReported(RunEvent, frozen=True, tag="asked"):
     """The learner reported which episodes it lacks, by group."""
 
     missing: dict[int, list[int]]
 
 
-class Installing(Event, frozen=True):
+class InstallRequested(RunEvent, frozen=True, tag="installing"):
     """A generator was asked to install a version of the weights."""
 
     generator: str
@@ -102,13 +102,13 @@ class Installing(Event, frozen=True):
     version: int
 
 
-class GaveUp(Event, frozen=True):
+class GaveUp(RunEvent, frozen=True):
     """A generator failed to install a version, or was asked to stop."""
 
     generator: str
 
 
-class Placed(Event, frozen=True):
+class ParentAssigned(RunEvent, frozen=True, tag="placed"):
     """The learner told a generator from which parent its host gets weights, which must be none of `avoid`."""
 
     generator: str
@@ -116,13 +116,13 @@ class Placed(Event, frozen=True):
     avoid: tuple[str, ...] = ()
 
 
-class Looked(Event, frozen=True):
+class ParentRequested(RunEvent, frozen=True, tag="looked"):
     """A generator asked the learner from where its host gets weights."""
 
     generator: str
 
 
-class Arrived(Event, frozen=True):
+class VersionArrived(RunEvent, frozen=True, tag="arrived"):
     """A fetched version got its final name on the host of a generator. `weights` is the key that identifies the weights
     in the file; 0 if there are none."""
 
@@ -131,7 +131,7 @@ class Arrived(Event, frozen=True):
     weights: int
 
 
-class Fetched(Event, frozen=True):
+class VersionFetched(RunEvent, frozen=True, tag="fetched"):
     """A generator has the file of a version on its host, and uses it from now on. `file` is the host and name of the
     file; empty for a file of the learner."""
 
@@ -139,20 +139,20 @@ class Fetched(Event, frozen=True):
     file: str = ""
 
 
-class Removed(Event, frozen=True):
+class VersionRemoved(RunEvent, frozen=True, tag="removed"):
     """The file of a fetched version was removed from its host."""
 
     generator: str
     file: str
 
 
-class Plays(Event, frozen=True):
+class PlayRequested(RunEvent, frozen=True, tag="plays"):
     """A generator was asked to play."""
 
     generator: str
 
 
-class Installed(Event, frozen=True):
+class WeightsInstalled(RunEvent, frozen=True, tag="installed"):
     """An engine has new weights. `weights` is the key that identifies those in its file; 0 if there are none."""
 
     generator: str
@@ -161,21 +161,21 @@ class Installed(Event, frozen=True):
     weights: int
 
 
-class Sent(Event, frozen=True):
+class TrajectorySent(RunEvent, frozen=True, tag="sent"):
     """A trajectory's payload left its generator."""
 
     generator: str
-    trajectory: Facts
+    trajectory: RolloutFacts
 
 
-class Failed(Event, frozen=True):
+class EpisodeFailed(RunEvent, frozen=True, tag="failed"):
     """The environment of an episode failed on a generator: it raised, or its process ended or was ended."""
 
     generator: str
     task: int
 
 
-class Delivered(Event, frozen=True):
+class TrajectoriesDelivered(RunEvent, frozen=True, tag="delivered"):
     """A message with these trajectories arrived at the learner. `current`: it belongs to its sender's newest
     session."""
 
@@ -184,14 +184,14 @@ class Delivered(Event, frozen=True):
     current: bool
 
 
-class Acknowledged(Event, frozen=True):
+class TrajectoriesAcknowledged(RunEvent, frozen=True, tag="acknowledged"):
     """The learner acknowledged these trajectories to a generator."""
 
     generator: str
     ids: tuple[str, ...]
 
 
-class Refused(Event, frozen=True):
+class TrajectoryRefused(RunEvent, frozen=True, tag="refused"):
     """The learner refused a trajectory for good. Deliveries that were damaged in transit are not included."""
 
     generator: str
@@ -199,14 +199,14 @@ class Refused(Event, frozen=True):
     reason: str
 
 
-class Limited(Event, frozen=True):
+class GroupsLimited(RunEvent, frozen=True, tag="limited"):
     """A generator was told that only groups before `until` are accepted now."""
 
     generator: str
     until: int
 
 
-class Taken(Event, frozen=True):
+class StepBegan(RunEvent, frozen=True, tag="taken"):
     """A step took these groups, in this order."""
 
     lineage: int
@@ -215,17 +215,17 @@ class Taken(Event, frozen=True):
     groups: tuple[int, ...]
 
 
-class Trained(Event, frozen=True):
+class StepTrained(RunEvent, frozen=True, tag="trained"):
     """A step ended. `groups` has the trained trajectories by group; `updates` counts the updates of the weights."""
 
     lineage: int
     step: int
     version: int
-    groups: tuple[tuple[Facts, ...], ...]
+    groups: tuple[tuple[RolloutFacts, ...], ...]
     updates: int = 1
 
 
-class Published(Event, frozen=True):
+class WeightsPublished(RunEvent, frozen=True, tag="published"):
     """The learner published weights, which engines may install."""
 
     lineage: int
@@ -233,13 +233,13 @@ class Published(Event, frozen=True):
     weights: int
 
 
-class Saved(Event, frozen=True):
+class CheckpointSaved(RunEvent, frozen=True, tag="saved"):
     """A checkpoint has its final name, and survives a power failure."""
 
     step: int
 
 
-class Stored(Event, frozen=True):
+class SpoolFileGrew(RunEvent, frozen=True, tag="stored"):
     """A file of the spool grew to `nbytes` bytes."""
 
     group: int
@@ -247,20 +247,20 @@ class Stored(Event, frozen=True):
     nbytes: int
 
 
-class Unlinked(Event, frozen=True):
+class SpoolFileRemoved(RunEvent, frozen=True, tag="unlinked"):
     """A file of the spool was removed."""
 
     group: int
     file: str
 
 
-class Evaluating(Event, frozen=True):
+class EvaluationBegan(RunEvent, frozen=True, tag="evaluating"):
     """An evaluation after step `step` has begun, according to its file."""
 
     step: int
 
 
-class Evaluated(Event, frozen=True):
+class EvaluationEnded(RunEvent, frozen=True, tag="evaluated"):
     """The result of the evaluation after step `step` is in its file. It covers `tasks`, sampled by weights from version
     `oldest` to `newest`."""
 
@@ -270,36 +270,36 @@ class Evaluated(Event, frozen=True):
     newest: int
 
 
-class NotEvaluated(Event, frozen=True):
+class EvaluationGivenUp(RunEvent, frozen=True, tag="notevaluated"):
     """A generator gave up the evaluation that it was playing, though its process lives."""
 
     generator: str
 
 
-class Slots(Event, frozen=True):
+class SlotsReported(RunEvent, frozen=True, tag="slots"):
     """The conductor reported its slots."""
 
     taken: int
     total: int
 
 
-class Injected(Event, frozen=True):
+class FaultReported(RunEvent, frozen=True, tag="injected"):
     """A fault began or ended; for the story. `what` describes it in words."""
 
     what: str
 
 
-class Quiet(Event, frozen=True):
+class FaultsOver(RunEvent, frozen=True, tag="quiet"):
     """The last fault ended."""
 
 
-class Passed(Event, frozen=True):
+class TimePassed(RunEvent, frozen=True, tag="passed"):
     """Time has passed. `frozen` names the processes that are stopped."""
 
     frozen: tuple[str, ...] = ()
 
 
-class Finished(Event, frozen=True):
+class RunFinished(RunEvent, frozen=True, tag="finished"):
     """The run ended.
 
     Attributes:
@@ -313,39 +313,39 @@ class Finished(Event, frozen=True):
     evaluated: tuple[int, ...] = ()
 
 
-History = (
-    Began
-    | Lost
+AnyRunEvent = (
+    LineageBegan
+    | ProcessEnded
     | PowerFailed
-    | Leased
-    | Asked
-    | Installing
+    | GroupsLeased
+    | MissingReported
+    | InstallRequested
     | GaveUp
-    | Looked
-    | Placed
-    | Arrived
-    | Fetched
-    | Removed
-    | Plays
-    | Installed
-    | Failed
-    | Delivered
-    | Sent
-    | Acknowledged
-    | Refused
-    | Limited
-    | Taken
-    | Trained
-    | Published
-    | Saved
-    | Stored
-    | Unlinked
-    | Evaluating
-    | Evaluated
-    | NotEvaluated
-    | Slots
-    | Injected
-    | Quiet
-    | Passed
-    | Finished
+    | ParentRequested
+    | ParentAssigned
+    | VersionArrived
+    | VersionFetched
+    | VersionRemoved
+    | PlayRequested
+    | WeightsInstalled
+    | EpisodeFailed
+    | TrajectoriesDelivered
+    | TrajectorySent
+    | TrajectoriesAcknowledged
+    | TrajectoryRefused
+    | GroupsLimited
+    | StepBegan
+    | StepTrained
+    | WeightsPublished
+    | CheckpointSaved
+    | SpoolFileGrew
+    | SpoolFileRemoved
+    | EvaluationBegan
+    | EvaluationEnded
+    | EvaluationGivenUp
+    | SlotsReported
+    | FaultReported
+    | FaultsOver
+    | TimePassed
+    | RunFinished
 )

@@ -10,38 +10,38 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from dev.simulation.history import (
-    Acknowledged,
-    Arrived,
-    Asked,
-    Began,
-    Evaluated,
-    Evaluating,
-    Event,
-    Finished,
-    Installed,
-    Leased,
-    Limited,
-    Passed,
-    Placed,
-    Plays,
-    Published,
-    Refused,
-    Removed,
-    Sent,
-    Slots,
-    Stored,
-    Taken,
-    Trained,
-    Unlinked,
+    EvaluationBegan,
+    EvaluationEnded,
+    GroupsLeased,
+    GroupsLimited,
+    LineageBegan,
+    MissingReported,
+    ParentAssigned,
+    PlayRequested,
+    RunEvent,
+    RunFinished,
+    SlotsReported,
+    SpoolFileGrew,
+    SpoolFileRemoved,
+    StepBegan,
+    StepTrained,
+    TimePassed,
+    TrajectoriesAcknowledged,
+    TrajectoryRefused,
+    TrajectorySent,
+    VersionArrived,
+    VersionRemoved,
+    WeightsInstalled,
+    WeightsPublished,
 )
-from dev.simulation.known import Known, Lease, Rules, leads_to, same_weights
+from dev.simulation.observed_state import EpisodeLease, ObservedState, RunGuarantees, leads_to, same_weights
 from r3async.data.tokens import format_trajectory_id
 from r3async.schedule.admission import max_groups_for_step
 
-__all__ = ["RULES", "Checker", "Rules", "Violated"]
+__all__ = ["RULES", "InvariantChecker", "InvariantViolated", "RunGuarantees"]
 
 
-class Violated(Exception):
+class InvariantViolated(Exception):
     """The error of a violated invariant. `name` is that of the rule; `reason` is for the user."""
 
     def __init__(self, name: str, reason: str):
@@ -49,24 +49,24 @@ class Violated(Exception):
         self.name, self.reason = name, reason
 
 
-Judge = Callable[[Known, Any], str]
+EventJudge = Callable[[ObservedState, Any], str]
 """A function that returns what is wrong with an event that is about to be applied; "" if nothing is."""
 
 
-class Rule(NamedTuple):
+class InvariantRule(NamedTuple):
     name: str
-    events: tuple[type[Event], ...]
-    judge: Judge
+    events: tuple[type[RunEvent], ...]
+    judge: EventJudge
 
 
-def rule(rules: list[Rule], name: str, *events: type[Event]) -> Callable[[Judge], Judge]:
+def add_rule(rules: list[InvariantRule], name: str, *events: type[RunEvent]) -> Callable[[EventJudge], EventJudge]:
     """Return a decorator that adds a function to `rules` as the rule `name` for these events."""
 
-    def add(judge: Judge) -> Judge:
-        rules.append(Rule(name, events, judge))
+    def add_judge(judge: EventJudge) -> EventJudge:
+        rules.append(InvariantRule(name, events, judge))
         return judge
 
-    return add
+    return add_judge
 
 
 # Invariants of leases, delivery, storage, and the end of the run.
@@ -75,11 +75,11 @@ def rule(rules: list[Rule], name: str, *events: type[Event]) -> Callable[[Judge]
 RECORD_BYTES = 256
 """Bytes that a trajectory takes in the spool beyond its size in memory."""
 
-DELIVERY: list[Rule] = []
+DELIVERY_RULES: list[InvariantRule] = []
 
 
-@rule(DELIVERY, "lost", Asked)
-def what_is_here_is_not_lacked(known: Known, event: Asked) -> str:
+@add_rule(DELIVERY_RULES, "lost", MissingReported)
+def what_is_here_is_not_lacked(state: ObservedState, event: MissingReported) -> str:
     """An acknowledged trajectory is here until it is trained. The learner never reports that it lacks what is here.
 
     Without a spool, a trajectory is lost with the learner's process. With a spool it survives the end of every process,
@@ -88,293 +88,301 @@ def what_is_here_is_not_lacked(known: Known, event: Asked) -> str:
     age."""
     for group, episodes in event.missing.items():
         for episode in episodes:
-            if (name := format_trajectory_id(group, episode)) in known.here:
-                return f"{name} was acknowledged{_since(known.here[name])}, and the learner lacks it"
+            if (name := format_trajectory_id(group, episode)) in state.present_since:
+                return f"{name} was acknowledged{_describe_since(state.present_since[name])}, and the learner lacks it"
     return ""
 
 
-def _since(at: float) -> str:
+def _describe_since(at: float) -> str:
     return f" at {at:.3f} s" if at >= 0 else " in an earlier lineage, and kept"
 
 
-@rule(DELIVERY, "again", Leased)
-def nothing_is_played_again(known: Known, event: Leased) -> str:
+@add_rule(DELIVERY_RULES, "again", GroupsLeased)
+def nothing_is_played_again(state: ObservedState, event: GroupsLeased) -> str:
     """An episode is leased only if nobody has played it, nobody is playing it, and its group is not trained.
 
     An episode that is here may be leased only if it arrived after the learner was last asked what it lacks of the
     group. An episode that another generator has may be leased only when the process of that generator has ended, or has
     not reported for `supervise.silence_seconds`."""
     for group, episodes in event.leases:
-        if group in known.branch.trained:
-            return f"group {group} is leased, and step {known.branch.trained[group]} trained it"
+        if group in state.current_branch.step_by_group:
+            return f"group {group} is leased, and step {state.current_branch.step_by_group[group]} trained it"
         for episode in episodes:
             name = format_trajectory_id(group, episode)
-            asked = known.asked.get(group)
-            if name in known.here and (asked is None or known.here[name] <= asked):
-                return f"{name} is leased to {event.generator}, and was acknowledged{_since(known.here[name])}"
-            lease = known.leases.get((group, episode))
-            if lease is not None and not _may_return(known, lease, event.at):
+            reported_at = state.missing_reported_at.get(group)
+            if name in state.present_since and (reported_at is None or state.present_since[name] <= reported_at):
+                return f"{name} is leased to {event.generator}, and was acknowledged{_describe_since(state.present_since[name])}"
+            lease = state.leases.get((group, episode))
+            if lease is not None and not _may_return(state, lease, event.at):
                 return f"{name} is leased to {event.generator}, and {lease.owner} has it since {lease.at:.3f} s"
     return ""
 
 
-def _may_return(known: Known, lease: Lease, now: float) -> bool:
-    owner = known.engines[lease.owner]
-    ended = owner.process != lease.process
-    return ended or lease.at < owner.loose or now - owner.heard > known.rules.silence_seconds
+def _may_return(state: ObservedState, lease: EpisodeLease, now: float) -> bool:
+    owner = state.generators[lease.owner]
+    ended = owner.ended_processes != lease.ended_processes
+    return ended or lease.at < owner.loose_before or now - owner.last_answer > state.guarantees.silence_seconds
 
 
-@rule(DELIVERY, "slots", Leased)
-def slots_are_conserved(known: Known, event: Leased) -> str:
+@add_rule(DELIVERY_RULES, "slots", GroupsLeased)
+def slots_are_conserved(state: ObservedState, event: GroupsLeased) -> str:
     """A group is leased for the first time only while a slot is free, and no group is passed over.
 
     Each group that was leased before and is not part of the weights that the lease names takes a slot. So tokens that
     these or newer weights sample cannot become too old."""
-    rules, newest = known.rules, known.leased_to
-    named = event.versions or [known.engines[event.generator].newest] * len(event.leases)
+    guarantees, newest = state.guarantees, state.newest_leased
+    named = event.versions or [state.generators[event.generator].newest_version] * len(event.leases)
     for (group, _), version in zip(event.leases, named, strict=True):
         for passed in range(newest + 1, group):
-            names = [format_trajectory_id(passed, i) for i in range(rules.group_size)]
-            if not all(name in known.sent for name in names):
+            names = [format_trajectory_id(passed, i) for i in range(guarantees.group_size)]
+            if not all(name in state.sent_rollouts for name in names):
                 return f"group {group} is leased, and group {passed} never was"
-        if group > newest and (taken := group + 1 - known.branch.groups_in(version)) > rules.slots:
+        if group > newest and (slots_taken := group + 1 - state.current_branch.groups_in(version)) > guarantees.slots:
             return (
-                f"group {group} is leased to {event.generator} for version {version}: {taken} groups are then not in these "
-                f"weights, and there are {rules.slots} slots"
+                f"group {group} is leased to {event.generator} for version {version}: {slots_taken} groups are then not in these "
+                f"weights, and there are {guarantees.slots} slots"
             )
         newest = max(newest, group)
     return ""
 
 
-@rule(DELIVERY, "slots", Slots)
-def no_more_slots_than_there_are(known: Known, event: Slots) -> str:
+@add_rule(DELIVERY_RULES, "slots", SlotsReported)
+def no_more_slots_than_there_are(state: ObservedState, event: SlotsReported) -> str:
     """The conductor reports the right number of slots, and takes no more than there are."""
-    if event.total != known.rules.slots or not 0 <= event.taken <= event.total:
-        return f"{event.taken} slots of {event.total} are taken, and there are {known.rules.slots}"
+    if event.total != state.guarantees.slots or not 0 <= event.taken <= event.total:
+        return f"{event.taken} slots of {event.total} are taken, and there are {state.guarantees.slots}"
     return ""
 
 
-@rule(DELIVERY, "content", Acknowledged)
-def only_what_was_sent_is_acknowledged(known: Known, event: Acknowledged) -> str:
+@add_rule(DELIVERY_RULES, "content", TrajectoriesAcknowledged)
+def only_what_was_sent_is_acknowledged(state: ObservedState, event: TrajectoriesAcknowledged) -> str:
     """Every acknowledged trajectory was sent."""
     for name in event.ids:
-        if name not in known.sent:
+        if name not in state.sent_rollouts:
             return f"{name} is acknowledged to {event.generator}, and nobody sent it"
     return ""
 
 
-@rule(DELIVERY, "refused", Refused)
-def what_is_sound_is_taken(known: Known, event: Refused) -> str:
+@add_rule(DELIVERY_RULES, "refused", TrajectoryRefused)
+def what_is_sound_is_taken(state: ObservedState, event: TrajectoryRefused) -> str:
     """The learner accepts every trajectory that a generator of its lineage sends, unless its group is trained."""
-    playings = known.sent.get(event.trajectory_id, {}).values()
-    if any(f.lineage == known.lineage and f.group not in known.branch.trained for f in playings):
+    playings = state.sent_rollouts.get(event.trajectory_id, {}).values()
+    if any(f.lineage == state.lineage and f.group not in state.current_branch.step_by_group for f in playings):
         return f"{event.trajectory_id} of {event.generator} is refused: {event.reason}"
     return ""
 
 
-@rule(DELIVERY, "failed", Sent)
-def what_failed_once_is_played_again(known: Known, event: Sent) -> str:
+@add_rule(DELIVERY_RULES, "failed", TrajectorySent)
+def what_failed_once_is_played_again(state: ObservedState, event: TrajectorySent) -> str:
     """A placeholder is sent for an episode only if its environment failed more than once: it raised, or its process
     ended or hung."""
     f = event.trajectory
-    if f.reward is None and known.failed[f.task] < 2:
-        return f"{f.trajectory_id} was given up, and its environment failed {known.failed[f.task]} times"
+    if f.reward is None and state.failure_counts[f.task] < 2:
+        return f"{f.trajectory_id} was given up, and its environment failed {state.failure_counts[f.task]} times"
     return ""
 
 
-@rule(DELIVERY, "memory", Acknowledged)
-def memory_is_bounded(known: Known, event: Acknowledged) -> str:
+@add_rule(DELIVERY_RULES, "memory", TrajectoriesAcknowledged)
+def memory_is_bounded(state: ObservedState, event: TrajectoriesAcknowledged) -> str:
     """Acknowledged trajectories that are not trained take at most the credit of memory, or are a single trajectory.
 
     Groups that a step might have waited for are not counted. The rule applies without a spool: with one, trajectories
     may be on disk."""
-    if known.rules.durable != "nothing":
+    if state.guarantees.durable != "nothing":
         return ""
-    sizes = known.held | {name: known.size(name) for name in event.ids if name not in known.held}
-    beyond = {n: size for n, size in sizes.items() if _group(known, n) >= known.horizon}
-    held = sum(beyond.values())
-    if held > max(known.rules.credit_bytes, max(beyond.values(), default=0)):
-        return (
-            f"{held} bytes are held of groups from {known.horizon} on, and the credit is {known.rules.credit_bytes:g}"
-        )
+    sizes = state.held_bytes | {
+        name: state.acknowledged_bytes(name) for name in event.ids if name not in state.held_bytes
+    }
+    beyond = {n: size for n, size in sizes.items() if _group_of(state, n) >= state.urgent_end}
+    held_bytes = sum(beyond.values())
+    if held_bytes > max(state.guarantees.credit_bytes, max(beyond.values(), default=0)):
+        credit = state.guarantees.credit_bytes
+        return f"{held_bytes} bytes are held of groups from {state.urgent_end} on, and the credit is {credit:g}"
     return ""
 
 
-@rule(DELIVERY, "memory", Limited)
-def nobody_waits_for_memory_that_is_free(known: Known, event: Limited) -> str:
+@add_rule(DELIVERY_RULES, "memory", GroupsLimited)
+def nobody_waits_for_memory_that_is_free(state: ObservedState, event: GroupsLimited) -> str:
     """Generators are told to wait only while the trajectories that were sent and are not trained may exceed the credit.
 
     Those that the newest step trained may still be held. The rule applies without a spool."""
-    if known.rules.durable != "nothing":
+    if state.guarantees.durable != "nothing":
         return ""
-    if (most := known.most_held()) <= known.rules.credit_bytes:
+    if (most := state.max_held_bytes()) <= state.guarantees.credit_bytes:
         return f"{event.generator} may send groups before {event.until} only, and at most {most} bytes are held"
     return ""
 
 
-def _group(known: Known, name: str) -> int:
-    return next(iter(known.sent[name].values())).group
+def _group_of(state: ObservedState, name: str) -> int:
+    return next(iter(state.sent_rollouts[name].values())).group
 
 
-@rule(DELIVERY, "disk", Stored)
-def the_spool_has_a_limit(known: Known, event: Stored) -> str:
+@add_rule(DELIVERY_RULES, "disk", SpoolFileGrew)
+def the_spool_has_a_limit(state: ObservedState, event: SpoolFileGrew) -> str:
     """The spool takes at most `buffer.disk_bytes`, not counting groups that a step might have waited for."""
-    if event.group < known.horizon:
+    if event.group < state.urgent_end:
         return ""
-    sizes = {group: sum(files.values()) for group, files in known.files.items() if group >= known.horizon}
+    sizes = {group: sum(files.values()) for group, files in state.spool_files.items() if group >= state.urgent_end}
     sizes[event.group] = event.nbytes + sum(
-        size for file, size in known.files.get(event.group, {}).items() if file != event.file
+        size for file, size in state.spool_files.get(event.group, {}).items() if file != event.file
     )
-    allowed = known.rules.disk_bytes + RECORD_BYTES * known.rules.group_size * len(sizes)
-    if (taken := sum(sizes.values())) > allowed:
-        return f"the spool takes {taken} bytes for groups from {known.horizon} on, and may take {allowed:g}"
+    allowed = state.guarantees.disk_bytes + RECORD_BYTES * state.guarantees.group_size * len(sizes)
+    if (spool_bytes := sum(sizes.values())) > allowed:
+        return f"the spool takes {spool_bytes} bytes for groups from {state.urgent_end} on, and may take {allowed:g}"
     return ""
 
 
-@rule(DELIVERY, "store", Unlinked)
-def what_is_needed_stays_stored(known: Known, event: Unlinked) -> str:
+@add_rule(DELIVERY_RULES, "store", SpoolFileRemoved)
+def what_is_needed_stays_stored(state: ObservedState, event: SpoolFileRemoved) -> str:
     """A file of the spool is removed only when nothing in it is needed: a safe checkpoint trained its group, nothing of
     the group was acknowledged, or the group is in another file."""
-    if any(size for file, size in known.files.get(event.group, {}).items() if file != event.file):
+    if any(size for file, size in state.spool_files.get(event.group, {}).items() if file != event.file):
         return ""
-    if known.branches and known.branch.trained.get(event.group, known.safe + 1) <= known.safe:
+    if state.branches and state.current_branch.step_by_group.get(event.group, state.safe_steps + 1) <= state.safe_steps:
         return ""
-    needed = [name for name, playings in known.kept.items() if playings[0].group == event.group]
+    needed = [name for name, playings in state.unsaved_rollouts.items() if playings[0].group == event.group]
     return (
         f"the spool removes group {event.group}, and {needed[0]} is needed: no checkpoint trained it" if needed else ""
     )
 
 
-@rule(DELIVERY, "store", Finished)
-def nothing_stays_stored_for_ever(known: Known, event: Finished) -> str:
+@add_rule(DELIVERY_RULES, "store", RunFinished)
+def nothing_stays_stored_for_ever(state: ObservedState, event: RunFinished) -> str:
     """The spool contains nothing of groups that a safe checkpoint trained when the run has ended, unless a disk failed
     meanwhile, or the last start was cut short."""
-    if known.spoiled or known.cut_short or not known.branches or event.failed:
+    if state.disk_failed or state.cut_short or not state.branches or event.failed:
         return ""
     over = [
         g
-        for g, files in known.files.items()
-        if any(files.values()) and known.branch.trained.get(g, 10**9) <= known.safe
+        for g, files in state.spool_files.items()
+        if any(files.values()) and state.current_branch.step_by_group.get(g, 10**9) <= state.safe_steps
     ]
     return f"the run has ended, and the spool still has groups {sorted(over)}" if over else ""
 
 
-@rule(DELIVERY, "ended", Finished)
-def the_run_ends_whole(known: Known, event: Finished) -> str:
+@add_rule(DELIVERY_RULES, "ended", RunFinished)
+def the_run_ends_whole(state: ObservedState, event: RunFinished) -> str:
     """The run ends with all its steps, and with every group up to the last one trained once.
 
-    (That the run makes progress is the rule `stuck` of `Checker`: after the last fault, a step is made within
+    (That the run makes progress is the rule `stuck` of `InvariantChecker`: after the last fault, a step is made within
     `first_seconds`, and each later one within `step_seconds`.)"""
     if event.failed:
         return f"the run failed after step {event.steps}: {event.failed}"
-    rules, branch = known.rules, known.branch
-    if event.steps != rules.steps or len(branch.steps) != rules.steps:
-        return f"the run says {event.steps} steps, {len(branch.steps)} were made, of {rules.steps}"
-    if not (rules.more_groups or rules.replaced_groups) and sorted(branch.trained) != list(
-        range(rules.steps * rules.prompts_per_step)
+    guarantees, branch = state.guarantees, state.current_branch
+    if event.steps != guarantees.steps or len(branch.steps) != guarantees.steps:
+        return f"the run says {event.steps} steps, {len(branch.steps)} were made, of {guarantees.steps}"
+    if not (guarantees.more_groups or guarantees.replaced_groups) and sorted(branch.step_by_group) != list(
+        range(guarantees.steps * guarantees.prompts_per_step)
     ):
-        return f"the run ended, and trained groups {sorted(branch.trained)}"
+        return f"the run ended, and trained groups {sorted(branch.step_by_group)}"
     return ""
 
 
 # Invariants of starts, steps and weights.
 
 
-TRAINING: list[Rule] = []
+TRAINING_RULES: list[InvariantRule] = []
 
 
 # -- starts ------------------------------------------------------------------------------------------------------------
 
 
-@rule(TRAINING, "lineage", Began)
-def begins(known: Known, event: Began) -> str:
+@add_rule(TRAINING_RULES, "lineage", LineageBegan)
+def starts_continue_their_parent(state: ObservedState, event: LineageBegan) -> str:
     """Every start takes a new lineage number, and continues after the first `step` steps of its parent. The version and
     the groups that its checkpoint names are those of these steps."""
-    if event.lineage <= max(known.branches, default=0):
-        return f"a start took lineage {event.lineage}, and {max(known.branches)} was taken before"
-    parent = known.branches.get(event.parent)
+    if event.lineage <= max(state.branches, default=0):
+        return f"a start took lineage {event.lineage}, and {max(state.branches)} was taken before"
+    parent = state.branches.get(event.parent)
     if event.parent and parent is None:
         return f"lineage {event.lineage} has parent {event.parent}, which never began"
     if event.step > (len(parent.steps) if parent else 0):
         return f"lineage {event.lineage} begins after step {event.step} of lineage {event.parent}, which made fewer"
     steps = parent.steps[: event.step] if parent else []
     trained = {group for step in steps for group in step.groups}
-    said = {*range(event.consumed), *event.beyond}
-    if said != trained:
-        return f"the checkpoint of step {event.step} names groups {sorted(said)}, and its steps had {sorted(trained)}"
-    newest = max((v for v, count in parent.made.items() if count <= event.step), default=0) if parent else 0
+    consumed = {*range(event.consumed), *event.beyond}
+    if consumed != trained:
+        return (
+            f"the checkpoint of step {event.step} names groups {sorted(consumed)}, and its steps had {sorted(trained)}"
+        )
+    newest = max((v for v, count in parent.step_counts.items() if count <= event.step), default=0) if parent else 0
     if event.version != newest:
         return f"the checkpoint of step {event.step} names version {event.version}, and its steps made {newest}"
     return ""
 
 
-@rule(TRAINING, "lineage", Taken, Trained)
-def only_the_newest_trains(known: Known, event: Taken | Trained) -> str:
+@add_rule(TRAINING_RULES, "lineage", StepBegan, StepTrained)
+def only_the_newest_trains(state: ObservedState, event: StepBegan | StepTrained) -> str:
     """Training happens in the newest lineage alone, and its steps are numbered consecutively."""
-    if event.lineage != known.lineage:
-        return f"lineage {event.lineage} made step {event.step}, and lineage {known.lineage} has begun"
-    if event.step != (made := len(known.branch.steps)) + 1:
-        return f"step {event.step} came after step {made}"
+    if event.lineage != state.lineage:
+        return f"lineage {event.lineage} made step {event.step}, and lineage {state.lineage} has begun"
+    if event.step != (step_count := len(state.current_branch.steps)) + 1:
+        return f"step {event.step} came after step {step_count}"
     return ""
 
 
-@rule(TRAINING, "checkpoint", Began)
-def nothing_safe_is_passed_over(known: Known, event: Began) -> str:
+@add_rule(TRAINING_RULES, "checkpoint", LineageBegan)
+def nothing_safe_is_passed_over(state: ObservedState, event: LineageBegan) -> str:
     """A start resumes from the newest checkpoint that was ever safe, or from a newer one."""
-    if event.step < known.safe:
-        return f"lineage {event.lineage} begins after step {event.step}, though the checkpoint of step {known.safe} was safe"
+    if event.step < state.safe_steps:
+        safe = state.safe_steps
+        return f"lineage {event.lineage} begins after step {event.step}, though the checkpoint of step {safe} was safe"
     return ""
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
-@rule(TRAINING, "twice", Taken, Trained)
-def no_group_twice(known: Known, event: Taken | Trained) -> str:
+@add_rule(TRAINING_RULES, "twice", StepBegan, StepTrained)
+def no_group_twice(state: ObservedState, event: StepBegan | StepTrained) -> str:
     """A group, and so a trajectory, is in at most one step of a branch. Groups of steps that a resume rolled back may
     be trained again."""
-    groups = event.groups if isinstance(event, Taken) else [m[0].group for m in event.groups]
+    groups = event.groups if isinstance(event, StepBegan) else [m[0].group for m in event.groups]
     for at, group in enumerate(groups):
-        if group in known.branch.trained:
-            return f"step {event.step} takes group {group}, which step {known.branch.trained[group]} trained"
+        if group in state.current_branch.step_by_group:
+            return (
+                f"step {event.step} takes group {group}, which step {state.current_branch.step_by_group[group]} trained"
+            )
         if group in groups[:at]:
             return f"step {event.step} takes group {group} twice"
     return ""
 
 
-@rule(TRAINING, "whole", Trained)
-def groups_are_whole(known: Known, event: Trained) -> str:
+@add_rule(TRAINING_RULES, "whole", StepTrained)
+def groups_are_whole(state: ObservedState, event: StepTrained) -> str:
     """A step trains whole groups, each episode once and in order. It trains as many groups as the schedule says, and
     more only to reach the number of tokens or to replace groups."""
-    rules, count = known.rules, len(event.groups)
-    most = rules.slots if rules.more_groups else rules.prompts_per_step + rules.replaced_groups
-    if not rules.prompts_per_step <= count <= most:
-        return f"step {event.step} trains {count} groups, and schedule.prompts_per_step is {rules.prompts_per_step}"
+    guarantees, count = state.guarantees, len(event.groups)
+    most = guarantees.slots if guarantees.more_groups else guarantees.prompts_per_step + guarantees.replaced_groups
+    if not guarantees.prompts_per_step <= count <= most:
+        return (
+            f"step {event.step} trains {count} groups, and schedule.prompts_per_step is {guarantees.prompts_per_step}"
+        )
     for members in event.groups:
         group = members[0].group
-        names = [format_trajectory_id(group, i) for i in range(rules.group_size)]
+        names = [format_trajectory_id(group, i) for i in range(guarantees.group_size)]
         if [f.trajectory_id for f in members] != names:
             return f"step {event.step} trains {[f.trajectory_id for f in members]} for group {group}"
     return ""
 
 
-@rule(TRAINING, "replaced", Trained)
-def groups_are_replaced_for_want_of_contrast(known: Known, event: Trained) -> str:
+@add_rule(TRAINING_RULES, "replaced", StepTrained)
+def groups_are_replaced_for_want_of_contrast(state: ObservedState, event: StepTrained) -> str:
     """A step with `schedule.replaced_groups` takes groups until the rewards of enough of them differ. It stops earlier only at
     the end of the budget, or of the groups that may be in flight."""
-    rules, branch = known.rules, known.branch
-    if not rules.replaced_groups:
+    guarantees, branch = state.guarantees, state.current_branch
+    if not guarantees.replaced_groups:
         return ""
-    wanted, count = rules.prompts_per_step, len(event.groups)
+    wanted, count = guarantees.prompts_per_step, len(event.groups)
     differ = [len({f.reward for f in members if f.reward is not None}) > 1 for members in event.groups]
     since = [step for step in branch.steps if step.version == branch.version]
     in_flight = max_groups_for_step(
-        slots=rules.slots,
+        slots=guarantees.slots,
         prompts_per_step=wanted,
-        steps_left=rules.steps_per_publication - len(since),
+        steps_left=guarantees.steps_per_publication - len(since),
         consumed_since=sum(len(step.groups) for step in since),
     )
-    budget = min(wanted + rules.replaced_groups, in_flight)
+    budget = min(wanted + guarantees.replaced_groups, in_flight)
     if count > budget:
         return f"step {event.step} trains {count} groups, and may take {budget}"
     if sum(differ[:-1]) >= wanted:
@@ -384,8 +392,8 @@ def groups_are_replaced_for_want_of_contrast(known: Known, event: Trained) -> st
     return ""
 
 
-@rule(TRAINING, "task", Trained)
-def a_group_plays_one_task(known: Known, event: Trained) -> str:
+@add_rule(TRAINING_RULES, "task", StepTrained)
+def a_group_plays_one_task(state: ObservedState, event: StepTrained) -> str:
     """All episodes of a group play the same task, regardless of generator and time."""
     for members in event.groups:
         if len(tasks := sorted({f.task for f in members})) > 1:
@@ -393,33 +401,33 @@ def a_group_plays_one_task(known: Known, event: Trained) -> str:
     return ""
 
 
-@rule(TRAINING, "window", Taken)
-def groups_are_in_order(known: Known, event: Taken) -> str:
+@add_rule(TRAINING_RULES, "window", StepBegan)
+def groups_are_in_order(state: ObservedState, event: StepBegan) -> str:
     """Each group of a step is within the window, which begins with the oldest untrained group. No older group of the
     window was complete (all its episodes acknowledged) when the step began."""
-    branch, window = known.branch, known.rules.window
-    gone, head = set(branch.trained), branch.head
+    branch, window = state.current_branch, state.guarantees.window
+    trained, head = set(branch.step_by_group), branch.oldest_untrained
     for group in event.groups:
-        while head in gone:
+        while head in trained:
             head += 1
         if group >= head + window:
             return f"step {event.step} takes group {group}, and group {head} waits: schedule.window is {window}"
         for older in range(head, group):
-            if older not in gone and known.is_complete(older):
+            if older not in trained and state.is_complete_group(older):
                 return f"step {event.step} takes group {group}, though group {older} is complete"
-        gone.add(group)
+        trained.add(group)
     return ""
 
 
-@rule(TRAINING, "weights", Trained)
-def sampled_by_its_past(known: Known, event: Trained) -> str:
+@add_rule(TRAINING_RULES, "weights", StepTrained)
+def sampled_by_its_past(state: ObservedState, event: StepTrained) -> str:
     """A trained token was sampled by weights in the past of those that it changes: the steps that made them are the
     first steps of the learner's branch. This must hold for the (lineage, version) of the token, and its log-prob and
     routes must match."""
     for f in (f for members in event.groups for f in members):
-        of = known.branches.get(f.lineage)
+        of = state.branches.get(f.lineage)
         for version in f.versions:
-            if of is None or version > event.version or not leads_to(of, version, known.branch):
+            if of is None or version > event.version or not leads_to(of, version, state.current_branch):
                 return (
                     f"step {event.step} trains {f.trajectory_id}, sampled by version {version} of lineage {f.lineage}: these "
                     f"weights are not in the past of version {event.version} of lineage {event.lineage}"
@@ -429,23 +437,23 @@ def sampled_by_its_past(known: Known, event: Trained) -> str:
     return ""
 
 
-@rule(TRAINING, "content", Trained)
-def trained_as_sent(known: Known, event: Trained) -> str:
+@add_rule(TRAINING_RULES, "content", StepTrained)
+def trained_as_sent(state: ObservedState, event: StepTrained) -> str:
     """Every trained trajectory was sent by a generator, with every column as it was sent."""
     for f in (f for members in event.groups for f in members):
-        if f.content not in known.sent.get(f.trajectory_id, {}):
+        if f.content not in state.sent_rollouts.get(f.trajectory_id, {}):
             return f"step {event.step} trains {f.trajectory_id} as nobody sent it"
     return ""
 
 
-@rule(TRAINING, "age", Trained)
-def none_is_too_old(known: Known, event: Trained) -> str:
+@add_rule(TRAINING_RULES, "age", StepTrained)
+def none_is_too_old(state: ObservedState, event: StepTrained) -> str:
     """Every trained token is at most as old, in versions, as the schedule allows."""
     for f in (f for members in event.groups for f in members):
-        if f.versions and event.version - f.versions[0] > known.rules.age_bound:
+        if f.versions and event.version - f.versions[0] > state.guarantees.age_bound:
             return (
                 f"step {event.step} trains {f.trajectory_id}, of version {f.versions[0]}, at version {event.version}: the "
-                f"schedule allows an age of {known.rules.age_bound}"
+                f"schedule allows an age of {state.guarantees.age_bound}"
             )
     return ""
 
@@ -453,41 +461,41 @@ def none_is_too_old(known: Known, event: Trained) -> str:
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
-@rule(TRAINING, "version", Taken, Trained)
-def versions_count_publications(known: Known, event: Taken | Trained) -> str:
+@add_rule(TRAINING_RULES, "version", StepBegan, StepTrained)
+def versions_count_publications(state: ObservedState, event: StepBegan | StepTrained) -> str:
     """A version is made by `steps_per_publication` steps, or by the last steps of the run, and counts as one."""
-    if event.version != known.branch.version:
-        return f"step {event.step} is of version {event.version}, and {known.branch.version} versions were made"
+    if event.version != state.current_branch.version:
+        return f"step {event.step} is of version {event.version}, and {state.current_branch.version} versions were made"
     return ""
 
 
-@rule(TRAINING, "version", Published)
-def published_versions_go_up(known: Known, event: Published) -> str:
+@add_rule(TRAINING_RULES, "version", WeightsPublished)
+def published_versions_go_up(state: ObservedState, event: WeightsPublished) -> str:
     """Published versions increase, and were made by steps. A version has other weights than the one before exactly if a
     step between them made an update."""
-    branch = known.branches.get(event.lineage)
-    if branch is None or event.lineage != known.lineage:
-        return f"version {event.version} of lineage {event.lineage} is published, and lineage {known.lineage} has begun"
-    before = [v for of, v in known.published if of == event.lineage]
+    branch = state.branches.get(event.lineage)
+    if branch is None or event.lineage != state.lineage:
+        return f"version {event.version} of lineage {event.lineage} is published, and lineage {state.lineage} has begun"
+    before = [v for of, v in state.published_keys if of == event.lineage]
     if before and event.version <= max(before):
         return f"version {event.version} of lineage {event.lineage} is published after version {max(before)}"
-    behind = branch.behind(event.version)
+    behind = branch.steps_behind(event.version)
     if behind is None:
         return f"version {event.version} of lineage {event.lineage} is published, and no step made it"
-    if before and (since := branch.behind(max(before))) is not None:
+    if before and (since := branch.steps_behind(max(before))) is not None:
         updated = any(step.updates for step in behind[len(since) :])
-        if updated == (known.published[event.lineage, max(before)] == event.weights):
+        if updated == (state.published_keys[event.lineage, max(before)] == event.weights):
             changed = "the same" if updated else "not the same"
             return f"version {event.version} of lineage {event.lineage} has {changed} weights as version {max(before)}"
     return ""
 
 
-@rule(TRAINING, "checkpoint", Published)
-def equal_steps_make_equal_weights(known: Known, event: Published) -> str:
+@add_rule(TRAINING_RULES, "checkpoint", WeightsPublished)
+def equal_steps_make_equal_weights(state: ObservedState, event: WeightsPublished) -> str:
     """Equal steps make bitwise equal weights in every lineage: a checkpoint that loads is complete."""
-    branch = known.branches[event.lineage]
-    for (lineage, version), weights in known.published.items():
-        same = same_weights(branch, event.version, known.branches[lineage], version)
+    branch = state.branches[event.lineage]
+    for (lineage, version), weights in state.published_keys.items():
+        same = same_weights(branch, event.version, state.branches[lineage], version)
         if same and weights != event.weights:
             return (
                 f"version {event.version} of lineage {event.lineage} is not version {version} of lineage {lineage}, and the "
@@ -496,27 +504,27 @@ def equal_steps_make_equal_weights(known: Known, event: Published) -> str:
     return ""
 
 
-@rule(TRAINING, "version", Installed)
-def engines_install_what_was_published(known: Known, event: Installed) -> str:
+@add_rule(TRAINING_RULES, "version", WeightsInstalled)
+def engines_install_what_was_published(state: ObservedState, event: WeightsInstalled) -> str:
     """An engine installs only newer weights, of its run's lineage, that were published under this name."""
-    engine, name = known.engines[event.generator], f"version {event.version} of lineage {event.lineage}"
-    if event.lineage != known.lineage:
-        return f"{event.generator} installs {name}, and the run is of lineage {known.lineage}"
+    engine, name = state.generators[event.generator], f"version {event.version} of lineage {event.lineage}"
+    if event.lineage != state.lineage:
+        return f"{event.generator} installs {name}, and the run is of lineage {state.lineage}"
     if engine.versions and event.version < engine.versions[-1]:
         return f"{event.generator} installs {name} after version {engine.versions[-1]}"
-    if (weights := known.published.get((event.lineage, event.version))) is None:
+    if (weights := state.published_keys.get((event.lineage, event.version))) is None:
         return f"{event.generator} installs {name}, which was not published"
     if weights != event.weights:
         return f"{event.generator} installs other weights than were published as {name}"
     return ""
 
 
-@rule(TRAINING, "generator", Sent)
-def sent_as_sampled(known: Known, event: Sent) -> str:
+@add_rule(TRAINING_RULES, "generator", TrajectorySent)
+def sent_as_sampled(state: ObservedState, event: TrajectorySent) -> str:
     """A generator sends only what was sampled by weights that its current process had installed, in their lineage."""
-    f, engine = event.trajectory, known.engines[event.generator]
-    if f.lineage != known.lineage:
-        return f"{event.generator} sends {f.trajectory_id} of lineage {f.lineage}, in a run of lineage {known.lineage}"
+    f, engine = event.trajectory, state.generators[event.generator]
+    if f.lineage != state.lineage:
+        return f"{event.generator} sends {f.trajectory_id} of lineage {f.lineage}, in a run of lineage {state.lineage}"
     if strange := [v for v in f.versions if v not in engine.versions]:
         return f"{event.generator} sends {f.trajectory_id} of versions {strange}, and it has had {engine.versions}"
     return f"{event.generator} sends {f.trajectory_id}: {f.wrong}" if f.wrong else ""
@@ -529,99 +537,103 @@ SILENT_SECONDS = 20.0
 """Seconds beyond twice `supervise.silence_seconds` after which a silent generator's leases must go to others that
 ask."""
 
-WEIGHTS: list[Rule] = []
+WEIGHT_RULES: list[InvariantRule] = []
 
 
-@rule(WEIGHTS, "arrived", Arrived)
-def hosts_have_what_was_published(known: Known, event: Arrived) -> str:
+@add_rule(WEIGHT_RULES, "arrived", VersionArrived)
+def hosts_have_what_was_published(state: ObservedState, event: VersionArrived) -> str:
     """A file that a host fetched, whole or as a delta, has the published weights, before any engine reads it."""
-    weights = {w for (_, version), w in known.published.items() if version == event.version}
+    weights = {w for (_, version), w in state.published_keys.items() if version == event.version}
     if event.weights not in weights:
         return f"{event.generator} has fetched version {event.version}, with other weights than were published"
     return ""
 
 
-@rule(WEIGHTS, "held", Removed)
-def what_is_used_stays(known: Known, event: Removed) -> str:
+@add_rule(WEIGHT_RULES, "held", VersionRemoved)
+def what_is_used_stays(state: ObservedState, event: VersionRemoved) -> str:
     """The file of a version stays on its host while a process uses it, that is, until the process has fetched another
     version or has ended."""
-    if users := sorted(name for name, engine in known.engines.items() if engine.uses == event.file):
+    if users := sorted(name for name, engine in state.generators.items() if engine.used_file == event.file):
         return f"{event.generator} removes {event.file}, which {', '.join(users)} uses"
     return ""
 
 
-@rule(WEIGHTS, "parent", Placed)
-def nobody_gets_a_parent_that_failed_it(known: Known, event: Placed) -> str:
+@add_rule(WEIGHT_RULES, "parent", ParentAssigned)
+def nobody_gets_a_parent_that_failed_it(state: ObservedState, event: ParentAssigned) -> str:
     """A host is never sent for weights to a parent that it reported as failed."""
     if event.parent in event.avoid:
         return f"{event.generator} is to get weights from {event.parent}, which has failed it"
     return ""
 
 
-@rule(WEIGHTS, "current", Plays)
-def nobody_begins_to_play_with_old_weights(known: Known, event: Plays) -> str:
+@add_rule(WEIGHT_RULES, "current", PlayRequested)
+def nobody_begins_to_play_with_old_weights(state: ObservedState, event: PlayRequested) -> str:
     """A process begins to play with weights at least as new as those that others had when it installed them."""
-    engine = known.engines[event.generator]
-    if engine.versions and engine.versions[-1] < engine.current:
-        return f"{event.generator} begins to play with version {engine.versions[-1]}, and others had {engine.current}"
+    engine = state.generators[event.generator]
+    if engine.versions and engine.versions[-1] < engine.newest_of_others:
+        return f"{event.generator} begins to play with version {engine.versions[-1]}, and others had {engine.newest_of_others}"
     return ""
 
 
-@rule(WEIGHTS, "prompt", Passed)
-def weights_come_soon(known: Known, event: Passed) -> str:
+@add_rule(WEIGHT_RULES, "prompt", TimePassed)
+def weights_come_soon(state: ObservedState, event: TimePassed) -> str:
     """An installation ends within `install_seconds`, and a generator that plays has the newest version within twice
     that, when the effects of the last fault are over."""
-    limit = known.rules.install_seconds
-    for name, engine in known.engines.items():
-        if engine.installing is not None and event.at > max(engine.installing, known.calm) + limit:
-            return f"{name} installs a version since {engine.installing:.3f} s"
-        if engine.plays is None or not engine.versions or engine.versions[-1] >= known.newest:
+    limit = state.guarantees.install_seconds
+    for name, engine in state.generators.items():
+        if engine.installing_since is not None and event.at > max(engine.installing_since, state.calm_since) + limit:
+            return f"{name} installs a version since {engine.installing_since:.3f} s"
+        if engine.playing_since is None or not engine.versions or engine.versions[-1] >= state.newest_version:
             continue
-        if event.at > max(engine.plays, known.newest_at, known.calm) + 2 * limit:
-            return f"{name} has version {engine.versions[-1]}, and {known.newest} since {known.newest_at:.3f} s"
+        if event.at > max(engine.playing_since, state.newest_at, state.calm_since) + 2 * limit:
+            return f"{name} has version {engine.versions[-1]}, and {state.newest_version} since {state.newest_at:.3f} s"
     return ""
 
 
-@rule(WEIGHTS, "prompt", Passed)
-def who_gets_nothing_looks_again(known: Known, event: Passed) -> str:
+@add_rule(WEIGHT_RULES, "prompt", TimePassed)
+def who_gets_nothing_looks_again(state: ObservedState, event: TimePassed) -> str:
     """A host that gets no weights from its source asks for another one, whatever is wrong with the source."""
-    for name, engine in known.engines.items():
-        since = math.inf if engine.fetching is None or name in event.frozen else engine.fetching
-        if event.at > since + known.rules.fetch_seconds:
+    for name, engine in state.generators.items():
+        since = math.inf if engine.fetching_since is None or name in event.frozen else engine.fetching_since
+        if event.at > since + state.guarantees.fetch_seconds:
             return f"{name} waits for weights since {since:.3f} s, and does not look for them anywhere else"
     return ""
 
 
-@rule(WEIGHTS, "prompt", Leased)
-def nobody_waits_for_who_is_silent(known: Known, event: Leased) -> str:
+@add_rule(WEIGHT_RULES, "prompt", GroupsLeased)
+def nobody_waits_for_who_is_silent(state: ObservedState, event: GroupsLeased) -> str:
     """The leases of a generator that no longer reports go to another one that asks, before anything newer, as soon as
     its silence is noticed."""
-    if event.ended or event.free < known.rules.group_size:
+    if event.ended or event.free < state.guarantees.group_size:
         return ""
-    taken = {(group, episode) for group, episodes in event.leases for episode in episodes}
+    leased_now = {(group, episode) for group, episodes in event.leases for episode in episodes}
     newest = max((group for group, _ in event.leases), default=None)
-    for (group, episode), lease in known.leases.items():
-        if lease.owner == event.generator or (group, episode) in taken or group in known.branch.trained:
+    for (group, episode), lease in state.leases.items():
+        if (
+            lease.owner == event.generator
+            or (group, episode) in leased_now
+            or group in state.current_branch.step_by_group
+        ):
             continue
-        if (newest is not None and group > newest) or format_trajectory_id(group, episode) in known.here:
+        if (newest is not None and group > newest) or format_trajectory_id(group, episode) in state.present_since:
             continue
-        owner = known.engines[lease.owner]
-        if owner.process != lease.process:
+        owner = state.generators[lease.owner]
+        if owner.ended_processes != lease.ended_processes:
             continue
-        silent = event.at - max(owner.heard, owner.told, known.answering)
-        if silent > 2 * known.rules.silence_seconds + SILENT_SECONDS:
+        silent = event.at - max(owner.last_answer, owner.last_report, state.answering_since)
+        if silent > 2 * state.guarantees.silence_seconds + SILENT_SECONDS:
             return (
                 f"{event.generator} asks for work, and is not leased {format_trajectory_id(group, episode)}, which "
-                f"{lease.owner} has: that one is silent since {owner.heard:.3f} s"
+                f"{lease.owner} has: that one is silent since {owner.last_answer:.3f} s"
             )
     return ""
 
 
-@rule(WEIGHTS, "session", Acknowledged)
-def old_sessions_are_over(known: Known, event: Acknowledged) -> str:
+@add_rule(WEIGHT_RULES, "session", TrajectoriesAcknowledged)
+def old_sessions_are_over(state: ObservedState, event: TrajectoriesAcknowledged) -> str:
     """A trajectory that is acknowledged to a sender was not delivered in outdated sessions alone."""
     for name in event.ids:
-        if known.late.get((event.generator, name)):
+        if state.outdated_deliveries.get((event.generator, name)):
             return f"{name} is acknowledged to {event.generator}, who delivered it in a session that was over"
     return ""
 
@@ -629,94 +641,99 @@ def old_sessions_are_over(known: Known, event: Acknowledged) -> str:
 # Invariants of evaluations.
 
 
-EVALUATIONS: list[Rule] = []
+EVALUATION_RULES: list[InvariantRule] = []
 
 
-@rule(EVALUATIONS, "evaluation", Evaluating)
-def one_evaluation_at_a_time(known: Known, event: Evaluating) -> str:
+@add_rule(EVALUATION_RULES, "evaluation", EvaluationBegan)
+def one_evaluation_at_a_time(state: ObservedState, event: EvaluationBegan) -> str:
     """An evaluation begins after a step that was made, and after the previous evaluation is over."""
-    if known.evaluating is not None:
-        return f"the evaluation of step {event.step} is begun, and that of step {known.evaluating} is not over"
-    if event.step > (made := len(known.branch.steps)):
-        return f"the evaluation of step {event.step} is begun, and {made} were made"
+    if state.evaluating_step is not None:
+        return f"the evaluation of step {event.step} is begun, and that of step {state.evaluating_step} is not over"
+    if event.step > (step_count := len(state.current_branch.steps)):
+        return f"the evaluation of step {event.step} is begun, and {step_count} were made"
     return ""
 
 
-@rule(EVALUATIONS, "evaluation", Evaluated)
-def evaluated_by_the_weights_of_its_step(known: Known, event: Evaluated) -> str:
+@add_rule(EVALUATION_RULES, "evaluation", EvaluationEnded)
+def evaluated_by_the_weights_of_its_step(state: ObservedState, event: EvaluationEnded) -> str:
     """The episodes of an evaluation were sampled by the weights of its step, or by newer ones that were installed
     meanwhile. It poses the configured number of tasks, the same ones each time, and none that is trained."""
-    made = known.branch.made
-    least = max(version for version, steps in made.items() if steps <= event.step)
-    if event.oldest < least or event.newest > known.newest:
+    step_counts = state.current_branch.step_counts
+    least = max(version for version, steps in step_counts.items() if steps <= event.step)
+    if event.oldest < least or event.newest > state.newest_version:
         return (
             f"the evaluation of step {event.step}, whose weights are version {least}, was sampled by versions {event.oldest} to "
             f"{event.newest}"
         )
-    if len(set(event.tasks)) != known.rules.evaluated_tasks or event.tasks != (known.evaluated_tasks or event.tasks):
-        return f"the evaluation of step {event.step} poses tasks {event.tasks}, and there was {known.evaluated_tasks}"
-    trained = {f.task for playings in known.sent.values() for f in playings.values()}
+    if len(set(event.tasks)) != state.guarantees.evaluated_tasks or event.tasks != (
+        state.evaluated_tasks or event.tasks
+    ):
+        return f"the evaluation of step {event.step} poses tasks {event.tasks}, and there was {state.evaluated_tasks}"
+    trained = {f.task for playings in state.sent_rollouts.values() for f in playings.values()}
     if both := trained & set(event.tasks):
         return f"tasks {sorted(both)} are evaluated and trained"
     return ""
 
 
-@rule(EVALUATIONS, "evaluation", Finished)
-def each_step_that_is_due_is_evaluated_once(known: Known, event: Finished) -> str:
+@add_rule(EVALUATION_RULES, "evaluation", RunFinished)
+def each_step_that_is_due_is_evaluated_once(state: ObservedState, event: RunFinished) -> str:
     """The record of a run that has ended has each evaluation once, in order, and all that were due, even after a stop
     or the end of any process. (A resume begins the last one that was due, if it is missing, at the step from which it
     resumes.)
 
     An evaluation may be missing only if the one before was still being played, except after the last step; if the
     generator gave it up; or if a disk failed."""
-    rules, had = known.rules, event.evaluated
-    if event.failed or not rules.evaluate_every:
+    guarantees, evaluated = state.guarantees, event.evaluated
+    if event.failed or not guarantees.evaluate_every:
         return ""
-    if list(had) != sorted(set(had)):
-        return f"the record has evaluations of steps {list(had)}"
-    if known.spoiled:
+    if list(evaluated) != sorted(set(evaluated)):
+        return f"the record has evaluations of steps {list(evaluated)}"
+    if state.disk_failed:
         return ""
-    due = [*range(0 if rules.evaluate_first else rules.evaluate_every, event.steps, rules.evaluate_every), event.steps]
+    due = [
+        *range(0 if guarantees.evaluate_first else guarantees.evaluate_every, event.steps, guarantees.evaluate_every),
+        event.steps,
+    ]
     for step, following in zip(due, [*due[1:], event.steps + 1], strict=True):
-        excused = step in known.given_up or (step in known.skipped and step < event.steps)
-        if not excused and not any(step <= one < following for one in had):
-            return f"the evaluation of step {step} is missing: there are those of steps {list(had)}"
+        excused = step in state.given_up_evaluations or (step in state.skipped_evaluations and step < event.steps)
+        if not excused and not any(step <= one < following for one in evaluated):
+            return f"the evaluation of step {step} is missing: there are those of steps {list(evaluated)}"
     return ""
 
 
 # All invariants, and the checker that applies them.
 #
-# A **branch** is a lineage together with the steps before it (`Known.branches`). An episode is **here** in a lineage if the
-# learner has acknowledged it, or if the spool kept it from before. A checkpoint is **safe** when it has its final name and its
-# directory is synced. The docstring of each rule says what it means across crashes, resumes and lineages. `RULES` contains
-# all rules.
+# A **branch** is a lineage together with the steps before it (`ObservedState.branches`). An episode is **here** in a
+# lineage if the learner has acknowledged it, or if the spool kept it from before. A checkpoint is **safe** when it has its
+# final name and its directory is synced. The docstring of each rule says what it means across crashes, resumes and lineages.
+# `RULES` contains all rules.
 
 
-RULES = [*TRAINING, *DELIVERY, *WEIGHTS, *EVALUATIONS]
+RULES = [*TRAINING_RULES, *DELIVERY_RULES, *WEIGHT_RULES, *EVALUATION_RULES]
 
 
-class Checker:
-    """A checker that judges one event after the other. `seen` counts them."""
+class InvariantChecker:
+    """A checker that judges one event after the other. `event_count` counts them."""
 
-    def __init__(self, rules: Rules):
-        self.known = Known(rules)
-        self.seen = 0
-        self._judges: dict[type[Event], list[Rule]] = {}
+    def __init__(self, guarantees: RunGuarantees):
+        self.state = ObservedState(guarantees)
+        self.event_count = 0
+        self._judges: dict[type[RunEvent], list[InvariantRule]] = {}
         for each in RULES:
             for kind in each.events:
                 self._judges.setdefault(kind, []).append(each)
 
-    def see(self, event: Event) -> None:
-        """Judge an event, and add it to what is known. Raises `Violated` if it violates an invariant."""
-        self.seen += 1
-        known = self.known
-        if event.at > known.deadline:
-            made = len(known.branch.steps) if known.branches else 0
-            raise Violated(
+    def check_event(self, event: RunEvent) -> None:
+        """Judge an event, and add it to what is known. Raises `InvariantViolated` if it violates an invariant."""
+        self.event_count += 1
+        state = self.state
+        if event.at > state.step_deadline:
+            step_count = len(state.current_branch.steps) if state.branches else 0
+            raise InvariantViolated(
                 "stuck",
-                f"the step after step {made} had to be made by {known.deadline:.1f} s, and it is {event.at:.1f} s",
+                f"the step after step {step_count} had to be made by {state.step_deadline:.1f} s, and it is {event.at:.1f} s",
             )
         for each in self._judges.get(type(event), ()):
-            if reason := each.judge(known, event):
-                raise Violated(each.name, reason)
-        known.apply(event)
+            if reason := each.judge(state, event):
+                raise InvariantViolated(each.name, reason)
+        state.apply_event(event)

@@ -46,7 +46,7 @@ from r3async.world import files as disk_waits
 from r3async.world.files import write_atomically
 
 
-class Mutant(NamedTuple):
+class PlantedMutant(NamedTuple):
     """A planted defect: its name, a sentence that says what is wrong, and the context manager that plants it."""
 
     name: str
@@ -54,12 +54,12 @@ class Mutant(NamedTuple):
     plant: Callable[[], AbstractContextManager[None]]
 
 
-MUTANTS: dict[str, Mutant] = {}
-"""All mutants by name; `mutant` and `plant` fill it."""
+MUTANTS: dict[str, PlantedMutant] = {}
+"""All mutants by name; `register_mutant` and `register_combined` fill it."""
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+def replace_attribute(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
     """Replace the attribute `name` of `owner` by the result of `make` for the original, and restore it at the end."""
     before = vars(owner)[name]
     setattr(owner, name, make(before))
@@ -69,29 +69,29 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
         setattr(owner, name, before)
 
 
-def mutant(owner: Any, method: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+def register_mutant(owner: Any, method: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     """Return a decorator that registers a mutant. The decorated function returns the replacement for the original
     method; its docstring says what is wrong."""
 
-    def add(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def add_mutant(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
         what = " ".join((make.__doc__ or "").split())
-        MUTANTS[make.__name__] = Mutant(make.__name__, what, lambda: replaced(owner, method, make))
+        MUTANTS[make.__name__] = PlantedMutant(make.__name__, what, lambda: replace_attribute(owner, method, make))
         return make
 
-    return add
+    return add_mutant
 
 
-def plant(name: str, what: str, *replacements: tuple[Any, str, Callable[[Any], Any]]) -> None:
+def register_combined(name: str, what: str, *replacements: tuple[Any, str, Callable[[Any], Any]]) -> None:
     """Register a mutant that replaces several methods. `what` says what is wrong."""
 
     @contextlib.contextmanager
-    def planted() -> Iterator[None]:
+    def plant_all() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for owner, method, make in replacements:
-                stack.enter_context(replaced(owner, method, make))
+                stack.enter_context(replace_attribute(owner, method, make))
             yield
 
-    MUTANTS[name] = Mutant(name, what, planted)
+    MUTANTS[name] = PlantedMutant(name, what, plant_all)
 
 
 # Defects of tasks, leases, slots, steps, lineages and weights.
@@ -100,195 +100,195 @@ def plant(name: str, what: str, *replacements: tuple[Any, str, Callable[[Any], A
 # -- tasks -------------------------------------------------------------------------------------------------------------
 
 
-@mutant(TaskHistory, "choose_task")
+@register_mutant(TaskHistory, "choose_task")
 def part_plays_another_task(pose: Any) -> Any:
     """The task of a group is chosen again for every lease of a part of it."""
     leases = itertools.count()
 
-    def each(self: TaskHistory, group: int, tasks: Any) -> int:
+    def choose_each_time(self: TaskHistory, group: int, tasks: Any) -> int:
         return int(next(itertools.islice(tasks, next(leases) % 3, None)))
 
-    return each
+    return choose_each_time
 
 
-@mutant(reception.TrajectoryInbox, "_has_contrast")
+@register_mutant(reception.TrajectoryInbox, "_has_contrast")
 def groups_replaced_for_nothing(has_contrast: Any) -> Any:
     """A step also replaces groups whose rewards differ."""
 
-    def never(self: reception.TrajectoryInbox, group: Any) -> bool:
+    def find_no_contrast(self: reception.TrajectoryInbox, group: Any) -> bool:
         return False
 
-    return never
+    return find_no_contrast
 
 
 # -- leases and slots --------------------------------------------------------------------------------------------------
 
 
-@mutant(AdmissionController, "_oldest_allowed_version")
+@register_mutant(AdmissionController, "_oldest_allowed_version")
 def slot_freed_early(oldest: Any) -> Any:
     """A lease names the version before the one that freed its slot."""
 
-    def older(self: AdmissionController, group: int) -> int:
+    def name_older_version(self: AdmissionController, group: int) -> int:
         return max(0, int(oldest(self, group)) - 1)
 
-    return older
+    return name_older_version
 
 
-def _at_once(leased: Any) -> Any:
-    def unnoticed(self: VersionGate, lease: GroupLease) -> None:
+def _play_at_once(leased: Any) -> Any:
+    def require_nothing(self: VersionGate, lease: GroupLease) -> None:
         pass
 
-    return unnoticed
+    return require_nothing
 
 
-def _slowly(install: Any) -> Any:
-    async def slow(self: GeneratorActor, publication: Any) -> Any:
+def _install_slowly(install: Any) -> Any:
+    async def install_later(self: GeneratorActor, publication: Any) -> Any:
         await asyncio.sleep(5.0)
         return await install(self, publication)
 
-    return slow
+    return install_later
 
 
-plant(
+register_combined(
     "stale_generator_leased",
     "A generator plays what it is leased at once, with the weights that it has, and new ones come slowly.",
-    (VersionGate, "require_version", _at_once),
-    (GeneratorActor, "install_version", _slowly),
+    (VersionGate, "require_version", _play_at_once),
+    (GeneratorActor, "install_version", _install_slowly),
 )
 
 
-@mutant(AdmissionController, "requeue_leases")
-def lease_lost_with_its_generator(lose: Any) -> Any:
+@register_mutant(AdmissionController, "requeue_leases")
+def lease_lost_with_its_generator(requeue: Any) -> Any:
     """The leases of a generator that ended are never leased again."""
 
-    def forget(self: AdmissionController, owner: str, missing: Any) -> list[int]:
-        return lose(self, owner, lambda group: ())
+    def requeue_nothing(self: AdmissionController, owner: str, missing: Any) -> list[int]:
+        return requeue(self, owner, lambda group: ())
 
-    return forget
+    return requeue_nothing
 
 
-@mutant(AdmissionController, "requeue_leases")
-def missing_not_subtracted(lose: Any) -> Any:
+@register_mutant(AdmissionController, "requeue_leases")
+def missing_not_subtracted(requeue: Any) -> Any:
     """All leases of a lost generator are taken back, even of episodes that have arrived."""
 
-    def everything(self: AdmissionController, owner: str, missing: Any) -> list[int]:
-        return lose(self, owner, lambda group: range(self.group_size))
+    def requeue_everything(self: AdmissionController, owner: str, missing: Any) -> list[int]:
+        return requeue(self, owner, lambda group: range(self.group_size))
 
-    return everything
+    return requeue_everything
 
 
-@mutant(AdmissionController, "requeue_after_resume")
+@register_mutant(AdmissionController, "requeue_after_resume")
 def kept_is_not_adopted(adopt: Any) -> Any:
     """A start without a checkpoint plays everything again, even what its spool kept."""
 
-    def nothing(self: AdmissionController, newest: int, missing: Any) -> list[int]:
+    def adopt_nothing(self: AdmissionController, newest: int, missing: Any) -> list[int]:
         return adopt(self, newest, missing) if self.version or self._next_group else []
 
-    return nothing
+    return adopt_nothing
 
 
-@mutant(AdmissionController, "requeue_after_resume")
+@register_mutant(AdmissionController, "requeue_after_resume")
 def resume_leases_what_was_kept(adopt: Any) -> Any:
     """A resumed run leases whole groups, even if the spool kept a part of them."""
 
-    def whole(self: AdmissionController, newest: int, missing: Any) -> list[int]:
+    def adopt_whole_groups(self: AdmissionController, newest: int, missing: Any) -> list[int]:
         return adopt(self, newest, lambda group: range(self.group_size) if missing(group) else ())
 
-    return whole
+    return adopt_whole_groups
 
 
-@mutant(AdmissionController, "lease_group")
+@register_mutant(AdmissionController, "lease_group")
 def group_passed_over(lease: Any) -> Any:
     """One group is skipped and never leased."""
 
-    def skip(self: AdmissionController, owner: str, **facts: Any) -> GroupLease | None:
+    def skip_group(self: AdmissionController, owner: str, **facts: Any) -> GroupLease | None:
         if self._next_group == 5 and not self._waiting_episodes:
             self._next_group = 6
         return lease(self, owner, **facts)
 
-    return skip
+    return skip_group
 
 
-@mutant(AdmissionController, "lease_group")
+@register_mutant(AdmissionController, "lease_group")
 def leased_twice(lease: Any) -> Any:
     """A part of a split group is leased to two generators."""
 
-    def twice(self: AdmissionController, owner: str, **facts: Any) -> GroupLease | None:
-        found = lease(self, owner, **facts)
-        if found is not None and found.group_index in self._waiting_episodes:
-            rest = {*self._waiting_episodes[found.group_index], found.episode_indices[0]}
-            self._waiting_episodes[found.group_index] = tuple(sorted(rest))
-        return found
+    def lease_twice(self: AdmissionController, owner: str, **facts: Any) -> GroupLease | None:
+        leased = lease(self, owner, **facts)
+        if leased is not None and leased.group_index in self._waiting_episodes:
+            rest = {*self._waiting_episodes[leased.group_index], leased.episode_indices[0]}
+            self._waiting_episodes[leased.group_index] = tuple(sorted(rest))
+        return leased
 
-    return twice
+    return lease_twice
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
-@mutant(GroupBuffer, "choose_groups")
+@register_mutant(GroupBuffer, "choose_groups")
 def younger_groups_first(batch: Any) -> Any:
     """A step takes the newest complete groups of the window."""
 
-    def youngest(self: GroupBuffer, at_least: int, at_most: int, tokens: int) -> list[int]:
+    def choose_youngest(self: GroupBuffer, at_least: int, at_most: int, tokens: int) -> list[int]:
         window = [g for g in self._consumed.groups_in_window() if not self.missing_in_group(g)]
         return sorted(window[-at_least:]) if len(window) >= at_least else batch(self, at_least, at_most, tokens)
 
-    return youngest
+    return choose_youngest
 
 
-@mutant(GroupBuffer, "__init__")
+@register_mutant(GroupBuffer, "__init__")
 def window_one_wider(init: Any) -> Any:
     """The learner's window is one group larger than the schedule says."""
 
-    def wider(self: GroupBuffer, group_size: int, window: int = 1, **facts: Any) -> None:
+    def init_wider(self: GroupBuffer, group_size: int, window: int = 1, **facts: Any) -> None:
         init(self, group_size, window + 1, **facts)
 
-    return wider
+    return init_wider
 
 
-@mutant(GroupBuffer, "__init__")
+@register_mutant(GroupBuffer, "__init__")
 def resume_forgets_what_was_trained(init: Any) -> Any:
     """A resumed learner forgets which groups after the oldest untrained one its checkpoint has trained."""
 
-    def forget(self: GroupBuffer, group_size: int, window: int = 1, *, head: int = 0, beyond: Any = ()) -> None:
+    def init_forgetful(self: GroupBuffer, group_size: int, window: int = 1, *, head: int = 0, beyond: Any = ()) -> None:
         init(self, group_size, window, head=head)
 
-    return forget
+    return init_forgetful
 
 
-plant(
+register_combined(
     "no_dedupe",
     "A resumed learner does not know what was trained, and takes it again.",
     (GroupBuffer, "__init__", lambda init: lambda self, size, window=1, *, head=0, beyond=(): init(self, size, window)),
 )
 
 
-@mutant(LearnerActor, "train_step")
+@register_mutant(LearnerActor, "train_step")
 def version_counted_twice(train_step: Any) -> Any:
     """A publication increases the version by two."""
 
-    async def twice(self: LearnerActor, *args: Any, **facts: Any) -> Any:
+    async def count_twice(self: LearnerActor, *args: Any, **facts: Any) -> Any:
         result = await train_step(self, *args, **facts)
         if result is not None and result["new_weights"]:
             self.model.counts.version += 1
         return result
 
-    return twice
+    return count_twice
 
 
-@mutant(LocalRank, "snapshot_weights")
+@register_mutant(LocalRank, "snapshot_weights")
 def old_weights_under_a_new_number(snapshot: Any) -> Any:
     """The third version that a learner publishes has the weights of the second."""
 
-    def old(self: Any, version: int) -> None:
+    def snapshot_old(self: Any, version: int) -> None:
         before = getattr(self, "copies", [])
         snapshot(self, version)
         self.copies = [*before, copy.deepcopy(self._snapshot[1])]  # the next snapshot takes the same memory
         if len(self.copies) == 3:
             self._snapshot = version, self.copies[1]
 
-    return old
+    return snapshot_old
 
 
 # -- lineages and weights ----------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def _unless_kept(validate: Any) -> Any:
     return lambda trajectories, **facts: None if facts.get("kept") else validate(trajectories, **facts)
 
 
-plant(
+register_combined(
     "lineage_ignored",
     "A start takes back whatever its spool kept: also tokens of weights that the resume took back.",
     (Lineage, "rejection_reason", lambda refusal: lambda self, lineage, newest, learner, *, kept=False: ""),
@@ -306,31 +306,31 @@ plant(
 )
 
 
-@mutant(Lineage, "start_child")
+@register_mutant(Lineage, "start_child")
 def lineage_used_again(child: Any) -> Any:
     """A start ignores the lineage numbers that were taken before."""
 
-    def again(self: Lineage, starts: Any, *args: Any) -> Any:
+    def start_again(self: Lineage, starts: Any, *args: Any) -> Any:
         return child(self, (), *args)
 
-    return again
+    return start_again
 
 
-@mutant(VersionWriter, "write_version")
+@register_mutant(VersionWriter, "write_version")
 def another_lineage_published(write: Any) -> Any:
     """A resumed learner publishes its weights under the first lineage."""
 
-    async def first(self: VersionWriter, reading: Any = ()) -> Any:
+    async def write_first_lineage(self: VersionWriter, reading: Any = ()) -> Any:
         published = await write(self, reading)
         manifest = msgspec.structs.replace(published.publication.manifest, lineage=1)
         return msgspec.structs.replace(
             published, publication=msgspec.structs.replace(published.publication, manifest=manifest)
         )
 
-    return first
+    return write_first_lineage
 
 
-@mutant(LocalRank, "restore_checkpoint")
+@register_mutant(LocalRank, "restore_checkpoint")
 def checkpoint_not_loaded(restore: Any) -> Any:
     """A resumed learner begins with the weights of the start model."""
     return lambda self, path: None
@@ -342,23 +342,23 @@ def checkpoint_not_loaded(restore: Any) -> Any:
 # -- evaluations -------------------------------------------------------------------------------------------------------
 
 
-@mutant(Evaluator, "resume_evaluations")
+@register_mutant(Evaluator, "resume_evaluations")
 def cut_off_evaluation_forgotten(start: Any) -> Any:
     """An evaluation that was being played when the run was stopped or lost is skipped."""
 
-    def nothing(self: Evaluator, step: int, version: int) -> None:
+    def resume_nothing(self: Evaluator, step: int, version: int) -> None:
         self._last_step = step
 
-    return nothing
+    return resume_nothing
 
 
-@mutant(Evaluator, "_read_row_steps")
+@register_mutant(Evaluator, "_read_row_steps")
 def evaluation_played_again(written: Any) -> Any:
     """A resumed run does not know which evaluations its record contains."""
     return lambda self: set()
 
 
-@mutant(Evaluator, "_wait_for_generator")
+@register_mutant(Evaluator, "_wait_for_generator")
 def evaluated_with_old_weights(player: Any) -> Any:
     """An evaluation is played with whatever weights a generator has."""
     return lambda self, version, left: player(self, 0, left)
@@ -367,43 +367,43 @@ def evaluated_with_old_weights(player: Any) -> Any:
 # -- episodes ----------------------------------------------------------------------------------------------------------
 
 
-@mutant(RetryingPlayer, "__init__")
+@register_mutant(RetryingPlayer, "__init__")
 def given_up_at_once(init: Any) -> Any:
     """An episode is dropped when its environment fails for the first time."""
 
-    def once(self: RetryingPlayer, **facts: Any) -> None:
+    def init_without_retries(self: RetryingPlayer, **facts: Any) -> None:
         init(self, **facts)
         self._retry_budgets["environment"] = 0
 
-    return once
+    return init_without_retries
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-@mutant(TrajectorySender, "_try_reconnect")
+@register_mutant(TrajectorySender, "_try_reconnect")
 def no_second_try_to_connect(reconnect: Any) -> Any:
     """A sender that cannot make a socket when it connects again has failed."""
     return lambda self: self._open_connection()
 
 
-@mutant(disk_waits, "is_disk_error")
+@register_mutant(disk_waits, "is_disk_error")
 def full_process_not_waited_for(is_disk_trouble: Any) -> Any:
     """Writing weights is not retried when no file descriptor is free."""
     return lambda error: is_disk_trouble(error) and error.errno != errno.EMFILE
 
 
-@mutant(HostVersionCache, "remove_unused_versions")
+@register_mutant(HostVersionCache, "remove_unused_versions")
 def tidied_while_it_is_used(tidy: Any) -> Any:
     """A process that fetches a version removes all other versions on its host."""
 
-    def everything(self: HostVersionCache, keep: Any) -> None:
+    def remove_everything(self: HostVersionCache, keep: Any) -> None:
         for name in self._files.list_names(self.path):
             path = self.path / name
             if name.startswith("version-") and (keep is None or path != self.version_path(keep)):
                 self._files.remove(path)
 
-    return everything
+    return remove_everything
 
 
 # Defects of the transfer of weights, of delivery to the learner, and of waiting.
@@ -412,23 +412,23 @@ def tidied_while_it_is_used(tidy: Any) -> Any:
 # -- streams -----------------------------------------------------------------------------------------------------------
 
 
-@mutant(TcpReceiver, "_append_verified_chunks")
+@register_mutant(TcpReceiver, "_append_verified_chunks")
 def chunk_unchecked(write: Any) -> Any:
     """Chunks of weights are written without a check of their checksum."""
 
-    def all_of_them(self: TcpReceiver, file: Any, batch: Sequence[tuple[int, list[Any]]]) -> list[int]:
+    def append_unchecked(self: TcpReceiver, file: Any, batch: Sequence[tuple[int, list[Any]]]) -> list[int]:
         for _, frames in batch:
             self.received_bytes += file.append([frame.buffer for frame in frames])
         return [checksum for checksum, _ in batch]
 
-    return all_of_them
+    return append_unchecked
 
 
-@mutant(TcpReceiver, "_handle_message")
+@register_mutant(TcpReceiver, "_handle_message")
 def chunk_out_of_order(arrived: Any) -> Any:
     """Any chunk of weights is taken for the next one expected."""
 
-    def any_chunk(self: TcpReceiver, frames: list[Any]) -> None:
+    def take_any_chunk(self: TcpReceiver, frames: list[Any]) -> None:
         try:
             message = relay.decode_relay_message(frames[0].bytes)
         except MalformedError:
@@ -444,18 +444,18 @@ def chunk_out_of_order(arrived: Any) -> Any:
         else:
             arrived(self, frames)
 
-    return any_chunk
+    return take_any_chunk
 
 
-plant("lost_chunk_never_asked_again", "What of the weights was lost on its way is not asked for again.", (
+register_combined("lost_chunk_never_asked_again", "What of the weights was lost on its way is not asked for again.", (
     relay, "RETRY_SECONDS", lambda _: 1e6,
 ))  # fmt: skip
-plant("silent_parent_waited_for", "A host that sends nothing any more is waited for.", (
+register_combined("silent_parent_waited_for", "A host that sends nothing any more is waited for.", (
     relay, "MAX_SILENCE_SECONDS", lambda _: 1e6,
 ))  # fmt: skip
 
 
-@mutant(relay.RelayTree, "place_node")
+@register_mutant(relay.RelayTree, "place_node")
 def failed_parent_given_again(place: Any) -> Any:
     """A host is assigned again to a parent that failed it."""
     return lambda self, name, address, avoid=(): place(self, name, address)
@@ -464,23 +464,23 @@ def failed_parent_given_again(place: Any) -> Any:
 # -- deltas and hosts --------------------------------------------------------------------------------------------------
 
 
-def _here(receiver: TcpReceiver) -> list[Path]:
+def _version_files(receiver: TcpReceiver) -> list[Path]:
     """Return the files of the versions on the host."""
     folder = receiver._cache.path
     return [folder / name for name in receiver._files.list_names(folder) if name.startswith("version-")]
 
 
 def _apply_to_any(apply: Any) -> Any:
-    def to_any(self: TcpReceiver, base: Any, difference: Any, path: Path) -> bool:
-        with self._files.open(_here(self)[-1]) as before:
+    def apply_to_last(self: TcpReceiver, base: Any, difference: Any, path: Path) -> bool:
+        with self._files.open(_version_files(self)[-1]) as before:
             write_atomically(path, delta.apply_delta(base, before, difference), fsync=False, files=self._files)
         return True
 
-    return to_any
+    return apply_to_last
 
 
-def _unchecked(decode_block: Any) -> Any:
-    def decode(base: Any, record: Any) -> memoryview:
+def _decode_unchecked(decode_block: Any) -> Any:
+    def decode_block_unchecked(base: Any, record: Any) -> memoryview:
         kind, count, *lengths, _ = delta._RECORD.unpack_from(record)
         view, at, planes = memoryview(record), delta.MIN_RECORD_BYTES, []
         for length in lengths:
@@ -490,57 +490,57 @@ def _unchecked(decode_block: Any) -> Any:
             return delta._apply_sparse(base, count, planes)
         return planes[0] if kind == delta._RAW else memoryview(base)
 
-    return decode
+    return decode_block_unchecked
 
 
-plant(
+register_combined(
     "delta_of_any_base",
     "A delta is applied to whichever version the host has, and what it makes of that is not compared.",
-    (TcpReceiver, "_has_version", lambda has: lambda self, base: bool(_here(self))),
+    (TcpReceiver, "_has_version", lambda has: lambda self, base: bool(_version_files(self))),
     (TcpReceiver, "_apply_delta", _apply_to_any),
-    (delta, "decode_delta_block", _unchecked),
+    (delta, "decode_delta_block", _decode_unchecked),
 )
 
 
-@mutant(HostVersionCache, "acquire_version")
+@register_mutant(HostVersionCache, "acquire_version")
 def version_not_held(use: Any) -> Any:
     """A process that uses a version does not hold a lock on its file."""
 
-    def let_go(self: HostVersionCache, version: Any) -> Any:
+    def acquire_unlocked(self: HostVersionCache, version: Any) -> Any:
         path = use(self, version)
         for file in self._locked_files:
             file.close()
         self._locked_files = []
         return path
 
-    return let_go
+    return acquire_unlocked
 
 
-@mutant(ScriptedEngine, "_read_checked_key")
+@register_mutant(ScriptedEngine, "_read_checked_key")
 def weights_before_loaded(read: Any) -> Any:
     """An engine loads a version but continues with the one before."""
 
-    def before(self: ScriptedEngine, manifest: Any) -> int:
+    def read_previous_key(self: ScriptedEngine, manifest: Any) -> int:
         key = int(read(self, manifest))
         return next(reversed(self._weights_keys.values()), key)
 
-    return before
+    return read_previous_key
 
 
 # -- installations -----------------------------------------------------------------------------------------------------
 
 
-@mutant(GeneratorHealth, "mark_installed")
+@register_mutant(GeneratorHealth, "mark_installed")
 def old_weights_count_as_newest(installed: Any) -> Any:
     """A restarted generator plays with the version that it installed, though the others have newer weights."""
     return lambda self, version, current: installed(self, version, version)
 
 
-@mutant(VersionInstaller, "_start_deliveries")
+@register_mutant(VersionInstaller, "_start_deliveries")
 def slow_one_left_behind(start: Any) -> Any:
     """A generator that missed a version is given no other."""
 
-    def unless_missed(self: VersionInstaller, version: int, reports: Any) -> Any:
+    def start_unless_missed(self: VersionInstaller, version: int, reports: Any) -> Any:
         everyone = self.fleet
         self.fleet = [g for g in everyone if g.version >= version - 1]  # type: ignore[assignment]
         try:
@@ -548,35 +548,35 @@ def slow_one_left_behind(start: Any) -> Any:
         finally:
             self.fleet = everyone
 
-    return unless_missed
+    return start_unless_missed
 
 
-@mutant(VersionInstaller, "_put_offer")
+@register_mutant(VersionInstaller, "_put_offer")
 def first_version_given_for_ever(share: Any) -> Any:
     """Generators are given the first version for ever."""
 
-    def first(self: VersionInstaller, published: Any) -> Any:
+    def put_first_offer(self: VersionInstaller, published: Any) -> Any:
         return share(self, published) if self._shared_offer is None else self._shared_offer[1]
 
-    return first
+    return put_first_offer
 
 
 # -- waiting -----------------------------------------------------------------------------------------------------------
 
 
-@mutant(Fleet, "find_overdue")
+@register_mutant(Fleet, "find_overdue")
 def silent_one_keeps_its_leases(overdue: Any) -> Any:
     """The leases of a silent generator are given to no other generator."""
     return lambda self: []
 
 
-@mutant(TrajectoryReceiver, "_is_current_session")
-def old_session_counted(known: Any) -> Any:
+@register_mutant(TrajectoryReceiver, "_is_current_session")
+def old_session_counted(is_current: Any) -> Any:
     """Deliveries in a session that is over are accepted, too."""
 
     def any_session(self: TrajectoryReceiver, identity: bytes, session: str) -> bool:
         peer = self._sessions.get(identity)
-        return bool(known(self, identity, session if peer is None else peer.session))
+        return bool(is_current(self, identity, session if peer is None else peer.session))
 
     return any_session
 
@@ -584,11 +584,11 @@ def old_session_counted(known: Any) -> Any:
 # -- the spool ---------------------------------------------------------------------------------------------------------
 
 
-@mutant(Spool, "_scan_directory")
+@register_mutant(Spool, "_scan_directory")
 def recovery_not_synced(scan: Any) -> Any:
     """A start does not sync what it finds in the spool, though its writer may have ended before it synced."""
 
-    def unsynced(self: Spool) -> Any:
+    def scan_unsynced(self: Spool) -> Any:
         settings = self._settings
         self._settings = msgspec.structs.replace(settings, fsync=False)
         try:
@@ -596,10 +596,10 @@ def recovery_not_synced(scan: Any) -> Any:
         finally:
             self._settings = settings
 
-    return unsynced
+    return scan_unsynced
 
 
-@mutant(SimulatedFile, "fsync")
+@register_mutant(SimulatedFile, "fsync")
 def trajectory_not_synced(sync: Any) -> Any:
     """A trajectory is acknowledged before it survives a power failure."""
 
@@ -610,7 +610,7 @@ def trajectory_not_synced(sync: Any) -> Any:
     return not_these
 
 
-@mutant(SimulatedFiles, "fsync_directory")
+@register_mutant(SimulatedFiles, "fsync_directory")
 def spool_names_not_synced(sync_directory: Any) -> Any:
     """The names of the spool's files do not survive a power failure."""
 
@@ -627,139 +627,139 @@ def spool_names_not_synced(sync_directory: Any) -> Any:
 # -- delivery and the spool --------------------------------------------------------------------------------------------
 
 
-@mutant(Spool, "put_trajectory")
+@register_mutant(Spool, "put_trajectory")
 def ack_before_store(put: Any) -> Any:
     """A trajectory is acknowledged before it is in the spool."""
 
-    async def later(self: Spool, trajectory: Any, frames: Any, *, spill: bool) -> None:
-        async def store() -> None:
+    async def put_later(self: Spool, trajectory: Any, frames: Any, *, spill: bool) -> None:
+        async def store_trajectory() -> None:
             await asyncio.sleep(0.5)
             await put(self, trajectory, frames, spill=spill)
 
-        self.late = [*getattr(self, "late", ()), asyncio.create_task(store())]  # type: ignore[attr-defined]
+        self.late = [*getattr(self, "late", ()), asyncio.create_task(store_trajectory())]  # type: ignore[attr-defined]
 
-    return later
+    return put_later
 
 
-@mutant(TrajectoryInbox, "release_trained")
+@register_mutant(TrajectoryInbox, "release_trained")
 def unlink_before_commit(trained: Any) -> Any:
     """The spool deletes groups when they are trained, not when a checkpoint has trained them."""
 
-    def early(self: TrajectoryInbox, indices: Any) -> None:
+    def release_early(self: TrajectoryInbox, indices: Any) -> None:
         trained(self, indices)
         if self.spool is not None:
             self.early = asyncio.create_task(self.spool.delete_trained(list(indices)))  # type: ignore[attr-defined]
 
-    return early
+    return release_early
 
 
-@mutant(CheckpointWriter, "_write_checkpoint")
+@register_mutant(CheckpointWriter, "_write_checkpoint")
 def commit_before_the_checkpoint_is_durable(write: Any) -> Any:
     """The spool deletes what a checkpoint trained when the checkpoint is begun."""
 
-    async def eager(self: CheckpointWriter, state: Any, parts: Any, then: Callable[[], object]) -> Any:
+    async def write_eagerly(self: CheckpointWriter, state: Any, parts: Any, then: Callable[[], object]) -> Any:
         then()
         return await write(self, state, parts, lambda: None)
 
-    return eager
+    return write_eagerly
 
 
-@mutant(Spool, "_delete_files")
+@register_mutant(Spool, "_delete_files")
 def spool_kept_after_commit(unlink: Any) -> Any:
     """Files of the spool are kept after a checkpoint has trained them."""
     return lambda self, groups: None
 
 
-@mutant(SimulatedFile, "truncate")
+@register_mutant(SimulatedFile, "truncate")
 def torn_tail_not_cut(truncate: Any) -> Any:
     """The remains of a failed write stay in a file of the spool, and the next record follows them."""
 
-    def keep(self: SimulatedFile, size: int) -> None:
+    def keep_tail(self: SimulatedFile, size: int) -> None:
         if self._path.suffix != ".spool":
             truncate(self, size)
 
-    return keep
+    return keep_tail
 
 
-@mutant(Spool, "recover_trajectories")
+@register_mutant(Spool, "recover_trajectories")
 def recovery_forgets(recover: Any) -> Any:
     """A start recovers all but the last trajectory from the spool."""
 
-    async def some(self: Spool) -> Any:
+    async def recover_some(self: Spool) -> Any:
         return (await recover(self))[:-1]
 
-    return some
+    return recover_some
 
 
-@mutant(Spool, "free_bytes")
+@register_mutant(Spool, "free_bytes")
 def disk_bytes_ignored(free_bytes: Any) -> Any:
     """Trajectories are accepted regardless of the size of the spool."""
     return property(lambda self: 10**12)
 
 
-@mutant(MemoryBudget, "_fits_in_memory")
+@register_mutant(MemoryBudget, "_fits_in_memory")
 def memory_ignored(fits: Any) -> Any:
     """Every trajectory that arrives is accepted, regardless of how much memory is held."""
     return lambda self, nbytes: True
 
 
-@mutant(MemoryBudget, "release_trajectory")
+@register_mutant(MemoryBudget, "release_trajectory")
 def memory_not_released(release: Any) -> Any:
     """Trained trajectories still count as held in memory."""
     return lambda self, trajectory_id: None
 
 
-@mutant(MemoryBudget, "group_limit")
+@register_mutant(MemoryBudget, "group_limit")
 def closed_for_ever(until: Any) -> Any:
     """After one trajectory did not fit, only the groups of the next step are ever requested."""
 
-    def closed(self: MemoryBudget, disk: float = math.inf) -> int:
+    def limit_for_ever(self: MemoryBudget, disk: float = math.inf) -> int:
         short = self._first_refused_bytes
-        told = until(self, disk)
+        limit = until(self, disk)
         self._first_refused_bytes = short
-        return told if short is None else self.oldest_group + self.window
+        return limit if short is None else self.oldest_group + self.window
 
-    return closed
+    return limit_for_ever
 
 
-@mutant(Outbox, "requeue_trajectory")
-def not_taken_is_forgotten(again: Any) -> Any:
+@register_mutant(Outbox, "requeue_trajectory")
+def not_taken_is_forgotten(requeue: Any) -> Any:
     """A sender does not resend trajectories for which the learner had no memory."""
 
-    def forget(self: Outbox, trajectory_id: str, now: float, *, damaged: bool) -> bool:
+    def settle_refused(self: Outbox, trajectory_id: str, now: float, *, damaged: bool) -> bool:
         return (
-            again(self, trajectory_id, now, damaged=damaged)
+            requeue(self, trajectory_id, now, damaged=damaged)
             if damaged
             else bool(self.settle_trajectory(trajectory_id, now))
         )
 
-    return forget
+    return settle_refused
 
 
-@mutant(Outbox, "requeue_all")
+@register_mutant(Outbox, "requeue_all")
 def unacknowledged_forgotten(reset: Any) -> Any:
     """A sender that reconnects does not resend what was not acknowledged."""
 
-    def forget(self: Outbox) -> int:
+    def drop_in_flight(self: Outbox) -> int:
         self.in_flight = {}
         return reset(self)
 
-    return forget
+    return drop_in_flight
 
 
-@mutant(TrajectorySender, "_send_ready")
+@register_mutant(TrajectorySender, "_send_ready")
 def sent_is_settled(deliver: Any) -> Any:
     """A sender treats everything it has sent as acknowledged."""
 
-    def settle(self: TrajectorySender) -> None:
+    def settle_sent(self: TrajectorySender) -> None:
         deliver(self)
         for name in list(self._outbox.in_flight):
             self._settle_trajectory(name)
 
-    return settle
+    return settle_sent
 
 
-@mutant(wire_room, "compute_checksum")
+@register_mutant(wire_room, "compute_checksum")
 def payload_unchecked(checksum: Any) -> Any:
     """The payload of a trajectory has no checksum."""
     return lambda buffers: 0
@@ -768,7 +768,7 @@ def payload_unchecked(checksum: Any) -> Any:
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-@mutant(SimulatedFiles, "fsync_directory")
+@register_mutant(SimulatedFiles, "fsync_directory")
 def unsynced_rename(sync_directory: Any) -> Any:
     """The directory of checkpoints is not synced after a checkpoint was renamed."""
 
@@ -779,7 +779,7 @@ def unsynced_rename(sync_directory: Any) -> Any:
     return not_this_one
 
 
-@mutant(SimulatedFile, "fsync")
+@register_mutant(SimulatedFile, "fsync")
 def checkpoint_named_before_it_is_synced(sync: Any) -> Any:
     """The files of a checkpoint are not synced."""
 
@@ -790,36 +790,36 @@ def checkpoint_named_before_it_is_synced(sync: Any) -> Any:
     return not_these
 
 
-@mutant(CheckpointDirectory, "recover_newest")
+@register_mutant(CheckpointDirectory, "recover_newest")
 def resumed_from_an_older_one(newest: Any) -> Any:
     """A run resumes from the oldest checkpoint."""
 
-    def oldest(self: CheckpointDirectory) -> Any:
+    def recover_oldest(self: CheckpointDirectory) -> Any:
         while len(steps := self.list_steps()) > 1:
             self._set_aside(self.step_path(steps[-1]), "superseded")
         return newest(self)
 
-    return oldest
+    return recover_oldest
 
 
-@mutant(CheckpointDirectory, "prune_old")
+@register_mutant(CheckpointDirectory, "prune_old")
 def pruned_too_much(prune: Any) -> Any:
     """Every second checkpoint is removed."""
 
-    def more(self: CheckpointDirectory) -> list[int]:
+    def prune_more(self: CheckpointDirectory) -> list[int]:
         removed = prune(self)
         if len(steps := self.list_steps()) % 2 == 0 and steps:
             self.files.remove_tree(self.step_path(steps[-1]))
         return removed
 
-    return more
+    return prune_more
 
 
-@mutant(CheckpointWriter, "save_checkpoint")
+@register_mutant(CheckpointWriter, "save_checkpoint")
 def checkpoint_forgets_who_overtook(save: Any) -> Any:
     """A checkpoint does not record which groups overtook the oldest untrained one."""
 
-    async def forget(self: CheckpointWriter, state: Any, hold: Any, write: Any, then: Any) -> None:
+    async def save_forgetful(self: CheckpointWriter, state: Any, hold: Any, write: Any, then: Any) -> None:
         await save(self, msgspec.structs.replace(state, consumed_beyond=[]), hold, write, then)
 
-    return forget
+    return save_forgetful

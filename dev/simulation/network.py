@@ -23,7 +23,7 @@ from r3async.world.sockets import REFUSED_NO_KEY, REFUSED_OTHER_LEARNER, REFUSED
 if TYPE_CHECKING:
     from r3async.world.sockets import ClientKeys, ServerKeys
 
-__all__ = ["Delays", "draw_seconds"]
+__all__ = ["DelayRanges", "draw_seconds"]
 
 ANY_NAME = "*"
 HIGH_WATER_MARK = 1000
@@ -165,9 +165,9 @@ class SimulatedConnection:
 
     def silence_both_ends(self) -> None:
         """Let both ends vanish for each other. They notice by keepalive."""
-        for way in (self.to_router, self.to_dealer):
-            self._observe_lost(way, way.lose_messages(way.count_arrived()))
-            way.is_silent = True
+        for direction in (self.to_router, self.to_dealer):
+            self._observe_lost(direction, direction.lose_messages(direction.count_arrived()))
+            direction.is_silent = True
         self.drop_after_keepalive()
 
     def drop_after_keepalive(self) -> None:
@@ -180,23 +180,25 @@ class SimulatedConnection:
             return
         self.is_open = False
         rng = self.dealer.network.rng
-        for way in (self.to_router, self.to_dealer):
-            keep, count = way.count_arrived(), len(way.in_transit)
-            if by is way.source:  # what the kernel has taken is still sent
+        for direction in (self.to_router, self.to_dealer):
+            keep, count = direction.count_arrived(), len(direction.in_transit)
+            if by is direction.source:  # what the kernel has taken is still sent
                 keep = rng.randint(keep, count)
-            rest = way.lose_messages(keep)
-            if way is self.to_router and by is not self.dealer and not way.is_silent:
-                taken = rng.randint(0, len(rest))
-                self.dealer.queued_messages.extendleft(rest[taken:][::-1])
-                rest = rest[:taken]
-            self._observe_lost(way, rest)
-            if by is not way.target:
-                unnoticed = way.is_silent and by is not None
-                way.call_after_arrivals(way.target.on_disconnected, after=KEEPALIVE_SECONDS if unnoticed else 0.0)
+            rest = direction.lose_messages(keep)
+            if direction is self.to_router and by is not self.dealer and not direction.is_silent:
+                accepted = rng.randint(0, len(rest))
+                self.dealer.queued_messages.extendleft(rest[accepted:][::-1])
+                rest = rest[:accepted]
+            self._observe_lost(direction, rest)
+            if by is not direction.target:
+                unnoticed = direction.is_silent and by is not None
+                direction.call_after_arrivals(
+                    direction.target.on_disconnected, after=KEEPALIVE_SECONDS if unnoticed else 0.0
+                )
 
-    def _observe_lost(self, way: ConnectionDirection, messages: list[SimulatedFrames]) -> None:
+    def _observe_lost(self, direction: ConnectionDirection, messages: list[SimulatedFrames]) -> None:
         for frames in messages:
-            self.dealer.network.on_message("lost", way.path, frames)
+            self.dealer.network.on_message("lost", direction.path, frames)
 
 
 class SimulatedSocket:
@@ -462,7 +464,7 @@ class SimulatedNetwork:
 
     def __init__(self, loop: VirtualLoop, rng: Random, on_message: MessageObserver = lambda event, way, frames: None):
         self.loop, self.rng, self.on_message = loop, rng, on_message
-        self.draw_delay: Callable[[Random], float] = lambda rng: draw_seconds(Delays.message, rng)
+        self.draw_delay: Callable[[Random], float] = lambda rng: draw_seconds(DelayRanges.message, rng)
         self.damage_rate = 0.0
         self.is_damaged: Callable[[MessagePath, SimulatedFrames], bool] = self._draw_damage
         """Function that decides whether one bit of an arriving message is flipped."""
@@ -505,11 +507,11 @@ class SimulatedNetwork:
         """Lose, unnoticed, what is in transit from `source` to `target`, and what is sent over current connections."""
         self._add_fault("half-open", source, target, seconds)
         for connection in self._connections_between(source, target):
-            for way in (connection.to_router, connection.to_dealer):
-                if way.source.matches_name(source) and way.target.matches_name(target):
-                    for frames in way.lose_messages(way.count_arrived()):
-                        self.on_message("lost", way.path, frames)
-                    way.is_silent = True
+            for direction in (connection.to_router, connection.to_dealer):
+                if direction.source.matches_name(source) and direction.target.matches_name(target):
+                    for frames in direction.lose_messages(direction.count_arrived()):
+                        self.on_message("lost", direction.path, frames)
+                    direction.is_silent = True
             connection.drop_after_keepalive()
 
     def silence_connections(self, name: str) -> None:
@@ -529,8 +531,8 @@ class SimulatedNetwork:
 
     def _connections_between(self, a: str, b: str) -> list[SimulatedConnection]:
         fault = NetworkFault("", a, b, 0.0)
-        found = [c for s in self._routers.values() for c in s.connections.values()]
-        return [c for c in found if c.is_open and fault.affects_pair(c.dealer, c.router)]
+        connections = [c for s in self._routers.values() for c in s.connections.values()]
+        return [c for c in connections if c.is_open and fault.affects_pair(c.dealer, c.router)]
 
     # -- what sockets use --------------------------------------------------------------------------------------------
 
@@ -614,7 +616,7 @@ def draw_seconds(between: SecondsRange, rng: Random) -> float:
 
 
 @dataclass(frozen=True)
-class Delays:
+class DelayRanges:
     """Ranges of delays, in seconds.
 
     Attributes:
@@ -633,9 +635,9 @@ class Delays:
     thread: SecondsRange = (0.0001, 0.005)
     message: SecondsRange = (0.0002, 0.01)
 
-    def scale_by(self, factor: float) -> Delays:
+    def scale_by(self, factor: float) -> DelayRanges:
         """Return the delays multiplied by `factor`."""
         stretched = {
             each.name: tuple(seconds * factor for seconds in getattr(self, each.name)) for each in fields(self)
         }
-        return Delays(**stretched)
+        return DelayRanges(**stretched)

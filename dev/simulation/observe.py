@@ -17,38 +17,38 @@ from typing import Any, ParamSpec, TypeVar, cast
 from dev.simulation.actors import DEFAULT_OPTIONS, SimulatedActor, SimulatedActorRef, SimulatedActors
 from dev.simulation.disk import SimulatedDisk
 from dev.simulation.history import (
-    Acknowledged,
-    Arrived,
-    Asked,
-    Began,
-    Delivered,
-    Evaluated,
-    Evaluating,
-    Event,
-    Fetched,
+    CheckpointSaved,
+    EvaluationBegan,
+    EvaluationEnded,
+    EvaluationGivenUp,
     GaveUp,
-    Installed,
-    Installing,
-    Leased,
-    Limited,
-    Looked,
-    Lost,
-    NotEvaluated,
-    Placed,
-    Plays,
+    GroupsLeased,
+    GroupsLimited,
+    InstallRequested,
+    LineageBegan,
+    MissingReported,
+    ParentAssigned,
+    ParentRequested,
+    PlayRequested,
     PowerFailed,
-    Published,
-    Refused,
-    Removed,
-    Saved,
-    Sent,
-    Slots,
-    Stored,
-    Taken,
-    Trained,
-    Unlinked,
+    ProcessEnded,
+    RunEvent,
+    SlotsReported,
+    SpoolFileGrew,
+    SpoolFileRemoved,
+    StepBegan,
+    StepTrained,
+    TrajectoriesAcknowledged,
+    TrajectoriesDelivered,
+    TrajectoryRefused,
+    TrajectorySent,
+    VersionArrived,
+    VersionFetched,
+    VersionRemoved,
+    WeightsInstalled,
+    WeightsPublished,
 )
-from dev.simulation.invariants import Checker, Violated
+from dev.simulation.invariants import InvariantChecker, InvariantViolated
 from dev.simulation.processes import HostProcess, SimulatedThreads
 from dev.simulation.trajectory_facts import facts_of
 from dev.simulation.world import SimulatedHost, SimulatedWorld, Simulation
@@ -88,14 +88,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Watched(Simulation):
+class WatchedSimulation(Simulation):
     """A simulation that judges the events it observes. At the first event that violates an invariant, it sets
     `violation` and stops the loop."""
 
     def __init__(
         self,
         seed: int,
-        checker: Checker,
+        checker: InvariantChecker,
         *,
         routing: RoutingShape | None,
         memory_bytes_per_second: float = math.inf,
@@ -103,9 +103,9 @@ class Watched(Simulation):
     ):
         super().__init__(seed, **options)
         self.checker, self.routing = checker, routing
-        self.history: list[Event] = []
-        self.violation: Violated | None = None
-        self.listeners: list[Callable[[Event], object]] = []
+        self.history: list[RunEvent] = []
+        self.violation: InvariantViolated | None = None
+        self.listeners: list[Callable[[RunEvent], object]] = []
         """Callbacks for each event, after it was judged."""
         self.delay_training: Callable[[HostProcess], float] = lambda process: 0.0
         """Function that returns how many seconds a training step takes."""
@@ -120,15 +120,15 @@ class Watched(Simulation):
         for host in self.hosts.values():  # a run's directory is shared by all hosts
             host.disk = first.disk
 
-    def see(self, kind: type[Event], *args: Any) -> None:
+    def see_event(self, kind: type[RunEvent], *args: Any) -> None:
         """Record and judge an event that happened now. `args` are its fields after the time."""
         if self.violation is not None:
             return
         event = kind(round(self.loop.now, 6), *args)
         self.history.append(event)
         try:
-            self.checker.see(event)
-        except Violated as violation:
+            self.checker.check_event(event)
+        except InvariantViolated as violation:
             self.violation = violation
             self.loop.stop()
             return
@@ -153,7 +153,7 @@ class Watched(Simulation):
 
     def end_process(self, process: HostProcess, reason: str) -> None:
         if not process.ended:
-            self.see(Lost, process.name)
+            self.see_event(ProcessEnded, process.name)
         super().end_process(process, reason)
 
     def lose_host(self, host: SimulatedHost) -> None:
@@ -165,7 +165,7 @@ class Watched(Simulation):
         for each in hosts:
             self._stop_host(each)
         host.disk.lose_power()
-        self.see(PowerFailed, host.name)
+        self.see_event(PowerFailed, host.name)
 
     def _stop_host(self, host: SimulatedHost) -> None:
         if not host.is_lost:
@@ -207,9 +207,9 @@ class Watched(Simulation):
         if isinstance(message, relay.Join) and event == "arrived":
             self._avoided[route.identity] = message.avoid
         elif isinstance(message, relay.Join):
-            self.see(Looked, route.source)
+            self.see_event(ParentRequested, route.source)
         elif isinstance(message, relay.Place) and event == "sent":
-            self.see(Placed, route.target, message.parent, self._avoided.get(route.identity, ()))
+            self.see_event(ParentAssigned, route.target, message.parent, self._avoided.get(route.identity, ()))
 
     def _see_arrived(self, route: Any, message: ControlMessage) -> None:
         """Record a message of a sender that arrived at the learner."""
@@ -217,17 +217,19 @@ class Watched(Simulation):
             self._sessions[route.identity] = message.session
         elif isinstance(message, Deliver):
             current = self._sessions.get(route.identity) == message.session
-            self.see(Delivered, route.source, tuple(item.trajectory_id for item in message.items), current)
+            self.see_event(
+                TrajectoriesDelivered, route.source, tuple(item.trajectory_id for item in message.items), current
+            )
 
     def _see_control(self, route: Any, message: ControlMessage, frames: Sequence[Any]) -> None:
         """Record a message that was sent between a sender and the learner."""
         try:
             if isinstance(message, Ack):
-                self.see(Acknowledged, route.target, tuple(message.ids))
+                self.see_event(TrajectoriesAcknowledged, route.target, tuple(message.ids))
             elif isinstance(message, Reject) and message.again == "never":
-                self.see(Refused, route.target, message.trajectory_id, message.reason)
+                self.see_event(TrajectoryRefused, route.target, message.trajectory_id, message.reason)
             elif isinstance(message, Welcome) and message.until < NO_GROUP_LIMIT:
-                self.see(Limited, route.target, message.until)
+                self.see_event(GroupsLimited, route.target, message.until)
             elif isinstance(message, Deliver):
                 for item, pieces in zip(message.items, message.split_by_item(frames[1:]), strict=True):
                     self._see_sent(route.source, join_item_frames(item, pieces))
@@ -237,16 +239,18 @@ class Watched(Simulation):
     def _see_sent(self, generator: str, frames: Sequence[Any]) -> None:
         trajectory = decode_trajectory(frames)
         nbytes = decoded_bytes(frames, trajectory)
-        self.see(Sent, generator, facts_of(trajectory, self.checker.known.published, self.routing, nbytes))
+        self.see_event(
+            TrajectorySent, generator, facts_of(trajectory, self.checker.state.published_keys, self.routing, nbytes)
+        )
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def see_trained(self, lineage: int, step: int, version: int, done: StepOutcome) -> None:
         """Record what the learner's thread has trained."""
-        keys = self.checker.known.published
+        keys = self.checker.state.published_keys
         groups = tuple(tuple(facts_of(t, keys, self.routing) for t in group) for group in done.groups)
         updates = int(done.metrics.get("optimizer/updates", 0))
-        self.see(Trained, lineage, step, version, groups, updates)
+        self.see_event(StepTrained, lineage, step, version, groups, updates)
 
 
 class WatchedWorld(SimulatedWorld):
@@ -259,13 +263,13 @@ class WatchedWorld(SimulatedWorld):
 
     @cached_property
     def files(self) -> Files:
-        simulation, host = _watched(self.process), self.process.host
+        simulation, host = _watched_simulation(self.process), self.process.host
         memory = simulation.memory[host.name].files_for(self.process)
         return WatchedFiles(host.disk.files_for(self.process), memory, self.process, simulation)
 
 
-def _watched(process: HostProcess) -> Watched:
-    assert isinstance(process.simulation, Watched)
+def _watched_simulation(process: HostProcess) -> WatchedSimulation:
+    assert isinstance(process.simulation, WatchedSimulation)
     return process.simulation
 
 
@@ -277,7 +281,7 @@ class WatchedThreads(SimulatedThreads):
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         if function == ChatRenderer.from_model:
-            return await super().run(_renderer, function, *args)
+            return await super().run(_cached_renderer, function, *args)
         return await super().run(function, *args, **kwargs)
 
     def new_worker(self, name: str) -> WorkerThread:  # type: ignore[override]
@@ -287,7 +291,7 @@ class WatchedThreads(SimulatedThreads):
 _RENDERERS: dict[str, Any] = {}
 
 
-def _renderer(function: Callable[..., Any], *args: Any) -> Any:
+def _cached_renderer(function: Callable[..., Any], *args: Any) -> Any:
     key = repr(args)
     if key not in _RENDERERS:
         _RENDERERS[key] = function(*args)
@@ -303,7 +307,7 @@ class WatchedWorkerThread:
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         if getattr(function, "__func__", None) is not Trainer.train_step:
             return await self._lane.run(function, *args, **kwargs)
-        simulation = _watched(self._process)
+        simulation = _watched_simulation(self._process)
         lineage = self._process.actor.instance.lineage.number if self._process.actor is not None else 0
         number, version, _ = cast("tuple[int, int, PreparedStep]", args)
         await asyncio.sleep(simulation.delay_training(self._process))
@@ -324,14 +328,14 @@ class WatchedActors(SimulatedActors):
     def spawn_actor(
         self, actor_class: type, *args: Any, name: str, actor_options: ActorOptions = DEFAULT_OPTIONS
     ) -> SimulatedActorRef:
-        simulation = _watched(self._process)
+        simulation = _watched_simulation(self._process)
         if issubclass(actor_class, Conductor):
-            simulation.see(Began, *_began(args))
-        return super().spawn_actor(_telling(actor_class), *args, name=name, actor_options=actor_options)
+            simulation.see_event(LineageBegan, *_start_fields(args))
+        return super().spawn_actor(_observing_class(actor_class), *args, name=name, actor_options=actor_options)
 
 
-def _began(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the fields of `Began` from a conductor's arguments: lineage and checkpoint of this start."""
+def _start_fields(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the fields of `LineageBegan` from a conductor's arguments: lineage and checkpoint of this start."""
     lineage = next(arg for arg in args if isinstance(arg, Lineage))
     state = next((arg for arg in args if isinstance(arg, RunState)), None)
     if state is None:
@@ -341,74 +345,80 @@ def _began(args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 @lru_cache
-def _telling(kind: type) -> type:
-    for base, made in _TELLING.items():
+def _observing_class(kind: type) -> type:
+    for base, observe_class in _OBSERVING_CLASSES.items():
         if issubclass(kind, base):
-            return made(kind)
+            return observe_class(kind)
     return kind
 
 
-def _conductor(kind: type) -> type:
-    class TellingConductor(kind):
-        slots_told = (0, 0)
+def _observe_conductor(kind: type) -> type:
+    class ObservingConductor(kind):
+        reported_slots = (0, 0)
 
         async def lease_groups(self, message: bytes) -> bytes:
             answer = await super().lease_groups(message)
-            call, said = decode_msgpack(message, LeaseCall), decode_msgpack(answer, LeaseAnswer)
-            generator_id, leases = call.generator_id, said.leases
-            told = tuple((lease.group_index, lease.episode_indices) for lease in leases)
-            simulation = _watched(self.world.process)
-            asked = simulation.find_process(generator_id)
-            ended = asked is None or asked.pid != self.fleet[generator_id].pid
-            versions, free = tuple(lease.version for lease in leases), call.free if said.more else 0
-            simulation.see(Leased, generator_id, told, ended, versions, free)
+            call, reply = decode_msgpack(message, LeaseCall), decode_msgpack(answer, LeaseAnswer)
+            generator_id, leases = call.generator_id, reply.leases
+            leased = tuple((lease.group_index, lease.episode_indices) for lease in leases)
+            simulation = _watched_simulation(self.world.process)
+            caller = simulation.find_process(generator_id)
+            ended = caller is None or caller.pid != self.fleet[generator_id].pid
+            versions, free = tuple(lease.version for lease in leases), call.free if reply.more else 0
+            simulation.see_event(GroupsLeased, generator_id, leased, ended, versions, free)
             return answer
 
         def get_status(self, since: int) -> dict[str, Any]:
             answer = super().get_status(since)
-            if (slots := (answer["slots_taken"], answer["slots"])) != self.slots_told:
-                self.slots_told = slots
-                _watched(self.world.process).see(Slots, *slots)
+            if (slots := (answer["slots_taken"], answer["slots"])) != self.reported_slots:
+                self.reported_slots = slots
+                _watched_simulation(self.world.process).see_event(SlotsReported, *slots)
             return answer
 
-    return TellingConductor
+    return ObservingConductor
 
 
-def _learner(kind: type) -> type:
-    class TellingLearner(kind):
+def _observe_learner(kind: type) -> type:
+    class ObservingLearner(kind):
         def missing_episodes(self, group_indices: list[int]) -> dict[int, list[int]]:
             answer = super().missing_episodes(group_indices)
-            _watched(self.world.process).see(Asked, {group: list(lacking) for group, lacking in answer.items()})
+            _watched_simulation(self.world.process).see_event(
+                MissingReported, {group: list(lacking) for group, lacking in answer.items()}
+            )
             return answer
 
         async def _train_groups(self, number: int, indices: list[int], *args: Any) -> Any:
             # The groups were taken now. The step begins when they are prepared: an older group may be complete by then.
             version = self.model.counts.version
-            _watched(self.world.process).see(Taken, self.lineage.number, number, version, tuple(indices))
+            _watched_simulation(self.world.process).see_event(
+                StepBegan, self.lineage.number, number, version, tuple(indices)
+            )
             return await super()._train_groups(number, indices, *args)
 
         async def write_version(self, *args: Any) -> Any:  # `publish` calls it, too
             published = await super().write_version(*args)
             manifest = published.publication.manifest
             weights = manifest.tensors[DIGEST_TENSOR].checksum
-            _watched(self.world.process).see(Published, manifest.lineage, manifest.version, weights)
+            _watched_simulation(self.world.process).see_event(
+                WeightsPublished, manifest.lineage, manifest.version, weights
+            )
             return published
 
-    return TellingLearner
+    return ObservingLearner
 
 
-def _generator(kind: type) -> type:
-    class TellingGenerator(kind):
+def _observe_generator(kind: type) -> type:
+    class ObservingGenerator(kind):
         async def install_version(self, publication: Any) -> Any:
-            simulation, who, manifest = _watched(self.world.process), self.generator_id, publication.manifest
-            simulation.see(Installing, who, manifest.lineage, manifest.version)
+            simulation, who, manifest = _watched_simulation(self.world.process), self.generator_id, publication.manifest
+            simulation.see_event(InstallRequested, who, manifest.lineage, manifest.version)
             try:
                 report = await super().install_version(publication)
             except Exception:
-                simulation.see(GaveUp, who)
+                simulation.see_event(GaveUp, who)
                 raise
-            weights = weights_in(Path(self._installed_manifest.path), self.world.files)
-            simulation.see(Installed, who, manifest.lineage, report.version, weights)
+            weights = weights_key_in(Path(self._installed_manifest.path), self.world.files)
+            simulation.see_event(WeightsInstalled, who, manifest.lineage, report.version, weights)
             return report
 
         async def connect_to_learner(self, *args: Any) -> None:
@@ -416,51 +426,51 @@ def _generator(kind: type) -> type:
             weights = self._connection.weight_receiver
             fetch = weights.fetch_version
 
-            async def told(*args: Any) -> Any:
+            async def fetch_and_record(*args: Any) -> Any:
                 manifest = await fetch(*args)
                 name = self.world.files.shared_name(Path(manifest.path))
-                _watched(self.world.process).see(Fetched, self.generator_id, name)
+                _watched_simulation(self.world.process).see_event(VersionFetched, self.generator_id, name)
                 return manifest
 
-            weights.fetch_version = told
+            weights.fetch_version = fetch_and_record
 
         async def stop(self) -> None:
-            _watched(self.world.process).see(GaveUp, self.generator_id)
+            _watched_simulation(self.world.process).see_event(GaveUp, self.generator_id)
             await super().stop()
 
         async def evaluate(self) -> Any:
             try:
                 return await super().evaluate()
             except Exception:
-                _watched(self.world.process).see(NotEvaluated, self.generator_id)
+                _watched_simulation(self.world.process).see_event(EvaluationGivenUp, self.generator_id)
                 raise
 
         async def run(self, conductor: Any) -> None:
-            _watched(self.world.process).see(Plays, self.generator_id)
+            _watched_simulation(self.world.process).see_event(PlayRequested, self.generator_id)
             await super().run(conductor)
 
-    return TellingGenerator
+    return ObservingGenerator
 
 
-_TELLING: dict[type, Callable[[type], type]] = {
-    Conductor: _conductor,
-    LearnerActor: _learner,
-    GeneratorActor: _generator,
+_OBSERVING_CLASSES: dict[type, Callable[[type], type]] = {
+    Conductor: _observe_conductor,
+    LearnerActor: _observe_learner,
+    GeneratorActor: _observe_generator,
 }
 
 
 # Observation of files: what is stored, deleted and fetched, which checkpoint is safe, and what was evaluated.
 
 
-MEMORY = Path("/memory")
+MEMORY_DIRECTORY = Path("/memory")
 """Directory of each host's in-memory file system."""
-_SPOOL = re.compile(r"(\d{9})-\d+\.spool")
-_STEP = re.compile(r"step-(\d{8,})")
-_FETCHED = re.compile(r"version-(\d+)-[0-9a-f]{8,}\.safetensors")
+_SPOOL_FILE = re.compile(r"(\d{9})-\d+\.spool")
+_STEP_DIRECTORY = re.compile(r"step-(\d{8,})")
+_VERSION_FILE = re.compile(r"version-(\d+)-[0-9a-f]{8,}\.safetensors")
 """Pattern of the files to which hosts fetch versions; the learner's own files have other names."""
 
 
-def weights_in(path: Path, files: Files) -> int:
+def weights_key_in(path: Path, files: Files) -> int:
     """Return the key that identifies the weights in a file; 0 if it contains none."""
     try:
         return read_weights_key(path, files)
@@ -472,85 +482,91 @@ class WatchedFiles:
     """An implementation of `world.Files` over two file systems of a process: a disk and one in memory. It records
     changes of the spool, safe checkpoints, evaluations, and fetched weights."""
 
-    def __init__(self, files: Files, memory: Files, process: HostProcess, simulation: Watched):
+    def __init__(self, files: Files, memory: Files, process: HostProcess, simulation: WatchedSimulation):
         self._disk, self._memory, self._process, self._simulation = files, memory, process, simulation
 
-    def _of(self, path: Path) -> Files:
-        return self._memory if path.is_relative_to(MEMORY) else self._disk
+    def _file_system(self, path: Path) -> Files:
+        return self._memory if path.is_relative_to(MEMORY_DIRECTORY) else self._disk
 
     def shared_name(self, path: Path) -> str:
         """Return the name of a fetched version's file, unique among all hosts; empty for any other file."""
-        return f"{self._process.host.name}: {path.name}" if _FETCHED.fullmatch(path.name) else ""
+        return f"{self._process.host.name}: {path.name}" if _VERSION_FILE.fullmatch(path.name) else ""
 
     def open(self, path: Path, *, create: bool = False, exclusive: bool = False, mode: int = 0o644) -> File:
-        file = self._of(path).open(path, create=create, exclusive=exclusive, mode=mode)
-        spooled = _spooled(path) if create or exclusive else None
+        file = self._file_system(path).open(path, create=create, exclusive=exclusive, mode=mode)
+        spooled = _match_spool_file(path) if create or exclusive else None
         return WatchedFile(file, self._simulation, int(spooled[1]), path.name) if spooled else file
 
     def stat(self, path: Path) -> FileStat | None:
-        return self._of(path).stat(path)
+        return self._file_system(path).stat(path)
 
     def list_names(self, directory: Path) -> list[str]:
-        return self._of(directory).list_names(directory)
+        return self._file_system(directory).list_names(directory)
 
     def create_directory(self, directory: Path, mode: int = 0o777) -> None:
-        self._of(directory).create_directory(directory, mode)
+        self._file_system(directory).create_directory(directory, mode)
 
     def make_private_directory(self, directory: Path) -> None:
-        self._of(directory).make_private_directory(directory)
+        self._file_system(directory).make_private_directory(directory)
 
     def rename(self, path: Path, new_path: Path) -> None:
-        self._of(path).rename(path, new_path)
-        if fetched := _FETCHED.fullmatch(new_path.name):
-            self._simulation.see(Arrived, self._process.name, int(fetched[1]), weights_in(new_path, self._memory))
+        self._file_system(path).rename(path, new_path)
+        if fetched := _VERSION_FILE.fullmatch(new_path.name):
+            self._simulation.see_event(
+                VersionArrived, self._process.name, int(fetched[1]), weights_key_in(new_path, self._memory)
+            )
         elif new_path.parent.name == "checkpoints" and new_path.suffix == ".json":
             self._see_evaluation(new_path)
 
     def _see_evaluation(self, path: Path) -> None:
-        one = decode_json(read_file(path, files=self._disk), EvaluationFile)
-        if path != evaluation_path(path.parent, one.step):
+        evaluation = decode_json(read_file(path, files=self._disk), EvaluationFile)
+        if path != evaluation_path(path.parent, evaluation.step):
             return
-        if not one.is_finished:
-            self._simulation.see(Evaluating, one.step)
+        if not evaluation.is_finished:
+            self._simulation.see_event(EvaluationBegan, evaluation.step)
             return
-        tasks, figures = tuple(sorted(map(int, one.result["rewards"]))), one.figures
-        self._simulation.see(Evaluated, one.step, tasks, figures["version_min"], figures["version_max"])
+        tasks, figures = tuple(sorted(map(int, evaluation.result["rewards"]))), evaluation.figures
+        self._simulation.see_event(
+            EvaluationEnded, evaluation.step, tasks, figures["version_min"], figures["version_max"]
+        )
 
     def remove(self, path: Path) -> None:
-        spooled = _spooled(path)
-        fetched = _FETCHED.fullmatch(path.name)
-        there = (spooled or fetched) and self._of(path).stat(path)
-        self._of(path).remove(path)
-        if spooled and there:
-            self._simulation.see(Unlinked, int(spooled[1]), path.name)
-        elif there:
-            self._simulation.see(Removed, self._process.name, self.shared_name(path))
+        spooled = _match_spool_file(path)
+        fetched = _VERSION_FILE.fullmatch(path.name)
+        was_there = (spooled or fetched) and self._file_system(path).stat(path)
+        self._file_system(path).remove(path)
+        if spooled and was_there:
+            self._simulation.see_event(SpoolFileRemoved, int(spooled[1]), path.name)
+        elif was_there:
+            self._simulation.see_event(VersionRemoved, self._process.name, self.shared_name(path))
 
     def remove_tree(self, path: Path) -> None:
-        self._of(path).remove_tree(path)
+        self._file_system(path).remove_tree(path)
 
     def free_bytes(self, path: Path) -> int:
-        return self._of(path).free_bytes(path)
+        return self._file_system(path).free_bytes(path)
 
     def total_bytes(self, path: Path) -> int:
-        return self._of(path).total_bytes(path)
+        return self._file_system(path).total_bytes(path)
 
     def fsync_directory(self, directory: Path) -> None:
-        self._of(directory).fsync_directory(directory)
+        self._file_system(directory).fsync_directory(directory)
         if directory.name == "checkpoints":
-            steps = [int(found[1]) for name in self._disk.list_names(directory) if (found := _STEP.fullmatch(name))]
-            if steps and max(steps) > self._simulation.checker.known.safe:
-                self._simulation.see(Saved, max(steps))
+            steps = [
+                int(found[1]) for name in self._disk.list_names(directory) if (found := _STEP_DIRECTORY.fullmatch(name))
+            ]
+            if steps and max(steps) > self._simulation.checker.state.safe_steps:
+                self._simulation.see_event(CheckpointSaved, max(steps))
 
 
-def _spooled(path: Path) -> re.Match[str] | None:
-    return _SPOOL.fullmatch(path.name) if path.parent.name == "spool" else None
+def _match_spool_file(path: Path) -> re.Match[str] | None:
+    return _SPOOL_FILE.fullmatch(path.name) if path.parent.name == "spool" else None
 
 
 class WatchedFile:
     """A file of the spool whose appends are recorded."""
 
-    def __init__(self, file: File, simulation: Watched, group: int, name: str):
+    def __init__(self, file: File, simulation: WatchedSimulation, group: int, name: str):
         self._file, self._simulation, self._group, self._name = file, simulation, group, name
 
     def __getattr__(self, name: str) -> Any:
@@ -558,7 +574,7 @@ class WatchedFile:
 
     def append(self, buffers: Sequence[Any]) -> int:
         written = self._file.append(buffers)
-        self._simulation.see(Stored, self._group, self._name, self._file.size())
+        self._simulation.see_event(SpoolFileGrew, self._group, self._name, self._file.size())
         return written
 
     def __enter__(self) -> WatchedFile:

@@ -167,11 +167,11 @@ class SimulatedThreads:
     def repeat_until_done(self, name: str, seconds: float, function: Callable[[], bool]) -> None:
         self._process.raise_if_ended()
 
-        def work() -> None:
+        def run_function() -> None:
             if not function():
-                self._loop.call_later(seconds, work)
+                self._loop.call_later(seconds, run_function)
 
-        self._loop.call_later(seconds, work, context=self._process.context.copy())
+        self._loop.call_later(seconds, run_function, context=self._process.context.copy())
 
     def new_lock(self) -> AbstractContextManager[Any]:
         """Return a context that does nothing: nothing else runs meanwhile."""

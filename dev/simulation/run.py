@@ -16,16 +16,16 @@ from typing import Any
 
 import msgspec
 
-from dev.simulation.faults import draw_faults, quiet_after
-from dev.simulation.history import Event, Finished, Injected, Passed
-from dev.simulation.inject import RUNS, Injector
-from dev.simulation.invariants import Checker, Violated
+from dev.simulation.faults import draw_faults, faults_end
+from dev.simulation.history import FaultReported, RunEvent, RunFinished, TimePassed
+from dev.simulation.inject import RUNS, FaultInjector
+from dev.simulation.invariants import InvariantChecker, InvariantViolated
 from dev.simulation.loop import DeadlockError, LimitReachedError
-from dev.simulation.mutants import replaced
-from dev.simulation.network import Delays
-from dev.simulation.observe import Watched
+from dev.simulation.mutants import replace_attribute
+from dev.simulation.network import DelayRanges
+from dev.simulation.observe import WatchedSimulation
 from dev.simulation.processes import HostProcess
-from dev.simulation.shrink import Case
+from dev.simulation.shrink import SimulationCase
 from dev.simulation.workload import CHUNK_BYTES, draw_workload
 from dev.simulation.world import SimulatedHost
 from r3async.actors.driver import LOCK_WAIT_SECONDS, RunLauncher, open_run_directory, supervise_run
@@ -41,18 +41,18 @@ from r3async.weights import fetch as relay
 from r3async.world import Files
 from r3async.world.appending import EventReporter
 
-MODEL = Path("model")
+MODEL_PATH = Path("model")
 """Path of the model. It is relative, so that a run writes the same wherever it is simulated."""
-CALLBACKS = 3_000_000
-MOST_SECONDS = 36_000.0
-LOOK_SECONDS = 5.0
+MAX_CALLBACKS = 3_000_000
+MAX_SECONDS = 36_000.0
+TICK_SECONDS = 5.0
 DISK_SECONDS = 120.0
 """Seconds after the last fault during which the run may still fail because of a disk."""
-AGAIN_SECONDS = 5.0
+REPEAT_SECONDS = 5.0
 """Seconds until the user repeats the command, after the driver ended or failed."""
 
 
-class Result(msgspec.Struct, frozen=True):
+class SimulationResult(msgspec.Struct, frozen=True):
     """The result of one simulated run.
 
     Attributes:
@@ -80,7 +80,7 @@ class Result(msgspec.Struct, frozen=True):
     seconds: float = 0.0
 
 
-class Person:
+class SimulatedUser:
     """The simulated user, an implementation of `r3async.actors.driver.DriverUI`. It shows nothing, and stops the run
     when a fault requires it."""
 
@@ -88,10 +88,10 @@ class Person:
         self.stop_requested = False
         self.shown_step = 0
         self.report_event: EventReporter = ignore_event
-        self.told_to_resume = False
+        self.resume_advised = False
 
     def print_line(self, line: str) -> None:
-        self.told_to_resume |= "to resume: the same command" in line
+        self.resume_advised |= "to resume: the same command" in line
 
     def show_phase(self, text: str) -> None:
         pass
@@ -111,13 +111,13 @@ class Person:
 
 
 @contextlib.contextmanager
-def model_here() -> Iterator[Path]:
+def tiny_model_directory() -> Iterator[Path]:
     """Create a directory with the `config.json` and tokenizer of a tiny model, and make it the working directory until
     the end."""
     from r3async.tools.init_model import build_byte_tokenizer
 
     before, directory = Path.cwd(), Path(tempfile.mkdtemp(prefix="r3async-simulate-"))
-    model = directory / MODEL
+    model = directory / MODEL_PATH
     try:
         model.mkdir()
         build_byte_tokenizer().save_pretrained(model)
@@ -134,37 +134,40 @@ def model_here() -> Iterator[Path]:
 def small_streams(fanout: int) -> Iterator[None]:
     """Use small chunks and a small fan-out, so that the few bytes of the scripted learner are several chunks, and a few
     hosts form a tree."""
-    with replaced(relay, "CHUNK_BYTES", lambda _: CHUNK_BYTES), replaced(relay, "FANOUT", lambda _: fanout):
+    with (
+        replace_attribute(relay, "CHUNK_BYTES", lambda _: CHUNK_BYTES),
+        replace_attribute(relay, "FANOUT", lambda _: fanout),
+    ):
         yield
 
 
-class Simulated:
+class SimulatedRun:
     """One simulated run. `run` returns its result, after which `history` and `spans` are available. An error that no
     task handles fails the run, too."""
 
-    def __init__(self, case: Case, pipeline: type[RunLauncher] = RunLauncher, details: bool = False):
+    def __init__(self, case: SimulationCase, pipeline: type[RunLauncher] = RunLauncher, details: bool = False):
         self.case, self._pipeline = case, pipeline
-        self.config: Config = case.workload.config(MODEL)
-        described = decode_json_object((MODEL / "config.json").read_bytes())
+        self.config: Config = case.workload.build_config(MODEL_PATH)
+        described = decode_json_object((MODEL_PATH / "config.json").read_bytes())
         routing, _ = read_moe_layers(described)
-        self.checker = Checker(case.workload.rules())
-        self.simulation = Watched(
+        self.checker = InvariantChecker(case.workload.derive_guarantees())
+        self.simulation = WatchedSimulation(
             case.workload.seed,
             self.checker,
             routing=routing,
             hosts=case.workload.host_names,
-            delays=Delays().scale_by(case.workload.slowness),
-            max_callbacks=CALLBACKS,
-            max_seconds=MOST_SECONDS,
+            delays=DelayRanges().scale_by(case.workload.slowness),
+            max_callbacks=MAX_CALLBACKS,
+            max_seconds=MAX_SECONDS,
             keep_details=details,
             memory_bytes_per_second=case.workload.memory_bytes_per_second,
         )
         self.gave_up: list[str] = []
-        self._person = Person()
-        self._last = quiet_after(case.faults)
+        self._user = SimulatedUser()
+        self._faults_end = faults_end(case.faults)
         self._training = self.simulation.rng_for("training")
         self.simulation.delay_training = self._delay_training
-        self._injector = Injector(self.simulation, case.faults, self._stop)
+        self._injector = FaultInjector(self.simulation, case.faults, self._request_stop)
         self._copy_model()
 
     def _copy_model(self) -> None:
@@ -172,10 +175,10 @@ class Simulated:
         host = next(iter(self.simulation.hosts.values()))
         process = self.simulation.begin_process("setup", host)
         files = host.disk.files_for(process)
-        for directory in (RUNS, *(() if MODEL.is_absolute() else (MODEL,))):
+        for directory in (RUNS, *(() if MODEL_PATH.is_absolute() else (MODEL_PATH,))):
             files.create_directory(directory)
-        with files.open(MODEL / "config.json", exclusive=True) as file:
-            file.append([(MODEL / "config.json").read_bytes()])
+        with files.open(MODEL_PATH / "config.json", exclusive=True) as file:
+            file.append([(MODEL_PATH / "config.json").read_bytes()])
             file.fsync()
         host.disk.write_back()
         self.simulation.end_process(process, "the disk is ready")
@@ -185,15 +188,15 @@ class Simulated:
         return least + self._training.random() * (most - least)
 
     @property
-    def history(self) -> list[Event]:
+    def history(self) -> list[RunEvent]:
         return self.simulation.history
 
-    def run(self) -> Result:
+    def run(self) -> SimulationResult:
         """Run to the end, or to the first event that violates an invariant."""
         began, loop = time.perf_counter(), self.simulation.loop
-        violation: Violated | None = None
+        violation: InvariantViolated | None = None
         try:
-            root = loop.create_task(self._root(), name="root", context=Context())
+            root = loop.create_task(self._act_as_user(), name="root", context=Context())
             root.add_done_callback(lambda _: loop.stop())
             with small_streams(self.case.workload.fanout):
                 loop.run_forever()
@@ -201,42 +204,42 @@ class Simulated:
             if violation is None:
                 root.result()
             if violation is None and loop.failures:
-                violation = Violated("unhandled", loop.failures[0])
+                violation = InvariantViolated("unhandled", loop.failures[0])
         except (DeadlockError, LimitReachedError) as error:
-            violation = self.simulation.violation or Violated("stuck", f"{type(error).__name__}: {error}")
-        self.spans = self._spans()
+            violation = self.simulation.violation or InvariantViolated("stuck", f"{type(error).__name__}: {error}")
+        self.spans = self._read_spans()
         self.simulation.close()
-        known = self.checker.known
-        return Result(
+        state = self.checker.state
+        return SimulationResult(
             seed=self.case.workload.seed,
-            steps=len(known.branch.steps) if known.branches else 0,
+            steps=len(state.current_branch.steps) if state.branches else 0,
             virtual_seconds=round(loop.now, 3),
             events=len(self.history),
             callbacks=loop.callback_count,
-            lineages=len(known.branches),
-            digest=self.digest(),
+            lineages=len(state.branches),
+            digest=self.compute_digest(),
             violated=violation.name if violation is not None else "",
             reason=violation.reason if violation is not None else "",
-            faults=dict(sorted(self._injector.injected.items())),
+            faults=dict(sorted(self._injector.injected_counts.items())),
             gave_up=self.gave_up,
             unhandled=loop.failures,
             seconds=round(time.perf_counter() - began, 3),
         )
 
-    def digest(self) -> str:
+    def compute_digest(self) -> str:
         """Return the digest of every call, message and event."""
-        told = hashlib.blake2b(self.simulation.log.digest().encode(), digest_size=16)
+        digest = hashlib.blake2b(self.simulation.log.compute_digest().encode(), digest_size=16)
         for event in self.history:
-            told.update(msgspec.json.encode(event))
-        return told.hexdigest()
+            digest.update(msgspec.json.encode(event))
+        return digest.hexdigest()
 
-    def _spans(self) -> list[Span]:
+    def _read_spans(self) -> list[Span]:
         """Return the spans that the run's processes wrote to their timelines."""
-        with self._reading() as files:
+        with self._open_files() as files:
             return read_timeline(RUNS / "run", files=files)
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[Files]:
+    def _open_files(self) -> Iterator[Files]:
         """Provide the disk for reading what the run wrote."""
         host = next(iter(self.simulation.hosts.values()))
         process = self.simulation.begin_process("reader", host)
@@ -247,90 +250,92 @@ class Simulated:
 
     # -- the user and the driver ---------------------------------------------------------------------------------------
 
-    def _stop(self) -> None:
-        self._person.stop_requested = True
+    def _request_stop(self) -> None:
+        self._user.stop_requested = True
 
-    async def _root(self) -> None:
+    async def _act_as_user(self) -> None:
         """Act as the user, in no process: start the command, and repeat it whenever it ended before the run did."""
         loop, host = self.simulation.loop, next(iter(self.simulation.hosts.values()))
         watching = loop.create_task(self._pass_time())
         while True:
-            outcome = await self._drive(self.simulation.begin_process("driver", host))
+            outcome = await self._run_driver(self.simulation.begin_process("driver", host))
             if self._is_over(outcome):
                 break
-            await asyncio.sleep(AGAIN_SECONDS)
-            await self._host_is_there(host)
+            await asyncio.sleep(REPEAT_SECONDS)
+            await self._wait_for_host(host)
         watching.cancel()
 
-    async def _host_is_there(self, host: SimulatedHost) -> None:
+    async def _wait_for_host(self, host: SimulatedHost) -> None:
         while host.is_lost:  # noqa: ASYNC110
             await asyncio.sleep(1.0)
 
     async def _pass_time(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            self.simulation.see(Passed, tuple(p.name for p in self.simulation.processes if not p.running))
+            await asyncio.sleep(TICK_SECONDS)
+            self.simulation.see_event(TimePassed, tuple(p.name for p in self.simulation.processes if not p.running))
 
-    async def _drive(self, process: HostProcess) -> Exception | str | None:
+    async def _run_driver(self, process: HostProcess) -> Exception | str | None:
         """Run the driver in a process. Returns what it raised, or why its process ended; None if it returned."""
-        self._person = Person()
+        self._user = SimulatedUser()
         ended = self.simulation.loop.create_future()
 
-        def end() -> None:
+        def set_ended() -> None:
             if not ended.done():
                 ended.set_result("its process ended")
 
-        process.add_end_callback(end)
-        task = self.simulation.loop.create_task(self._command(process), name="driver", context=process.context.copy())
+        process.add_end_callback(set_ended)
+        task = self.simulation.loop.create_task(
+            self._run_command(process), name="driver", context=process.context.copy()
+        )
         await asyncio.wait([task, ended], return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
             return ended.result()
         self.simulation.end_process(process, "the command has ended")
         return task.exception()  # type: ignore[return-value]
 
-    async def _command(self, process: HostProcess) -> None:
-        world, person = process.world, self._person
+    async def _run_command(self, process: HostProcess) -> None:
+        world, person = process.world, self._user
         run = await open_run_directory(self.config, RUNS / "run", person.print_line, person.report_event, world=world)
         try:
-            await supervise_run(world, self.config, MODEL, run, person, self._pipeline)
+            await supervise_run(world, self.config, MODEL_PATH, run, person, self._pipeline)
         finally:
             run.lock.close()
 
     def _is_over(self, outcome: Exception | str | None) -> bool:
         """Return whether the run is complete or has failed for good, so that the command is not repeated."""
-        known = self.checker.known
-        made = len(known.branch.steps) if known.branches else 0
-        unfinished = self._person.told_to_resume and outcome is None  # its last evaluation is missing
-        if made == self.config.steps and (outcome is None or isinstance(outcome, ConfigError)) and not unfinished:
-            self._finish(made)
+        state = self.checker.state
+        step_count = len(state.current_branch.steps) if state.branches else 0
+        unfinished = self._user.resume_advised and outcome is None  # its last evaluation is missing
+        if step_count == self.config.steps and (outcome is None or isinstance(outcome, ConfigError)) and not unfinished:
+            self._record_finished(step_count)
             return True
-        if self._person.stop_requested and _was_stopped(outcome):
-            self.simulation.see(Injected, "the person begins the run again")
+        if self._user.stop_requested and _was_stopped(outcome):
+            self.simulation.see_event(FaultReported, "the person begins the run again")
             return False
         if (
             isinstance(outcome, NotTrained)
-            and made == self.config.steps
-            and not any(s.updates for s in known.branch.steps)
+            and step_count == self.config.steps
+            and not any(s.updates for s in state.current_branch.steps)
         ):
-            self._finish(made)
+            self._record_finished(step_count)
             return True
-        said = "it returned" if outcome is None else f"{type(outcome).__name__}: {outcome}"
+        outcome_text = "it returned" if outcome is None else f"{type(outcome).__name__}: {outcome}"
         if isinstance(outcome, str):
-            self.simulation.see(Injected, f"the driver ended ({outcome}); the person begins the run again")
+            self.simulation.see_event(FaultReported, f"the driver ended ({outcome}); the person begins the run again")
             return False
         if not isinstance(outcome, RunFailed | ConfigError | CheckpointError | OSError | None):
             raise outcome
-        if _may_fail(outcome, self._last, self.simulation.loop.now):
-            self.gave_up.append(said)
-            self.simulation.see(Injected, f"the command failed ({said}); the person gives it again")
+        if _may_fail(outcome, self._faults_end, self.simulation.loop.now):
+            self.gave_up.append(outcome_text)
+            self.simulation.see_event(FaultReported, f"the command failed ({outcome_text}); the person gives it again")
             return False
-        self._finish(made, said)
+        self._record_finished(step_count, outcome_text)
         return True
 
-    def _finish(self, made: int, failed: str = "") -> None:
-        with self._reading() as files:
+    def _record_finished(self, step_count: int, failed: str = "") -> None:
+        with self._open_files() as files:
             rows = read_json_objects(RUNS / "run" / EVALUATION_FILE, files=files)
-        self.simulation.see(Finished, made, failed, tuple(row["step"] for row in rows))
+        self.simulation.see_event(RunFinished, step_count, failed, tuple(row["step"] for row in rows))
 
 
 def _was_stopped(outcome: Exception | str | None) -> bool:
@@ -342,13 +347,15 @@ def _was_stopped(outcome: Exception | str | None) -> bool:
 def _may_fail(outcome: Exception | None, last: float, now: float) -> bool:
     """Return whether the user would repeat the command: a disk failed, or processes of the run are still writing. Both
     are over some time after the `last` fault."""
-    said = str(outcome)
-    disk = isinstance(outcome, OSError) or "[Errno 5]" in said or "[Errno 28]" in said
-    busy = isinstance(outcome, ConfigError) and ("in use by another" in said or "did not end within" in said)
+    outcome_text = str(outcome)
+    disk = isinstance(outcome, OSError) or "[Errno 5]" in outcome_text or "[Errno 28]" in outcome_text
+    busy = isinstance(outcome, ConfigError) and (
+        "in use by another" in outcome_text or "did not end within" in outcome_text
+    )
     return (disk and now < last + DISK_SECONDS) or (busy and now < last + LOCK_WAIT_SECONDS)
 
 
-def draw_case(seed: int, mutant: str = "") -> Case:
+def draw_case(seed: int, mutant: str = "") -> SimulationCase:
     """Return the case that is simulated for a seed."""
     workload = draw_workload(seed)
-    return Case(workload, tuple(draw_faults(workload)), mutant)
+    return SimulationCase(workload, tuple(draw_faults(workload)), mutant)

@@ -13,19 +13,19 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from dev.simulation.mutants import MUTANTS
-from dev.simulation.run import Result, Simulated, draw_case, model_here
-from dev.simulation.shrink import Case, shrink
+from dev.simulation.run import SimulatedRun, SimulationResult, draw_case, tiny_model_directory
+from dev.simulation.shrink import SimulationCase, shrink_case
 
 
-def run_case(case: Case, *, details: bool = False) -> tuple[Result, Simulated]:
-    """Simulate one case. The working directory must contain the model (`model_here`)."""
+def run_case(case: SimulationCase, *, details: bool = False) -> tuple[SimulationResult, SimulatedRun]:
+    """Simulate one case. The working directory must contain the model (`tiny_model_directory`)."""
     planted = MUTANTS[case.mutant].plant() if case.mutant else contextlib.nullcontext()
     with planted:
-        simulated = Simulated(case, details=details)
+        simulated = SimulatedRun(case, details=details)
         return simulated.run(), simulated
 
 
-def _run_seed(seed: int, mutant: str) -> Result:
+def _run_seed(seed: int, mutant: str) -> SimulationResult:
     return run_case(draw_case(seed, mutant))[0]
 
 
@@ -56,10 +56,10 @@ def rare_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def search(seeds: Sequence[int], *, jobs: int = 0, mutant: str = "") -> Iterator[Result]:
+def search_seeds(seeds: Sequence[int], *, jobs: int = 0, mutant: str = "") -> Iterator[SimulationResult]:
     """Simulate seeds in `jobs` processes (0 for one per core), and yield the results. The search ends when its consumer
     stops iterating."""
-    with quiet_logs(), model_here(), rare_collections():
+    with quiet_logs(), tiny_model_directory(), rare_collections():
         jobs = min(jobs or os.cpu_count() or 1, len(seeds))
         if jobs == 1:
             yield from (_run_seed(seed, mutant) for seed in seeds)
@@ -69,7 +69,7 @@ def search(seeds: Sequence[int], *, jobs: int = 0, mutant: str = "") -> Iterator
             yield from pool.imap(partial(_run_seed, mutant=mutant), seeds)
 
 
-def shrunk(case: Case, violated: str, tries: int = 300) -> Case:
+def shrink_violation(case: SimulationCase, violated: str, tries: int = 300) -> SimulationCase:
     """Return the smallest case found, in at most `tries` runs, that violates the same invariant."""
-    with quiet_logs(), model_here():
-        return shrink(case, lambda smaller: run_case(smaller)[0].violated == violated, tries)
+    with quiet_logs(), tiny_model_directory():
+        return shrink_case(case, lambda smaller: run_case(smaller)[0].violated == violated, tries)

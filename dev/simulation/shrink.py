@@ -9,19 +9,19 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from dev.simulation.faults import Fault
-from dev.simulation.workload import Workload
+from dev.simulation.faults import PlannedFault
+from dev.simulation.workload import SimulatedWorkload
 
 
-class Case(msgspec.Struct, frozen=True):
+class SimulationCase(msgspec.Struct, frozen=True):
     """A reproducible run: its workload and seed, its faults, and the planted defect `mutant`, "" for none."""
 
-    workload: Workload
-    faults: tuple[Fault, ...] = ()
+    workload: SimulatedWorkload
+    faults: tuple[PlannedFault, ...] = ()
     mutant: str = ""
 
 
-PLAIN: dict[str, tuple[object, ...]] = {
+PLAIN_VALUES: dict[str, tuple[object, ...]] = {
     "generators": (1, 2),
     "hosts": (1,),
     "prompts_per_step": (1, 2),
@@ -59,31 +59,31 @@ PLAIN: dict[str, tuple[object, ...]] = {
 """Values of each setting that make a run easier to understand, the simplest first."""
 
 
-def shrink(case: Case, fails: Callable[[Case], bool], tries: int = 300) -> Case:
+def shrink_case(case: SimulationCase, fails: Callable[[SimulationCase], bool], tries: int = 300) -> SimulationCase:
     """Return a smaller case for which `fails` is true, as it is for `case`.
 
     If the search ends before `tries` runs, no single change that is tried here makes the result smaller. After `tries`
     runs, the best case so far is returned.
     """
-    left = [tries]
+    tries_left = [tries]
 
-    def holds(smaller: Case) -> bool:
-        if left[0] <= 0:
+    def still_fails(smaller: SimulationCase) -> bool:
+        if tries_left[0] <= 0:
             return False
-        left[0] -= 1
+        tries_left[0] -= 1
         return fails(smaller)
 
-    while left[0] > 0:
+    while tries_left[0] > 0:
         before = case
-        case = _fewer_faults(case, holds)
-        case = _first_that_holds(case, _plainer, holds)
-        case = _first_that_holds(case, _shorter, holds)
+        case = _fewer_faults(case, still_fails)
+        case = _reduce_case(case, _plainer_settings, still_fails)
+        case = _reduce_case(case, _shorter_faults, still_fails)
         if case == before:
             break
     return case
 
 
-def _fewer_faults(case: Case, holds: Callable[[Case], bool]) -> Case:
+def _fewer_faults(case: SimulationCase, holds: Callable[[SimulationCase], bool]) -> SimulationCase:
     """Remove faults by delta debugging: first large parts of them, then smaller ones."""
     size = len(case.faults)
     while size:
@@ -98,36 +98,40 @@ def _fewer_faults(case: Case, holds: Callable[[Case], bool]) -> Case:
     return case
 
 
-def _first_that_holds(case: Case, candidates: Callable[[Case], Iterator[Case]], holds: Callable[[Case], bool]) -> Case:
+def _reduce_case(
+    case: SimulationCase,
+    candidates: Callable[[SimulationCase], Iterator[SimulationCase]],
+    holds: Callable[[SimulationCase], bool],
+) -> SimulationCase:
     """Take the first candidate that holds, and continue from it, until no candidate holds."""
-    found = True
-    while found:
-        found = False
+    improved = True
+    while improved:
+        improved = False
         for smaller in candidates(case):
             if holds(smaller):
-                case, found = smaller, True
+                case, improved = smaller, True
                 break
     return case
 
 
-def _plainer(case: Case) -> Iterator[Case]:
-    for name, values in PLAIN.items():
+def _plainer_settings(case: SimulationCase) -> Iterator[SimulationCase]:
+    for name, values in PLAIN_VALUES.items():
         now = getattr(case.workload, name)
         for value in values:
             if value == now:
                 break
             workload = msgspec.structs.replace(case.workload, **{name: value})
-            if _fits(workload, case.faults):
+            if _targets_exist(workload, case.faults):
                 yield msgspec.structs.replace(case, workload=workload)
 
 
-def _fits(workload: Workload, faults: Sequence[Fault]) -> bool:
+def _targets_exist(workload: SimulatedWorkload, faults: Sequence[PlannedFault]) -> bool:
     """Return whether the target of every fault still exists."""
-    there = ["", *workload.roles, *workload.host_names]
-    return all(fault.target in there for fault in faults)
+    targets = ["", *workload.process_names, *workload.host_names]
+    return all(fault.target in targets for fault in faults)
 
 
-def _shorter(case: Case) -> Iterator[Case]:
+def _shorter_faults(case: SimulationCase) -> Iterator[SimulationCase]:
     """Yield cases in which one fault lasts half as long, or has a smaller amount."""
     for at, fault in enumerate(case.faults):
         smaller = []

@@ -9,29 +9,29 @@ from typing import Any
 
 import numpy as np
 
-from dev.simulation.history import Facts
+from dev.simulation.history import RolloutFacts
 from r3async.data.models import RoutingShape
 from r3async.data.tokens import Sample, Trajectory
 from r3async.rollout.scripted import scripted_logprobs, scripted_route_rows
 
-Keys = Mapping[tuple[int, int], int]
+WeightsKeys = Mapping[tuple[int, int], int]
 """Keys that identify weights (the checksum of their digest), by lineage and version."""
 
 
-def facts_of(trajectory: Trajectory, keys: Keys, routing: RoutingShape | None, nbytes: int = 0) -> Facts:
+def facts_of(trajectory: Trajectory, keys: WeightsKeys, routing: RoutingShape | None, nbytes: int = 0) -> RolloutFacts:
     """Return the facts about a trajectory. `keys` are those of all published weights."""
     t = trajectory
-    found: set[int] = set()
+    version_set: set[int] = set()
     wrong, content = "", 0
     for sample in t.samples:
         mask = sample.table["loss_mask"]
-        found.update(sample.table["policy_version"][mask].tolist())
-        wrong = wrong or _wrong(sample, mask, t.lineage, keys, routing)
+        version_set.update(sample.table["policy_version"][mask].tolist())
+        wrong = wrong or _find_mismatch(sample, mask, t.lineage, keys, routing)
         for name in sorted(sample.table):
             content = zlib.crc32(np.ascontiguousarray(sample.table[name]).data, content)
-    versions = tuple(sorted(found))
+    versions = tuple(sorted(version_set))
     reward = t.reward if t.turns else None
-    return Facts(
+    return RolloutFacts(
         t.trajectory_id,
         t.group_index,
         t.episode_index,
@@ -45,25 +45,27 @@ def facts_of(trajectory: Trajectory, keys: Keys, routing: RoutingShape | None, n
     )
 
 
-def _wrong(sample: Sample, mask: np.ndarray, lineage: int, keys: Keys, routing: RoutingShape | None) -> str:
+def _find_mismatch(
+    sample: Sample, mask: np.ndarray, lineage: int, keys: WeightsKeys, routing: RoutingShape | None
+) -> str:
     """Return why the tokens cannot come from the weights that they name; "" if they can."""
     table = sample.table
     at = np.flatnonzero(mask)
     if not len(at):
         return ""
     versions, tokens = table["policy_version"][at], table["token_ids"]
-    known = [keys.get((lineage, version)) for version in versions.tolist()]
-    if None in known:
-        lacking = {version for version, key in zip(versions.tolist(), known, strict=True) if key is None}
+    token_keys = [keys.get((lineage, version)) for version in versions.tolist()]
+    if None in token_keys:
+        lacking = {version for version, key in zip(versions.tolist(), token_keys, strict=True) if key is None}
         return f"{sample.sample_id} is of versions {sorted(lacking)} of lineage {lineage}, which were not published"
-    expected = scripted_logprobs(at, np.asarray(known, np.uint64), tokens[at])
+    expected = scripted_logprobs(at, np.asarray(token_keys, np.uint64), tokens[at])
     if len(odd := np.flatnonzero(table["rollout_logprobs"][at] != expected)):
         place, version = int(at[odd[0]]), int(versions[odd[0]])
         return f"token {place} of {sample.sample_id} has not the log-prob of version {version} of lineage {lineage}"
-    return _wrong_routes(sample, at, versions, routing) if routing is not None else ""
+    return _find_route_mismatch(sample, at, versions, routing) if routing is not None else ""
 
 
-def _wrong_routes(sample: Sample, at: np.ndarray, versions: np.ndarray, routing: RoutingShape) -> str:
+def _find_route_mismatch(sample: Sample, at: np.ndarray, versions: np.ndarray, routing: RoutingShape) -> str:
     """Return why the routes are wrong; "" if they are right. The weights that sampled a token also processed, and
     routed, the token before it."""
     table: Any = sample.table

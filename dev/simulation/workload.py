@@ -9,23 +9,23 @@ from typing import Any, Literal
 
 import msgspec
 
-from dev.simulation.known import Rules
+from dev.simulation.observed_state import RunGuarantees
 from r3async.config import Config, config_from_dict
 from r3async.schedule.admission import compute_staleness_bound, count_slots
 
-RESTARTS = 200
+MAX_RESTARTS = 200
 """Maximum restarts of a generator, or of the run: more than faults can cause. That a run gives up after its last
 restart is tested elsewhere."""
-LEAST_SECONDS = 600.0
+MIN_RUN_SECONDS = 600.0
 """Minimum virtual seconds that a drawn run takes: it trains for this long."""
-FIRST = 15.0
+FIRST_STEP_STALLS = 15.0
 """Maximum time from the last fault until the next step, in `stall_seconds`. It must suffice to detect a stall, end what
 stalled, restart the run, repeat a start that fails, and play the longest episodes."""
-NEXT = 7.5
+NEXT_STEP_STALLS = 7.5
 """Maximum time between two steps after that, in `stall_seconds`."""
-CALL = 0.9
+CALL_STALLS = 0.9
 """Maximum time of a call of the environment, after which its process is ended, in `stall_seconds`."""
-LARGEST = 64 * 1024
+MAX_TRAJECTORY_BYTES = 64 * 1024
 """Maximum size of one trajectory in bytes."""
 VERSION_BYTES = 400
 """Approximate bytes read and written on a host that fetches a version of the weights."""
@@ -35,15 +35,15 @@ SLACK_SECONDS = 30.0
 """Seconds added to the limit of an installation, for messages, threads, and new connections."""
 
 
-class Workload(msgspec.Struct, frozen=True):
+class SimulatedWorkload(msgspec.Struct, frozen=True):
     """The workload of a simulated run.
 
     Driver, learner and conductor are on the first host; generators are on the other hosts, if there are any. Limits of
     the configuration follow from `stall_seconds` and `silence_seconds`.
 
     Attributes:
-        flat: Argument of the environment (`Errand`).
-        tasks: Argument of the environment (`Errand`). With a limited number, past rewards decide which are posed.
+        flat: Argument of the environment (`LetterTask`).
+        tasks: Argument of the environment (`LetterTask`). With a limited number, past rewards decide which are posed.
         token_seconds: Seconds per token of an engine.
         seconds: Maximum seconds of a usual call of the environment.
         least_train_seconds: Minimum seconds of a training step.
@@ -104,7 +104,7 @@ class Workload(msgspec.Struct, frozen=True):
     evaluation_seconds: float = 1.0
 
     @property
-    def roles(self) -> list[str]:
+    def process_names(self) -> list[str]:
         """The names of the processes that faults may hit."""
         return ["learner", "conductor", "driver", *(f"generator-{i}" for i in range(self.generators))]
 
@@ -113,7 +113,7 @@ class Workload(msgspec.Struct, frozen=True):
         return [f"host-{i}" for i in range(self.hosts)]
 
     @property
-    def replaces(self) -> int:
+    def replacement_limit(self) -> int:
         """The setting `schedule.replaced_groups`: 0 if the other settings do not allow it."""
         return self.replaced_groups if self.max_staleness and not self.tokens_per_step else 0
 
@@ -125,20 +125,20 @@ class Workload(msgspec.Struct, frozen=True):
         train = (self.least_train_seconds + self.train_seconds) / 2
         return self.steps * max(waves * episode / (1 + self.max_staleness), train)
 
-    def config(self, model: Path) -> Config:
+    def build_config(self, model: Path) -> Config:
         """Return the run's configuration. `model` is the directory of the model for scripted engine and learner."""
-        return config_from_dict(self._settings(str(model)))
+        return config_from_dict(self._config_settings(str(model)))
 
-    def _settings(self, model: str) -> dict[str, Any]:
+    def _config_settings(self, model: str) -> dict[str, Any]:
         return {
             "name": "run",
             "seed": self.seed % 2**31,
             "steps": self.steps,
             "model": {"path": model},
             "env": {
-                "name": "dev.simulation.environment:Errand",
+                "name": "dev.simulation.environment:LetterTask",
                 "args": {
-                    "limit": CALL * self.stall_seconds,
+                    "limit": CALL_STALLS * self.stall_seconds,
                     **{n: getattr(self, n) for n in ("turns", "seconds", "tail", "failing", "flat", "tasks")},
                 },
             },
@@ -155,7 +155,7 @@ class Workload(msgspec.Struct, frozen=True):
                 "concurrency": self.concurrency,
                 "engine": "scripted",
                 "engine_args": {"token_seconds": self.token_seconds, "install_seconds": self.install_seconds},
-                "max_restarts": RESTARTS,
+                "max_restarts": MAX_RESTARTS,
                 "start_timeout": 2 * self.stall_seconds,
             },
             "schedule": {
@@ -166,11 +166,11 @@ class Workload(msgspec.Struct, frozen=True):
                 "group_size": self.group_size,
                 "steps_per_publication": self.steps_per_publication,
                 "tokens_per_step": self.tokens_per_step,
-                "replaced_groups": self.replaces,
+                "replaced_groups": self.replacement_limit,
                 "epochs_per_step": self.epochs_per_step,
                 "difficulty": {"groups": 1, "settled_share": 0.2, "target": 0.4} if self.tasks else {},
             },
-            "algorithm": {"filter_zero_variance": bool(self.replaces)},
+            "algorithm": {"filter_zero_variance": bool(self.replacement_limit)},
             "routing": {"trace": "off"},
             "learner": {
                 "backend": "scripted",
@@ -189,7 +189,7 @@ class Workload(msgspec.Struct, frozen=True):
                 "host": self.host_names[0] if self.hosts > 1 else "127.0.0.1",
                 "credit_bytes": self.credit_bytes,
                 "ack_timeout": self.ack_timeout,
-                "max_message_bytes": LARGEST,
+                "max_message_bytes": MAX_TRAJECTORY_BYTES,
             },
             "buffer": {
                 "durability": self.durability,
@@ -203,12 +203,12 @@ class Workload(msgspec.Struct, frozen=True):
                 "on_stall": "restart",
                 "silence_seconds": self.silence_seconds,
                 "restart_backoff": 0.5,
-                "max_run_restarts": RESTARTS,
+                "max_run_restarts": MAX_RESTARTS,
                 "stop_grace_seconds": self.stall_seconds / 4,
                 "max_failed_fraction": 1.0,
                 "max_skipped_steps": 1000,
             },
-            "evaluation": self._evaluation() if self.evaluate_every else {},
+            "evaluation": self._evaluation_settings() if self.evaluate_every else {},
             "checkpoint": {
                 "every_steps": self.checkpoint_every,
                 "every_minutes": 0.0,
@@ -218,7 +218,7 @@ class Workload(msgspec.Struct, frozen=True):
             },
         }
 
-    def _evaluation(self) -> dict[str, Any]:
+    def _evaluation_settings(self) -> dict[str, Any]:
         """Return the settings of the evaluation. Its tasks are other ones than those of training, and none raises."""
         return {
             "every_steps": self.evaluate_every,
@@ -226,7 +226,7 @@ class Workload(msgspec.Struct, frozen=True):
             "tasks": self.evaluated_tasks,
             "timeout": 4 * self.stall_seconds,
             "env": {
-                "name": "dev.simulation.environment:Errand",
+                "name": "dev.simulation.environment:LetterTask",
                 "args": {
                     "turns": 1,
                     "seconds": self.evaluation_seconds / 2,
@@ -236,12 +236,12 @@ class Workload(msgspec.Struct, frozen=True):
             },
         }
 
-    def rules(self) -> Rules:
+    def derive_guarantees(self) -> RunGuarantees:
         """Return the guarantees of this run, for the checker."""
-        schedule = self.config(Path("model")).schedule
+        schedule = self.build_config(Path("model")).schedule
         slots = count_slots(schedule)
-        kept: Literal["process", "power"] = "power" if self.fsync else "process"
-        return Rules(
+        survives: Literal["process", "power"] = "power" if self.fsync else "process"
+        return RunGuarantees(
             steps=self.steps,
             prompts_per_step=self.prompts_per_step,
             group_size=self.group_size,
@@ -251,13 +251,13 @@ class Workload(msgspec.Struct, frozen=True):
             window=self.window,
             urgent=(slots if schedule.takes_extra_groups else self.prompts_per_step) + self.window - 1,
             more_groups=bool(self.tokens_per_step),
-            replaced_groups=self.replaces,
-            durable=kept if self.durability == "disk" else "nothing",
+            replaced_groups=self.replacement_limit,
+            durable=survives if self.durability == "disk" else "nothing",
             credit_bytes=self.credit_bytes,
             disk_bytes=self.disk_bytes,
             silence_seconds=self.silence_seconds,
-            first_seconds=FIRST * self.stall_seconds,
-            step_seconds=NEXT * self.stall_seconds,
+            first_seconds=FIRST_STEP_STALLS * self.stall_seconds,
+            step_seconds=NEXT_STEP_STALLS * self.stall_seconds,
             install_seconds=SLACK_SECONDS + self.install_seconds + 2 * self.hosts * self.fetch_seconds,
             fetch_seconds=SLACK_SECONDS + 2 * self.hosts * self.fetch_seconds,
             evaluate_every=self.evaluate_every,
@@ -271,16 +271,16 @@ class Workload(msgspec.Struct, frozen=True):
         return VERSION_BYTES / self.fetch_seconds if self.fetch_seconds else math.inf
 
 
-def draw_workload(seed: int) -> Workload:
-    """Draw the workload of a seed, which is the same on every machine. The run takes at least `LEAST_SECONDS`."""
+def draw_workload(seed: int) -> SimulatedWorkload:
+    """Draw the workload of a seed, which is the same on every machine. The run takes at least `MIN_RUN_SECONDS`."""
     rng = random.Random(f"workload/{seed}")
     slow = rng.choice(["learner", "learner", "generators", "generators", "either", "either", "either"])
     ahead, behind = slow == "learner", slow == "generators"
     """Flags of which side is slow. If `ahead`, the learner is, so that as many groups as allowed are in flight. If
     `behind`, the generators are, so that a group is played with newer weights than existed when it got its slot."""
     steps = rng.randint(4, 9)
-    train = LEAST_SECONDS / steps
-    drawn = Workload(
+    train = MIN_RUN_SECONDS / steps
+    drawn = SimulatedWorkload(
         seed=seed,
         steps=steps,
         hosts=rng.choice([1, 2, 3]),
@@ -325,18 +325,18 @@ def draw_workload(seed: int) -> Workload:
     return msgspec.structs.replace(drawn, seconds=_call_seconds(drawn, share * drawn.least_train_seconds))
 
 
-BRISK = 0.15
+BRISK_SHARE = 0.15
 """Share of the runs in which several versions are published while one is installed."""
 
 
-def _draw_weights(drawn: Workload) -> Workload:
+def _draw_weights(drawn: SimulatedWorkload) -> SimulatedWorkload:
     """Draw how weights get to the engines, from a separate random stream.
 
-    With more than two generators, each is mostly on its own host. In some runs (`BRISK`), several versions are
+    With more than two generators, each is mostly on its own host. In some runs (`BRISK_SHARE`), several versions are
     published while one is installed.
     """
     rng = random.Random(f"weights/{drawn.seed}")
-    if rng.random() < BRISK:
+    if rng.random() < BRISK_SHARE:
         drawn = msgspec.structs.replace(
             drawn,
             steps=3 * drawn.steps,
@@ -358,14 +358,14 @@ def _draw_weights(drawn: Workload) -> Workload:
     )
 
 
-EVALUATED = 0.4
+EVALUATED_SHARE = 0.4
 """Share of the runs with evaluations."""
 
 
-def _draw_evaluations(drawn: Workload) -> Workload:
+def _draw_evaluations(drawn: SimulatedWorkload) -> SimulatedWorkload:
     """Draw the evaluations, from a separate random stream. One takes up to two steps, so that many faults hit it."""
     rng = random.Random(f"evaluations/{drawn.seed}")
-    if rng.random() >= EVALUATED:
+    if rng.random() >= EVALUATED_SHARE:
         return drawn
     return msgspec.structs.replace(
         drawn,
@@ -376,7 +376,7 @@ def _draw_evaluations(drawn: Workload) -> Workload:
     )
 
 
-def _call_seconds(drawn: Workload, playing: float) -> float:
+def _call_seconds(drawn: SimulatedWorkload, playing: float) -> float:
     """Return the maximum seconds of a call of the environment, so that a step's groups take about `playing` seconds. No
     call takes so long that the run seems to stall."""
     waves = drawn.prompts_per_step * drawn.group_size / (drawn.generators * drawn.concurrency)

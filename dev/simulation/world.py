@@ -19,7 +19,7 @@ from dev.simulation.actors import (
 )
 from dev.simulation.disk import SimulatedDisk
 from dev.simulation.loop import VirtualLoop
-from dev.simulation.network import Delays, MessagePath, SimulatedNetwork, draw_seconds
+from dev.simulation.network import DelayRanges, MessagePath, SimulatedNetwork, draw_seconds
 from dev.simulation.processes import HostProcess, SimulatedProcesses, SimulatedThreads
 from r3async.world import Buffer, Files, Sockets
 from r3async.world.appending import RecordFlusher
@@ -106,13 +106,13 @@ class Simulation:
         seed: int | str,
         *,
         hosts: Sequence[str] = ("host-0",),
-        delays: Delays | None = None,
+        delays: DelayRanges | None = None,
         max_callbacks: int | None = None,
         max_seconds: float | None = None,
         keep_details: bool = False,
         gpus: int = 0,
     ):
-        self.seed, self.delays, self.gpus = seed, delays or Delays(), gpus
+        self.seed, self.delays, self.gpus = seed, delays or DelayRanges(), gpus
         self.loop = self.loop_class(max_callbacks=max_callbacks, max_seconds=max_seconds)
         self.log = SimulationLog(self.loop.time, keep_details=keep_details)
         boots = self.rng_for("boots")
@@ -164,8 +164,8 @@ class Simulation:
                 return host
         if actor.placement.same_node:
             return None if actor.spawner.host.is_lost else actor.spawner.host
-        there = [host for host in self.hosts.values() if not host.is_lost]
-        return min(there, key=lambda host: len(host.processes)) if there else None
+        available = [host for host in self.hosts.values() if not host.is_lost]
+        return min(available, key=lambda host: len(host.processes)) if available else None
 
     def _draw_start(self, actor: SimulatedActor) -> tuple[float, bool]:
         assert actor.process is not None
@@ -313,7 +313,7 @@ class SimulationLog:
         self._hash.update("".join(f"{line}\n" for line in self._batch).encode())
         self._batch.clear()
 
-    def digest(self) -> str:
+    def compute_digest(self) -> str:
         """Return the digest of all lines so far, in hexadecimal digits."""
         self._hash_batch()
         return self._hash.hexdigest()

@@ -8,28 +8,28 @@ from collections.abc import Sequence
 import msgspec
 
 from dev.simulation.history import (
-    Acknowledged,
-    Asked,
-    Began,
-    Event,
-    Facts,
-    Finished,
-    Installed,
-    Leased,
-    Lost,
-    Published,
-    Quiet,
-    Saved,
-    Sent,
-    Stored,
-    Taken,
-    Trained,
-    Unlinked,
+    CheckpointSaved,
+    FaultsOver,
+    GroupsLeased,
+    LineageBegan,
+    MissingReported,
+    ProcessEnded,
+    RolloutFacts,
+    RunEvent,
+    RunFinished,
+    SpoolFileGrew,
+    SpoolFileRemoved,
+    StepBegan,
+    StepTrained,
+    TrajectoriesAcknowledged,
+    TrajectorySent,
+    WeightsInstalled,
+    WeightsPublished,
 )
-from dev.simulation.known import Rules
+from dev.simulation.observed_state import RunGuarantees
 from r3async.data.tokens import format_trajectory_id
 
-RULES = Rules(
+RULES = RunGuarantees(
     steps=4,
     prompts_per_step=1,
     group_size=2,
@@ -44,51 +44,53 @@ RULES = Rules(
 )
 
 
-def playing(group: int, episode: int, lineage: int, *versions: int, take: int = 0, nbytes: int = 100) -> Facts:
+def playing(group: int, episode: int, lineage: int, *versions: int, take: int = 0, nbytes: int = 100) -> RolloutFacts:
     """`take`: tells playings of one episode apart."""
     content = hash((group, episode, lineage, versions, take))
-    return Facts(format_trajectory_id(group, episode), group, episode, lineage, versions, content, nbytes, reward=0.0)
+    return RolloutFacts(
+        format_trajectory_id(group, episode), group, episode, lineage, versions, content, nbytes, reward=0.0
+    )
 
 
 class Writer:
     """Writes events, each a second after the one before."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[RunEvent] = []
         self.lineage = 0
 
-    def add(self, kind: type[Event], *args: object, **facts: object) -> None:
+    def add(self, kind: type[RunEvent], *args: object, **facts: object) -> None:
         self.events.append(kind(float(len(self.events)), *args, **facts))
 
     def begin(self, lineage: int, parent: int = 0, version: int = 0, step: int = 0, consumed: int = 0) -> None:
         self.lineage = lineage
-        self.add(Began, lineage, parent, version, step, consumed)
+        self.add(LineageBegan, lineage, parent, version, step, consumed)
 
     def publish(self, version: int, weights: int, *engines: str) -> None:
-        self.add(Published, self.lineage, version, weights)
+        self.add(WeightsPublished, self.lineage, version, weights)
         for engine in engines:
-            self.add(Installed, engine, self.lineage, version, weights)
+            self.add(WeightsInstalled, engine, self.lineage, version, weights)
 
     def play(self, engine: str, group: int, *versions: int, episodes: Sequence[int] = (0, 1)) -> None:
-        self.add(Leased, engine, ((group, tuple(episodes)),))
+        self.add(GroupsLeased, engine, ((group, tuple(episodes)),))
         self.deliver(engine, group, *versions, episodes=episodes)
 
     def deliver(self, engine: str, group: int, *versions: int, episodes: Sequence[int] = (0, 1)) -> None:
         for episode in episodes:
-            self.add(Sent, engine, playing(group, episode, self.lineage, *versions))
-        self.add(Stored, group, f"{group}-{self.lineage}", 100 * len(episodes))
-        self.add(Acknowledged, engine, tuple(format_trajectory_id(group, episode) for episode in episodes))
+            self.add(TrajectorySent, engine, playing(group, episode, self.lineage, *versions))
+        self.add(SpoolFileGrew, group, f"{group}-{self.lineage}", 100 * len(episodes))
+        self.add(TrajectoriesAcknowledged, engine, tuple(format_trajectory_id(group, episode) for episode in episodes))
 
-    def train(self, step: int, version: int, *members: Facts) -> None:
-        self.add(Taken, self.lineage, step, version, (members[0].group,))
-        self.add(Trained, self.lineage, step, version, (members,))
+    def train(self, step: int, version: int, *members: RolloutFacts) -> None:
+        self.add(StepBegan, self.lineage, step, version, (members[0].group,))
+        self.add(StepTrained, self.lineage, step, version, (members,))
 
 
-def pair(group: int, lineage: int, *versions: int) -> tuple[Facts, Facts]:
+def pair(group: int, lineage: int, *versions: int) -> tuple[RolloutFacts, RolloutFacts]:
     return playing(group, 0, lineage, *versions), playing(group, 1, lineage, *versions)
 
 
-def good() -> list[Event]:
+def good() -> list[RunEvent]:
     """See above. Group 3 is acknowledged in the first lineage, and trained in the second, which did not play it again."""
     w = Writer()
     w.begin(1)
@@ -99,26 +101,26 @@ def good() -> list[Event]:
     w.publish(1, 101, "a", "b")
     w.play("a", 2, 1)
     w.train(2, 1, *pair(1, 1, 0))
-    w.add(Saved, 2)
-    w.add(Unlinked, 0, "0-1")
+    w.add(CheckpointSaved, 2)
+    w.add(SpoolFileRemoved, 0, "0-1")
     w.publish(2, 102, "a", "b")
     w.play("b", 3, 2)
     w.train(3, 2, *pair(2, 1, 1))
-    w.add(Lost, "learner")
+    w.add(ProcessEnded, "learner")
     w.begin(2, 1, 2, 2, 2)
-    w.add(Asked, {2: [], 3: [], 4: [0, 1]})
+    w.add(MissingReported, {2: [], 3: [], 4: [0, 1]})
     w.publish(2, 102, "a", "b")
     w.train(3, 2, *pair(2, 1, 1))
-    w.add(Quiet)
+    w.add(FaultsOver)
     w.publish(3, 103, "a", "b")
     w.train(4, 3, *pair(3, 1, 2))
-    w.add(Saved, 4)
+    w.add(CheckpointSaved, 4)
     for group, file in ((1, "1-1"), (2, "2-1"), (3, "3-1")):
-        w.add(Unlinked, group, file)
-    w.add(Finished, 4)
+        w.add(SpoolFileRemoved, group, file)
+    w.add(RunFinished, 4)
     return w.events
 
 
-def changed(events: Sequence[Event], index: int, **facts: object) -> list[Event]:
+def changed(events: Sequence[RunEvent], index: int, **facts: object) -> list[RunEvent]:
     """With other facts in one of them."""
     return [msgspec.structs.replace(e, **facts) if i == index else e for i, e in enumerate(events)]

@@ -32,7 +32,7 @@ SETTINGS = [
     "schedule.window=3",
     "episode.retries=30",
     "episode.max_new_tokens=12",
-    "env.name=dev.simulation.environment:Errand",
+    "env.name=dev.simulation.environment:LetterTask",
     "env.args={ turns = 2, seconds = 1.0, tail = 10, failing = 50 }",
     "episode.max_turns=2",
 ]

@@ -7,61 +7,63 @@ from typing import TypeVar
 
 import pytest
 
-from dev.simulation.faults import Fault
+from dev.simulation.faults import PlannedFault
 from dev.simulation.history import (
-    Acknowledged,
-    Arrived,
-    Began,
-    Evaluated,
-    Evaluating,
-    Event,
-    Failed,
-    Finished,
-    Injected,
-    Looked,
-    Lost,
-    Placed,
+    EpisodeFailed,
+    EvaluationBegan,
+    EvaluationEnded,
+    FaultReported,
+    LineageBegan,
+    ParentAssigned,
+    ParentRequested,
     PowerFailed,
-    Stored,
-    Taken,
-    Trained,
+    ProcessEnded,
+    RunEvent,
+    RunFinished,
+    SpoolFileGrew,
+    StepBegan,
+    StepTrained,
+    TrajectoriesAcknowledged,
+    VersionArrived,
 )
-from dev.simulation.run import Simulated, model_here
+from dev.simulation.run import SimulatedRun, tiny_model_directory
 from dev.simulation.search import quiet_logs
-from dev.simulation.shrink import Case
-from dev.simulation.workload import Workload
+from dev.simulation.shrink import SimulationCase
+from dev.simulation.workload import SimulatedWorkload
 
 E = TypeVar("E")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def model():
-    with quiet_logs(), model_here():
+    with quiet_logs(), tiny_model_directory():
         yield
 
 
 def run(
-    workload: Workload, fault: Fault, look: Callable[[Simulated, Event], None] = lambda run, event: None
-) -> Simulated:
+    workload: SimulatedWorkload,
+    fault: PlannedFault,
+    look: Callable[[SimulatedRun, RunEvent], None] = lambda run, event: None,
+) -> SimulatedRun:
     """To its end, which is that of a whole run."""
-    simulated = Simulated(Case(workload, (fault,)))
+    simulated = SimulatedRun(SimulationCase(workload, (fault,)))
     simulated.simulation.listeners.append(lambda event: look(simulated, event))
     result = simulated.run()
     assert not result.violated, f"{result.violated}: {result.reason}"
-    assert any(isinstance(event, Finished) for event in simulated.history)
+    assert any(isinstance(event, RunFinished) for event in simulated.history)
     return simulated
 
 
-def of(simulated: Simulated, kind: type[E]) -> list[E]:
+def of(simulated: SimulatedRun, kind: type[E]) -> list[E]:
     return [event for event in simulated.history if isinstance(event, kind)]
 
 
 def test_a_short_put_hits_one_trajectory_which_is_written_again_to_the_same_file():
-    simulated = run(Workload(3, steps=4), Fault(1.0, "short_put", seconds=60.0, amount=3.0))
-    hits = [event for event in of(simulated, Injected) if ", append " in event.what]
+    simulated = run(SimulatedWorkload(3, steps=4), PlannedFault(1.0, "short_put", seconds=60.0, amount=3.0))
+    hits = [event for event in of(simulated, FaultReported) if ", append " in event.what]
     assert len(hits) == 1
     name = hits[0].what.rpartition(" ")[2]
-    again = next(event for event in of(simulated, Stored) if event.at >= hits[0].at)
+    again = next(event for event in of(simulated, SpoolFileGrew) if event.at >= hits[0].at)
     assert name.endswith(".spool")
     assert again.file == name
     assert again.at > hits[0].at + 0.5  # the spool waits before it tries again
@@ -69,10 +71,10 @@ def test_a_short_put_hits_one_trajectory_which_is_written_again_to_the_same_file
 
 @pytest.mark.parametrize("target", ["learner", "conductor", "driver"])
 def test_a_second_kill_comes_so_long_after_the_next_start_began_to_train(target: str):
-    workload = Workload(5, steps=5, least_train_seconds=4.0, train_seconds=5.0)
-    simulated = run(workload, Fault(14.0, "kill_again", target, seconds=80.0, amount=7.0))
-    first = {event.lineage: event.at for event in reversed(of(simulated, Taken))}
-    kills = [event.at for event in of(simulated, Lost) if event.who == target]
+    workload = SimulatedWorkload(5, steps=5, least_train_seconds=4.0, train_seconds=5.0)
+    simulated = run(workload, PlannedFault(14.0, "kill_again", target, seconds=80.0, amount=7.0))
+    first = {event.lineage: event.at for event in reversed(of(simulated, StepBegan))}
+    kills = [event.at for event in of(simulated, ProcessEnded) if event.who == target]
     assert kills[0] == 14.0
     assert kills[1] == pytest.approx(first[2] + 7.0, abs=1e-5)
     assert sorted(first) == [1, 2, 3]
@@ -80,7 +82,7 @@ def test_a_second_kill_comes_so_long_after_the_next_start_began_to_train(target:
 
 def test_a_process_ends_when_the_next_start_has_to_refuse_what_was_acknowledged():
     """The generator is what is slow, and checkpoints are rare."""
-    workload = Workload(
+    workload = SimulatedWorkload(
         8,
         steps=6,
         concurrency=1,
@@ -92,42 +94,44 @@ def test_a_process_ends_when_the_next_start_has_to_refuse_what_was_acknowledged(
     )
     unsaved: list[float] = []
 
-    def look(simulated: Simulated, event: Event) -> None:
-        if isinstance(event, Acknowledged) and any(map(simulated.checker.known.is_unsaved, event.ids)):
+    def look(simulated: SimulatedRun, event: RunEvent) -> None:
+        if isinstance(event, TrajectoriesAcknowledged) and any(map(simulated.checker.state.is_unsaved, event.ids)):
             unsaved.append(event.at)
 
-    simulated = run(workload, Fault(1.0, "kill_unsaved", "learner", seconds=300.0, amount=0.5), look)
-    kills = [event.at for event in of(simulated, Lost) if event.who == "learner"]
+    simulated = run(workload, PlannedFault(1.0, "kill_unsaved", "learner", seconds=300.0, amount=0.5), look)
+    kills = [event.at for event in of(simulated, ProcessEnded) if event.who == "learner"]
     assert kills[0] == pytest.approx(unsaved[0] + 0.5, abs=1e-5)
-    assert {event.lineage for event in of(simulated, Taken)} == {1, 2}
+    assert {event.lineage for event in of(simulated, StepBegan)} == {1, 2}
 
 
 def test_a_chunk_of_weights_that_was_damaged_is_asked_for_again():
-    workload = Workload(3, steps=4, hosts=2)
-    simulated = Simulated(Case(workload, (Fault(0.1, "damage_weights", "generator-0", seconds=500.0, amount=0.4),)))
+    workload = SimulatedWorkload(3, steps=4, hosts=2)
+    simulated = SimulatedRun(
+        SimulationCase(workload, (PlannedFault(0.1, "damage_weights", "generator-0", seconds=500.0, amount=0.4),))
+    )
     network, damaged = simulated.simulation.network, []
     spoils = network.is_damaged
     network.is_damaged = lambda route, frames: spoils(route, frames) and damaged.append(route.target) is None
     result = simulated.run()
     assert not result.violated, f"{result.violated}: {result.reason}"
     assert set(damaged) == {"generator-0"}
-    assert [event.version for event in of(simulated, Arrived)] == [0, 1, 2, 3, 4]
+    assert [event.version for event in of(simulated, VersionArrived)] == [0, 1, 2, 3, 4]
 
 
 def test_a_host_that_passes_nothing_on_is_left_for_another():
-    workload = Workload(3, steps=4, hosts=4, generators=3, fanout=1, fetch_seconds=4.0, train_seconds=60.0)
-    simulated = run(workload, Fault(5.0, "mute", "generator-0", seconds=100.0))
-    placed = of(simulated, Placed)
+    workload = SimulatedWorkload(3, steps=4, hosts=4, generators=3, fanout=1, fetch_seconds=4.0, train_seconds=60.0)
+    simulated = run(workload, PlannedFault(5.0, "mute", "generator-0", seconds=100.0))
+    placed = of(simulated, ParentAssigned)
     assert any(event.parent for event in placed)  # hosts get weights from one another
     assert any(event.avoid for event in placed)
-    assert len({event.generator for event in of(simulated, Arrived)}) == 3
+    assert len({event.generator for event in of(simulated, VersionArrived)}) == 3
 
 
 def test_power_fails_after_a_start_that_found_what_was_not_synced():
-    workload = Workload(3, steps=4, checkpoint_every=4, train_seconds=8.0)
-    simulated = run(workload, Fault(9.0, "kill_unsynced", seconds=100.0, amount=5.0))
-    killed = next(event.at for event in of(simulated, Lost) if event.who == "learner")
-    began = [event.at for event in of(simulated, Began)]
+    workload = SimulatedWorkload(3, steps=4, checkpoint_every=4, train_seconds=8.0)
+    simulated = run(workload, PlannedFault(9.0, "kill_unsynced", seconds=100.0, amount=5.0))
+    killed = next(event.at for event in of(simulated, ProcessEnded) if event.who == "learner")
+    began = [event.at for event in of(simulated, LineageBegan)]
     failed = [event.at for event in of(simulated, PowerFailed)]
     assert 9.0 < killed < began[1]
     assert failed == [pytest.approx(began[1] + 5.0, abs=1e-5)]
@@ -135,39 +139,41 @@ def test_power_fails_after_a_start_that_found_what_was_not_synced():
 
 
 def test_a_generator_without_descriptors_fetches_its_weights_when_it_has_some():
-    workload = Workload(3, steps=4, hosts=2, seconds=2.0, max_staleness=2, train_seconds=15.0)
-    fault = Fault(30.0, "no_descriptors", "generator-0", seconds=25.0)
+    workload = SimulatedWorkload(3, steps=4, hosts=2, seconds=2.0, max_staleness=2, train_seconds=15.0)
+    fault = PlannedFault(30.0, "no_descriptors", "generator-0", seconds=25.0)
     simulated = run(workload, fault)
-    looked = [event.at for event in of(simulated, Looked)]
-    assert not [at for at in looked if fault.at < at < fault.end]
-    assert [at for at in looked if at > fault.end]
-    assert not [event for event in of(simulated, Lost) if event.who == "generator-0" and event.at < fault.end]
+    looked = [event.at for event in of(simulated, ParentRequested)]
+    assert not [at for at in looked if fault.at < at < fault.ends_at]
+    assert [at for at in looked if at > fault.ends_at]
+    assert not [
+        event for event in of(simulated, ProcessEnded) if event.who == "generator-0" and event.at < fault.ends_at
+    ]
 
 
 @pytest.mark.parametrize("kind", ["env_dies", "env_hangs", "env_late"])
 def test_what_an_environment_s_process_loses_is_played_again(kind: str):
-    workload = Workload(3, steps=4, seconds=10.0, tail=0, stall_seconds=60.0)
-    fault = Fault(20.0, kind, "generator-0", seconds=54.0, amount=60.0)
+    workload = SimulatedWorkload(3, steps=4, seconds=10.0, tail=0, stall_seconds=60.0)
+    fault = PlannedFault(20.0, kind, "generator-0", seconds=54.0, amount=60.0)
     simulated = run(workload, fault)
-    failed = of(simulated, Failed)
+    failed = of(simulated, EpisodeFailed)
     assert len({event.task for event in failed}) > 1  # all that it played
     ended = {"env_dies": 20.0, "env_hangs": 84.0, "env_late": 84.0}[kind]
     assert min(event.at for event in failed) <= ended
-    trained = [f for event in of(simulated, Trained) for members in event.groups for f in members]
+    trained = [f for event in of(simulated, StepTrained) for members in event.groups for f in members]
     assert all(f.reward is not None for f in trained)
     assert {f.task for f in trained} >= {event.task for event in failed}
 
 
 def test_a_run_evaluates_what_is_due_though_the_generator_that_plays_it_ends():
-    workload = Workload(
+    workload = SimulatedWorkload(
         5, steps=4, least_train_seconds=20.0, train_seconds=21.0, evaluate_every=2, evaluation_seconds=30.0
     )
-    plain = Simulated(Case(workload, ()))
+    plain = SimulatedRun(SimulationCase(workload, ()))
     assert not plain.run().violated
-    begun = of(plain, Evaluating)
+    begun = of(plain, EvaluationBegan)
     assert [event.step for event in begun] == [2, 4]
     for late in begun:
-        simulated = run(workload, Fault(late.at + 5.0, "kill", "generator-0"))
-        evaluated = of(simulated, Evaluated)
+        simulated = run(workload, PlannedFault(late.at + 5.0, "kill", "generator-0"))
+        evaluated = of(simulated, EvaluationEnded)
         assert [event.step for event in evaluated] == [2, 4]
-        assert of(simulated, Finished)[0].evaluated == (2, 4)
+        assert of(simulated, RunFinished)[0].evaluated == (2, 4)

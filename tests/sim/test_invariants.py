@@ -8,70 +8,75 @@ import msgspec
 import pytest
 
 from dev.simulation.history import (
-    Acknowledged,
-    Arrived,
-    Asked,
-    Began,
-    Delivered,
-    Evaluated,
-    Evaluating,
-    Event,
-    Fetched,
-    Finished,
-    Installed,
-    Installing,
-    Leased,
-    Limited,
-    Looked,
-    Lost,
-    Passed,
-    Placed,
-    Plays,
+    CheckpointSaved,
+    EvaluationBegan,
+    EvaluationEnded,
+    FaultsOver,
+    GroupsLeased,
+    GroupsLimited,
+    InstallRequested,
+    LineageBegan,
+    MissingReported,
+    ParentAssigned,
+    ParentRequested,
+    PlayRequested,
     PowerFailed,
-    Published,
-    Quiet,
-    Refused,
-    Removed,
-    Saved,
-    Sent,
-    Slots,
-    Stored,
-    Taken,
-    Trained,
-    Unlinked,
+    ProcessEnded,
+    RunEvent,
+    RunFinished,
+    SlotsReported,
+    SpoolFileGrew,
+    SpoolFileRemoved,
+    StepBegan,
+    StepTrained,
+    TimePassed,
+    TrajectoriesAcknowledged,
+    TrajectoriesDelivered,
+    TrajectoryRefused,
+    TrajectorySent,
+    VersionArrived,
+    VersionFetched,
+    VersionRemoved,
+    WeightsInstalled,
+    WeightsPublished,
 )
 from dev.simulation.invariants import RULES as ALL
-from dev.simulation.invariants import Checker, Rules, Violated, groups_are_replaced_for_want_of_contrast
-from dev.simulation.known import Branch, leads_to, same_weights
+from dev.simulation.invariants import (
+    InvariantChecker,
+    InvariantViolated,
+    RunGuarantees,
+    groups_are_replaced_for_want_of_contrast,
+)
+from dev.simulation.observed_state import LineageBranch, leads_to, same_weights
 from r3async.data.tokens import format_trajectory_id
 from tests.sim.histories import RULES, Writer, good, pair, playing
 
 
-def see(events: Sequence[Event], rules: Rules = RULES) -> Checker:
-    checker = Checker(rules)
+def see(events: Sequence[RunEvent], rules: RunGuarantees = RULES) -> InvariantChecker:
+    checker = InvariantChecker(rules)
     for event in events:
-        checker.see(event)
+        checker.check_event(event)
     return checker
 
 
-def broken(events: Sequence[Event], rules: Rules = RULES) -> Violated:
-    with pytest.raises(Violated) as found:
+def broken(events: Sequence[RunEvent], rules: RunGuarantees = RULES) -> InvariantViolated:
+    with pytest.raises(InvariantViolated) as found:
         see(events, rules)
     return found.value
 
 
-def of(events: Sequence[Event], kind: type[Event], number: int = 0) -> int:
+def of(events: Sequence[RunEvent], kind: type[RunEvent], number: int = 0) -> int:
     """Index of the event of that kind; of several, that number of them."""
     return [i for i, event in enumerate(events) if isinstance(event, kind)][number]
 
 
-def edited(kind: type[Event], number: int = 0, **facts: object) -> list[Event]:
+def edited(kind: type[RunEvent], number: int = 0, **facts: object) -> list[RunEvent]:
     events = good()
     at = of(events, kind, number)
     return [*events[:at], msgspec.structs.replace(events[at], **facts), *events[at + 1 :]]
 
 
-def inserted(kind: type[Event], number: int, *new: Callable[[float], Event]) -> list[Event]:
+def inserted(kind: type[RunEvent], number: int, *new: Callable[[float], RunEvent]) -> list[RunEvent]:
     """Before that event."""
     events = good()
     at = of(events, kind, number)
@@ -80,140 +85,190 @@ def inserted(kind: type[Event], number: int, *new: Callable[[float], Event]) -> 
 
 def test_a_run_that_resumes_and_trains_what_it_kept_keeps_every_invariant():
     checker = see(good())
-    assert checker.seen == len(good())
-    assert len(checker.known.branch.steps) == 4
-    assert checker.known.branch.steps[1] is checker.known.branches[1].steps[1]
-    assert checker.known.branch.steps[2] is not checker.known.branches[1].steps[2]
+    assert checker.event_count == len(good())
+    assert len(checker.state.current_branch.steps) == 4
+    assert checker.state.current_branch.steps[1] is checker.state.branches[1].steps[1]
+    assert checker.state.current_branch.steps[2] is not checker.state.branches[1].steps[2]
 
 
-SPOILED: dict[str, tuple[str, Callable[[], Sequence[Event]]]] = {
-    "a number is taken twice": ("lineage", lambda: edited(Began, 1, lineage=1)),
-    "a parent that never began": ("lineage", lambda: edited(Began, 1, parent=7)),
-    "a checkpoint of steps that were not made": ("lineage", lambda: edited(Began, 1, step=4)),
-    "a checkpoint with other groups": ("lineage", lambda: edited(Began, 1, consumed=3)),
-    "a checkpoint with another version": ("lineage", lambda: edited(Began, 1, version=1)),
-    "the learner of an old start trains on": ("lineage", lambda: edited(Taken, 3, lineage=1)),
-    "a step is left out": ("lineage", lambda: edited(Taken, 1, step=3)),
-    "a safe checkpoint is passed over": ("checkpoint", lambda: edited(Began, 1, step=1, version=1, consumed=1)),
-    "weights of a checkpoint are other weights": ("checkpoint", lambda: edited(Published, 3, weights=7)),
-    "a group is trained twice": ("twice", lambda: edited(Taken, 1, groups=(0,))),
-    "a group is twice in a step": ("twice", lambda: edited(Taken, 0, groups=(0, 0))),
-    "an episode is missing": ("whole", lambda: edited(Trained, 0, groups=(pair(0, 1, 0)[:1],))),
-    "a step of two groups": ("whole", lambda: edited(Trained, 0, groups=(pair(0, 1, 0), pair(1, 1, 0)))),
+SPOILED: dict[str, tuple[str, Callable[[], Sequence[RunEvent]]]] = {
+    "a number is taken twice": ("lineage", lambda: edited(LineageBegan, 1, lineage=1)),
+    "a parent that never began": ("lineage", lambda: edited(LineageBegan, 1, parent=7)),
+    "a checkpoint of steps that were not made": ("lineage", lambda: edited(LineageBegan, 1, step=4)),
+    "a checkpoint with other groups": ("lineage", lambda: edited(LineageBegan, 1, consumed=3)),
+    "a checkpoint with another version": ("lineage", lambda: edited(LineageBegan, 1, version=1)),
+    "the learner of an old start trains on": ("lineage", lambda: edited(StepBegan, 3, lineage=1)),
+    "a step is left out": ("lineage", lambda: edited(StepBegan, 1, step=3)),
+    "a safe checkpoint is passed over": ("checkpoint", lambda: edited(LineageBegan, 1, step=1, version=1, consumed=1)),
+    "weights of a checkpoint are other weights": ("checkpoint", lambda: edited(WeightsPublished, 3, weights=7)),
+    "a group is trained twice": ("twice", lambda: edited(StepBegan, 1, groups=(0,))),
+    "a group is twice in a step": ("twice", lambda: edited(StepBegan, 0, groups=(0, 0))),
+    "an episode is missing": ("whole", lambda: edited(StepTrained, 0, groups=(pair(0, 1, 0)[:1],))),
+    "a step of two groups": ("whole", lambda: edited(StepTrained, 0, groups=(pair(0, 1, 0), pair(1, 1, 0)))),
     "too few differ": ("replaced", good),
     "episodes of a group play two tasks": (
         "task",
-        lambda: edited(Trained, 0, groups=((msgspec.structs.replace(pair(0, 1, 0)[0], task=2), pair(0, 1, 0)[1]),)),
+        lambda: edited(StepTrained, 0, groups=((msgspec.structs.replace(pair(0, 1, 0)[0], task=2), pair(0, 1, 0)[1]),)),
     ),
-    "beyond the window": ("window", lambda: edited(Taken, 0, groups=(2,))),
-    "an older one is complete": ("window", lambda: edited(Taken, 0, groups=(1,))),
-    "weights that were taken back": ("weights", lambda: edited(Trained, 4, groups=(pair(3, 1, 3),))),
-    "a lineage that never was": ("weights", lambda: edited(Trained, 4, groups=(pair(3, 9, 2),))),
+    "beyond the window": ("window", lambda: edited(StepBegan, 0, groups=(2,))),
+    "an older one is complete": ("window", lambda: edited(StepBegan, 0, groups=(1,))),
+    "weights that were taken back": ("weights", lambda: edited(StepTrained, 4, groups=(pair(3, 1, 3),))),
+    "a lineage that never was": ("weights", lambda: edited(StepTrained, 4, groups=(pair(3, 9, 2),))),
     "other log-probs": (
         "weights",
-        lambda: edited(Trained, 0, groups=((msgspec.structs.replace(pair(0, 1, 0)[0], wrong="no"), pair(0, 1, 0)[1]),)),
+        lambda: edited(
+            StepTrained, 0, groups=((msgspec.structs.replace(pair(0, 1, 0)[0], wrong="no"), pair(0, 1, 0)[1]),)
+        ),
     ),
     "as nobody sent it": (
         "content",
-        lambda: edited(Trained, 0, groups=((playing(0, 0, 1, 0, take=1), pair(0, 1, 0)[1]),)),
+        lambda: edited(StepTrained, 0, groups=((playing(0, 0, 1, 0, take=1), pair(0, 1, 0)[1]),)),
     ),
     "acknowledged, and never sent": (
         "content",
-        lambda: inserted(Taken, 0, lambda at: Acknowledged(at, "a", (format_trajectory_id(9, 0),))),
+        lambda: inserted(StepBegan, 0, lambda at: TrajectoriesAcknowledged(at, "a", (format_trajectory_id(9, 0),))),
     ),
     "too old": ("age", good),
-    "a version is counted twice": ("version", lambda: edited(Taken, 1, version=2)),
-    "published before it is made": ("version", lambda: edited(Published, 1, version=2)),
-    "published again": ("version", lambda: edited(Published, 1, version=0)),
-    "old weights under a new number": ("version", lambda: edited(Published, 1, weights=100)),
-    "installed from another lineage": ("version", lambda: edited(Installed, 6, lineage=1)),
+    "a version is counted twice": ("version", lambda: edited(StepBegan, 1, version=2)),
+    "published before it is made": ("version", lambda: edited(WeightsPublished, 1, version=2)),
+    "published again": ("version", lambda: edited(WeightsPublished, 1, version=0)),
+    "old weights under a new number": ("version", lambda: edited(WeightsPublished, 1, weights=100)),
+    "installed from another lineage": ("version", lambda: edited(WeightsInstalled, 6, lineage=1)),
     "installed backwards": (
         "version",
-        lambda: inserted(Taken, 1, lambda at: Installed(at, "a", 1, 0, 100)),
+        lambda: inserted(StepBegan, 1, lambda at: WeightsInstalled(at, "a", 1, 0, 100)),
     ),
-    "installed, not published": ("version", lambda: edited(Installed, 2, version=9)),
-    "other weights installed": ("version", lambda: edited(Installed, 2, weights=9)),
-    "sampled by weights that it had not": ("generator", lambda: edited(Sent, 0, trajectory=playing(0, 0, 1, 1))),
-    "named of another lineage": ("generator", lambda: edited(Sent, 0, trajectory=playing(0, 0, 2, 0))),
-    "acknowledged and lost": ("lost", lambda: edited(Asked, 0, missing={2: [1]})),
+    "installed, not published": ("version", lambda: edited(WeightsInstalled, 2, version=9)),
+    "other weights installed": ("version", lambda: edited(WeightsInstalled, 2, weights=9)),
+    "sampled by weights that it had not": (
+        "generator",
+        lambda: edited(TrajectorySent, 0, trajectory=playing(0, 0, 1, 1)),
+    ),
+    "named of another lineage": ("generator", lambda: edited(TrajectorySent, 0, trajectory=playing(0, 0, 2, 0))),
+    "acknowledged and lost": ("lost", lambda: edited(MissingReported, 0, missing={2: [1]})),
     "what was kept is played again": (
         "again",
-        lambda: inserted(Taken, 3, lambda at: Leased(at, "a", ((3, (1,)),))),
+        lambda: inserted(StepBegan, 3, lambda at: GroupsLeased(at, "a", ((3, (1,)),))),
     ),
-    "what is here is played again": ("again", lambda: inserted(Taken, 0, lambda at: Leased(at, "a", ((1, (0,)),)))),
-    "what was trained is played again": ("again", lambda: inserted(Taken, 1, lambda at: Leased(at, "a", ((0, (0,)),)))),
-    "two generators have it": ("again", lambda: inserted(Sent, 0, lambda at: Leased(at, "b", ((0, (1,)),)))),
+    "what is here is played again": (
+        "again",
+        lambda: inserted(StepBegan, 0, lambda at: GroupsLeased(at, "a", ((1, (0,)),))),
+    ),
+    "what was trained is played again": (
+        "again",
+        lambda: inserted(StepBegan, 1, lambda at: GroupsLeased(at, "a", ((0, (0,)),))),
+    ),
+    "two generators have it": (
+        "again",
+        lambda: inserted(TrajectorySent, 0, lambda at: GroupsLeased(at, "b", ((0, (1,)),))),
+    ),
     "a slot is freed early": (
         "slots",
-        lambda: inserted(Published, 1, *(lambda at, g=g: Leased(at, "a", ((g, (0, 1)),)) for g in (2, 3))),
+        lambda: inserted(WeightsPublished, 1, *(lambda at, g=g: GroupsLeased(at, "a", ((g, (0, 1)),)) for g in (2, 3))),
     ),
-    "a group is passed over": ("slots", lambda: inserted(Taken, 0, lambda at: Leased(at, "a", ((3, (0, 1)),)))),
-    "more slots than there are": ("slots", lambda: inserted(Taken, 0, lambda at: Slots(at, 4, 3))),
+    "a group is passed over": (
+        "slots",
+        lambda: inserted(StepBegan, 0, lambda at: GroupsLeased(at, "a", ((3, (0, 1)),))),
+    ),
+    "more slots than there are": ("slots", lambda: inserted(StepBegan, 0, lambda at: SlotsReported(at, 4, 3))),
     "something sound is refused": (
         "refused",
-        lambda: inserted(Acknowledged, 0, lambda at: Refused(at, "a", format_trajectory_id(0, 0), "no")),
+        lambda: inserted(
+            TrajectoriesAcknowledged, 0, lambda at: TrajectoryRefused(at, "a", format_trajectory_id(0, 0), "no")
+        ),
     ),
-    "removed before a checkpoint": ("store", lambda: inserted(Saved, 0, lambda at: Unlinked(at, 1, "1-1"))),
+    "removed before a checkpoint": (
+        "store",
+        lambda: inserted(CheckpointSaved, 0, lambda at: SpoolFileRemoved(at, 1, "1-1")),
+    ),
     "the spool keeps what is trained": (
         "store",
-        lambda: [e for e in good() if not isinstance(e, Unlinked) or e.group != 2],
+        lambda: [e for e in good() if not isinstance(e, SpoolFileRemoved) or e.group != 2],
     ),
-    "the run fails": ("ended", lambda: edited(Finished, 0, failed="no")),
-    "a host fetches other weights": ("arrived", lambda: inserted(Taken, 1, lambda at: Arrived(at, "a", 1, 9))),
+    "the run fails": ("ended", lambda: edited(RunFinished, 0, failed="no")),
+    "a host fetches other weights": (
+        "arrived",
+        lambda: inserted(StepBegan, 1, lambda at: VersionArrived(at, "a", 1, 9)),
+    ),
     "a version that is used is removed": (
         "held",
-        lambda: inserted(Taken, 1, lambda at: Fetched(at, "a", "h: v"), lambda at: Removed(at, "b", "h: v")),
+        lambda: inserted(
+            StepBegan, 1, lambda at: VersionFetched(at, "a", "h: v"), lambda at: VersionRemoved(at, "b", "h: v")
+        ),
     ),
-    "a parent that failed": ("parent", lambda: inserted(Taken, 0, lambda at: Placed(at, "a", "tcp://b", ("tcp://b",)))),
+    "a parent that failed": (
+        "parent",
+        lambda: inserted(StepBegan, 0, lambda at: ParentAssigned(at, "a", "tcp://b", ("tcp://b",))),
+    ),
     "it plays with old weights": (
         "current",
         lambda: inserted(
-            Taken, 1, lambda at: Lost(at, "a"), lambda at: Installed(at, "a", 1, 0, 100), lambda at: Plays(at, "a")
+            StepBegan,
+            1,
+            lambda at: ProcessEnded(at, "a"),
+            lambda at: WeightsInstalled(at, "a", 1, 0, 100),
+            lambda at: PlayRequested(at, "a"),
         ),
     ),
     "an installation does not end": (
         "prompt",
-        lambda: inserted(Published, 4, lambda at: Installing(at, "a", 2, 3), lambda at: Passed(at + 97.0)),
+        lambda: inserted(
+            WeightsPublished, 4, lambda at: InstallRequested(at, "a", 2, 3), lambda at: TimePassed(at + 97.0)
+        ),
     ),
     "one is left with old weights": (
         "prompt",
         lambda: [
-            *inserted(Published, 4, lambda at: Plays(at, "b"))[: of(good(), Published, 4) + 3],
-            Passed(good()[of(good(), Quiet)].at + 98.0),
+            *inserted(WeightsPublished, 4, lambda at: PlayRequested(at, "b"))[: of(good(), WeightsPublished, 4) + 3],
+            TimePassed(good()[of(good(), FaultsOver)].at + 98.0),
         ],
     ),
     "a parent is silent": (
         "prompt",
-        lambda: inserted(Taken, 0, lambda at: Looked(at, "a"), lambda at: Passed(at + 21.0)),
+        lambda: inserted(StepBegan, 0, lambda at: ParentRequested(at, "a"), lambda at: TimePassed(at + 21.0)),
     ),
     "a silent one keeps what it has": (
         "prompt",
-        lambda: inserted(Sent, 0, *(lambda at, i=i: Leased(at + 9.0 * i, "b", free=2) for i in range(1, 6))),
+        lambda: inserted(
+            TrajectorySent, 0, *(lambda at, i=i: GroupsLeased(at + 9.0 * i, "b", free=2) for i in range(1, 6))
+        ),
     ),
     "of a session that is over": (
         "session",
-        lambda: inserted(Acknowledged, 0, lambda at: Delivered(at, "a", (format_trajectory_id(0, 0),), False)),
+        lambda: inserted(
+            TrajectoriesAcknowledged, 0, lambda at: TrajectoriesDelivered(at, "a", (format_trajectory_id(0, 0),), False)
+        ),
     ),
     "given up too soon": (
         "failed",
-        lambda: inserted(Taken, 0, lambda at: Sent(at, "a", msgspec.structs.replace(playing(0, 0, 1), reward=None))),
+        lambda: inserted(
+            StepBegan, 0, lambda at: TrajectorySent(at, "a", msgspec.structs.replace(playing(0, 0, 1), reward=None))
+        ),
     ),
     "two evaluations at a time": (
         "evaluation",
-        lambda: inserted(Taken, 2, lambda at: Evaluating(at, 1), lambda at: Evaluating(at, 2)),
+        lambda: inserted(StepBegan, 2, lambda at: EvaluationBegan(at, 1), lambda at: EvaluationBegan(at, 2)),
     ),
-    "evaluated with old weights": ("evaluation", lambda: inserted(Taken, 2, lambda at: Evaluated(at, 2, (7,), 1, 2))),
+    "evaluated with old weights": (
+        "evaluation",
+        lambda: inserted(StepBegan, 2, lambda at: EvaluationEnded(at, 2, (7,), 1, 2)),
+    ),
     "other tasks are evaluated": (
         "evaluation",
-        lambda: inserted(Taken, 2, lambda at: Evaluated(at, 1, (7,), 1, 2), lambda at: Evaluated(at, 2, (9,), 2, 2)),
+        lambda: inserted(
+            StepBegan, 2, lambda at: EvaluationEnded(at, 1, (7,), 1, 2), lambda at: EvaluationEnded(at, 2, (9,), 2, 2)
+        ),
     ),
-    "trained tasks are evaluated": ("evaluation", lambda: inserted(Taken, 2, lambda at: Evaluated(at, 2, (0,), 2, 2))),
-    "an evaluation is missing": ("evaluation", lambda: edited(Finished, 0, evaluated=(4,))),
-    "that of the last step is missing": ("evaluation", lambda: edited(Finished, 0, evaluated=(2,))),
-    "an evaluation is there twice": ("evaluation", lambda: edited(Finished, 0, evaluated=(2, 2, 4))),
-    "steps are missing at the end": ("ended", lambda: edited(Finished, 0, steps=3)),
-    "no step after the last fault": ("stuck", lambda: inserted(Published, 4, lambda at: Passed(at + 101.0))),
-    "no step after a step": ("stuck", lambda: inserted(Saved, 1, lambda at: Passed(at + 51.0))),
+    "trained tasks are evaluated": (
+        "evaluation",
+        lambda: inserted(StepBegan, 2, lambda at: EvaluationEnded(at, 2, (0,), 2, 2)),
+    ),
+    "an evaluation is missing": ("evaluation", lambda: edited(RunFinished, 0, evaluated=(4,))),
+    "that of the last step is missing": ("evaluation", lambda: edited(RunFinished, 0, evaluated=(2,))),
+    "an evaluation is there twice": ("evaluation", lambda: edited(RunFinished, 0, evaluated=(2, 2, 4))),
+    "steps are missing at the end": ("ended", lambda: edited(RunFinished, 0, steps=3)),
+    "no step after the last fault": ("stuck", lambda: inserted(WeightsPublished, 4, lambda at: TimePassed(at + 101.0))),
+    "no step after a step": ("stuck", lambda: inserted(CheckpointSaved, 1, lambda at: TimePassed(at + 51.0))),
 }
 
 
@@ -245,9 +300,9 @@ def test_a_step_replaces_groups_until_enough_differ_or_its_budget_is_spent(diffe
         tuple(msgspec.structs.replace(f, reward=float(differs * f.episode)) for f in pair(group, 1, 0))
         for group, differs in enumerate(differing)
     )
-    known = see(good()[:1], rules).known
-    assert groups_are_replaced_for_want_of_contrast(known, Trained(1.0, 1, 1, 0, groups)).endswith(says)
-    assert says or not groups_are_replaced_for_want_of_contrast(known, Trained(1.0, 1, 1, 0, groups))
+    known = see(good()[:1], rules).state
+    assert groups_are_replaced_for_want_of_contrast(known, StepTrained(1.0, 1, 1, 0, groups)).endswith(says)
+    assert says or not groups_are_replaced_for_want_of_contrast(known, StepTrained(1.0, 1, 1, 0, groups))
 
 
 def test_every_rule_has_a_history_that_breaks_it():
@@ -259,17 +314,17 @@ def test_what_a_start_found_in_the_spool_is_there_for_the_next_one_though_nobody
     w = Writer()
     w.begin(1)
     w.publish(0, 100, "a")
-    w.add(Leased, "a", ((0, (0, 1)),))
-    w.add(Sent, "a", playing(0, 0, 1, 0))
-    w.add(Lost, "learner")
+    w.add(GroupsLeased, "a", ((0, (0, 1)),))
+    w.add(TrajectorySent, "a", playing(0, 0, 1, 0))
+    w.add(ProcessEnded, "learner")
     w.begin(2)
-    w.add(Asked, {0: [1]})
+    w.add(MissingReported, {0: [1]})
     see(w.events)
-    w.add(Lost, "learner")
+    w.add(ProcessEnded, "learner")
     w.begin(3)
-    w.add(Asked, {0: [0, 1]})
+    w.add(MissingReported, {0: [0, 1]})
     assert broken(w.events).name == "lost"
-    w.events[-1] = Asked(w.events[-1].at, {0: [1]})
+    w.events[-1] = MissingReported(w.events[-1].at, {0: [1]})
     see(w.events)
 
 
@@ -278,10 +333,10 @@ def test_without_a_spool_what_was_acknowledged_goes_with_the_learner_and_may_be_
     w.begin(1)
     w.publish(0, 100, "a")
     w.play("a", 0, 0)
-    w.add(Lost, "learner")
+    w.add(ProcessEnded, "learner")
     w.begin(2)
     w.publish(0, 100, "a")
-    w.add(Asked, {0: [0, 1]})
+    w.add(MissingReported, {0: [0, 1]})
     w.play("a", 0, 0)
     see(w.events, msgspec.structs.replace(RULES, durable="nothing"))
     assert broken(w.events).name == "lost"
@@ -289,7 +344,7 @@ def test_without_a_spool_what_was_acknowledged_goes_with_the_learner_and_may_be_
 
 def test_without_fsync_a_power_failure_takes_what_was_acknowledged():
     events = good()
-    at = of(events, Began, 1)
+    at = of(events, LineageBegan, 1)
     events[at : at + 2] = [
         PowerFailed(events[at].at),
         events[at],
@@ -306,23 +361,28 @@ def test_a_name_that_was_not_synced_does_not_let_the_spool_go_where_power_may_fa
     w.play("a", 0, 0)
     w.train(1, 0, *pair(0, 1, 0))
     w.begin(2, 1, 1, 1, 1)  # from a checkpoint that has its name, and nobody synced it
-    w.add(Unlinked, 0, "0-1")
+    w.add(SpoolFileRemoved, 0, "0-1")
     see(w.events)
     assert broken(w.events, msgspec.structs.replace(RULES, durable="power")).name == "store"
 
 
 def test_what_came_after_the_learner_was_asked_may_be_leased_again():
     events = inserted(
-        Sent,
+        TrajectorySent,
         0,
-        lambda at: Lost(at, "a"),
-        lambda at: Asked(at, {0: [0, 1]}),
-        lambda at: Installed(at, "a", 1, 0, 100),
+        lambda at: ProcessEnded(at, "a"),
+        lambda at: MissingReported(at, {0: [0, 1]}),
+        lambda at: WeightsInstalled(at, "a", 1, 0, 100),
     )
-    at = of(events, Acknowledged, 0)
-    events.insert(at + 1, Leased(events[at].at, "b", ((0, (0, 1)),)))
+    at = of(events, TrajectoriesAcknowledged, 0)
+    events.insert(at + 1, GroupsLeased(events[at].at, "b", ((0, (0, 1)),)))
     see(events[: at + 2])
-    again = [*events[: at + 2], Asked(events[at].at, {0: []}), Lost(events[at].at, "b"), events[at + 1]]
+    again = [
+        *events[: at + 2],
+        MissingReported(events[at].at, {0: []}),
+        ProcessEnded(events[at].at, "b"),
+        events[at + 1],
+    ]
     assert broken(again).name == "again"
 
 
@@ -330,12 +390,12 @@ def test_leases_of_a_generator_that_was_silent_may_be_given_to_another():
     w = Writer()
     w.begin(1)
     w.publish(0, 100, "a", "b")
-    w.add(Leased, "a", ((0, (0, 1)),))
-    late = Leased(20.0, "b", ((0, (0, 1)),))
+    w.add(GroupsLeased, "a", ((0, (0, 1)),))
+    late = GroupsLeased(20.0, "b", ((0, (0, 1)),))
     see([*w.events, late])
-    awake = Leased(19.0, "a")
+    awake = GroupsLeased(19.0, "a")
     see([*w.events, awake, late])  # it was silent for long enough before it woke
-    steady = [Leased(float(at), "a") for at in range(5, 20)]
+    steady = [GroupsLeased(float(at), "a") for at in range(5, 20)]
     assert broken([*w.events, *steady, late]).name == "again"
 
 
@@ -345,7 +405,7 @@ def test_rows_beyond_the_window_are_within_the_credit():
     w.begin(1)
     w.publish(0, 100, "a")
     for group in range(3):
-        w.add(Leased, "a", ((group, (0, 1)),))
+        w.add(GroupsLeased, "a", ((group, (0, 1)),))
     w.deliver("a", 0, 0, episodes=[0])  # the window: as much as comes
     w.deliver("a", 1, 0)
     w.deliver("a", 2, 0, episodes=[0])
@@ -360,37 +420,37 @@ def test_nobody_waits_for_memory_that_is_free():
     w.begin(1)
     w.publish(0, 100, "a")
     for group in range(3):
-        w.add(Leased, "a", ((group, (0, 1)),))
+        w.add(GroupsLeased, "a", ((group, (0, 1)),))
     w.deliver("a", 0, 0)
-    assert broken([*w.events, Limited(20.0, "a", 1)], rules).name == "memory"
+    assert broken([*w.events, GroupsLimited(20.0, "a", 1)], rules).name == "memory"
     w.deliver("a", 1, 0)
-    w.add(Limited, "a", 1)
+    w.add(GroupsLimited, "a", 1)
     see(w.events, rules)
-    w.add(Taken, 1, 1, 0, (0,))
-    w.add(Trained, 1, 1, 0, (pair(0, 1, 0),))
-    w.add(Limited, "a", 2)  # a moment later: what was trained is released then
+    w.add(StepBegan, 1, 1, 0, (0,))
+    w.add(StepTrained, 1, 1, 0, (pair(0, 1, 0),))
+    w.add(GroupsLimited, "a", 2)  # a moment later: what was trained is released then
     see(w.events, rules)
     w.train(2, 1, *pair(1, 1, 0))
-    assert broken([*w.events, Limited(99.0, "a", 3)], rules).name == "memory"
+    assert broken([*w.events, GroupsLimited(99.0, "a", 3)], rules).name == "memory"
 
 
 def test_files_beyond_the_window_are_within_the_disk():
     rules = msgspec.structs.replace(RULES, disk_bytes=1000)
     w = Writer()
     w.begin(1)
-    w.add(Stored, 0, "0-1", 5000)
-    w.add(Stored, 2, "2-1", 1000)
+    w.add(SpoolFileGrew, 0, "0-1", 5000)
+    w.add(SpoolFileGrew, 2, "2-1", 1000)
     see(w.events, rules)
-    w.add(Stored, 3, "3-1", 2000)
+    w.add(SpoolFileGrew, 3, "3-1", 2000)
     assert broken(w.events, rules).name == "disk"
 
 
 def test_a_start_in_the_middle_of_a_version_has_all_steps_in_its_weights():
-    first = Branch(1)
+    first = LineageBranch(1)
     for group in range(3):
-        first.add((group,), makes_version=group == 1)
-    second = Branch(2, first, step=3, version=1)
-    assert second.since == 1
+        first.add_step((group,), makes_version=group == 1)
+    second = LineageBranch(2, first, step=3, version=1)
+    assert second.steps_since_version == 1
     assert not same_weights(first, 1, second, 1)
     assert leads_to(first, 1, second)
-    assert not leads_to(second, 1, Branch(3, first, step=2, version=1))
+    assert not leads_to(second, 1, LineageBranch(3, first, step=2, version=1))

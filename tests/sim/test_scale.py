@@ -7,11 +7,11 @@ from collections import Counter
 
 import pytest
 
-from dev.simulation.faults import Fault
-from dev.simulation.run import Simulated as SimulatedRun
-from dev.simulation.run import model_here
-from dev.simulation.shrink import Case
-from dev.simulation.workload import Workload
+from dev.simulation.faults import PlannedFault
+from dev.simulation.run import SimulatedRun as SimulatedRun
+from dev.simulation.run import tiny_model_directory
+from dev.simulation.shrink import SimulationCase
+from dev.simulation.workload import SimulatedWorkload
 from r3async.actors.driver import ScaleRequest, write_scale_request
 from r3async.actors.leasing import LeaseDispatcher
 from tests.sim.test_accounting import rehearse
@@ -132,16 +132,18 @@ def test_what_has_no_place_waits_for_one(machine, tmp_path):
 
 
 def test_the_simulator_scales_a_run_beside_faults():
-    workload = Workload(seed=3, hosts=3, generators=2, concurrency=2, steps=6, train_seconds=30.0, stall_seconds=60.0)
-    faults = (
-        Fault(40.0, "scale", amount=4),
-        Fault(70.0, "kill", "learner"),
-        Fault(90.0, "scale", amount=1),
-        Fault(100.0, "kill", "generator-0"),
-        Fault(120.0, "scale", amount=3),
+    workload = SimulatedWorkload(
+        seed=3, hosts=3, generators=2, concurrency=2, steps=6, train_seconds=30.0, stall_seconds=60.0
     )
-    with model_here():
-        run = SimulatedRun(Case(workload, faults))
+    faults = (
+        PlannedFault(40.0, "scale", amount=4),
+        PlannedFault(70.0, "kill", "learner"),
+        PlannedFault(90.0, "scale", amount=1),
+        PlannedFault(100.0, "kill", "generator-0"),
+        PlannedFault(120.0, "scale", amount=3),
+    )
+    with tiny_model_directory():
+        run = SimulatedRun(SimulationCase(workload, faults))
         result = run.run()
     assert (result.violated, result.reason, result.steps) == ("", "", 6)
     assert result.faults["scale"] == 3

@@ -13,10 +13,10 @@ import pytest
 
 from dev.simulation.command import read_case, write_case
 from dev.simulation.mutants import MUTANTS
-from dev.simulation.run import Simulated, draw_case, model_here
-from dev.simulation.search import quiet_logs, run_case, search
-from dev.simulation.shrink import Case
-from dev.simulation.workload import Workload
+from dev.simulation.run import SimulatedRun, draw_case, tiny_model_directory
+from dev.simulation.search import quiet_logs, run_case, search_seeds
+from dev.simulation.shrink import SimulationCase
+from dev.simulation.workload import SimulatedWorkload
 
 KEPT = sorted((Path(__file__).parent / "seeds").glob("*.json"))
 SEEDS = 10
@@ -35,7 +35,7 @@ WITHIN = 25
 
 @pytest.fixture(scope="module", autouse=True)
 def model():
-    with quiet_logs(), model_here():
+    with quiet_logs(), tiny_model_directory():
         yield
 
 
@@ -46,7 +46,7 @@ def test_a_run_that_failed_once_keeps_every_invariant(path: Path):
 
 
 def test_the_first_seeds_keep_every_invariant():
-    for result in search(range(SEEDS), jobs=2):
+    for result in search_seeds(range(SEEDS), jobs=2):
         assert not result.violated, f"seed {result.seed}: {result.violated}: {result.reason}"
         assert not result.unhandled, f"seed {result.seed}: {result.unhandled}"
 
@@ -55,7 +55,7 @@ def test_the_first_seeds_keep_every_invariant():
 def test_a_defect_that_is_planted_is_found(mutant: str):
     first = QUICK[mutant]
     seeds = [*range(first, WITHIN), *range(first)]
-    found = next((r for r in search(seeds, jobs=1, mutant=mutant) if r.violated), None)
+    found = next((r for r in search_seeds(seeds, jobs=1, mutant=mutant) if r.violated), None)
     assert found is not None
 
 
@@ -72,9 +72,9 @@ def test_every_mutant_says_what_is_wrong_and_takes_it_back():
 
 
 DIGESTS = """
-from dev.simulation.run import draw_case, model_here
+from dev.simulation.run import draw_case, tiny_model_directory
 from dev.simulation.search import quiet_logs, run_case
-with quiet_logs(), model_here():
+with quiet_logs(), tiny_model_directory():
     found = [run_case(draw_case(seed))[0].digest for seed in (1, 4)]
 print(" ".join(found))
 """
@@ -99,17 +99,17 @@ def test_a_case_is_written_and_read(tmp_path: Path):
     case = msgspec.structs.replace(draw_case(3), mutant="lineage_ignored")
     write_case(tmp_path / "case.json", case)
     assert read_case(tmp_path / "case.json") == case
-    assert isinstance(case, Case)
+    assert isinstance(case, SimulationCase)
 
 
 def test_a_run_with_zero_variance_in_any_step_ends_without_a_model_and_is_no_failure():
-    result, _ = run_case(Case(Workload(3, steps=2, flat=1)))
+    result, _ = run_case(SimulationCase(SimulatedWorkload(3, steps=2, flat=1)))
     assert not result.violated, f"{result.violated}: {result.reason}"
     assert result.steps == 2
 
 
 def test_a_run_in_which_something_is_left_unhandled_fails():
-    simulated = Simulated(Case(Workload(3, steps=2)))
+    simulated = SimulatedRun(SimulationCase(SimulatedWorkload(3, steps=2)))
 
     def fail() -> None:
         raise ValueError("nobody handles this")

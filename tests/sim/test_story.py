@@ -8,25 +8,27 @@ from pathlib import Path
 import msgspec
 
 from dev.simulation import history
-from dev.simulation.faults import Fault
-from dev.simulation.history import Leased, Passed, Slots
-from dev.simulation.shrink import Case
-from dev.simulation.story import _TELL, tell, write_story, write_trace
-from dev.simulation.workload import Workload
+from dev.simulation.faults import PlannedFault
+from dev.simulation.history import GroupsLeased, SlotsReported, TimePassed
+from dev.simulation.shrink import SimulationCase
+from dev.simulation.story import _TELLERS, tell_story, write_story, write_trace
+from dev.simulation.workload import SimulatedWorkload
 from r3async.record.timeline import Span, read_timeline
 from tests.sim.histories import good
 
 
 def test_every_event_that_a_person_wants_to_read_has_words():
-    assert set(_TELL) | {Slots, Passed} == set(typing.get_args(history.History))
-    told = list(tell([*good(), Leased(99.0, "a")]))
+    assert set(_TELLERS) | {SlotsReported, TimePassed} == set(typing.get_args(history.AnyRunEvent))
+    told = list(tell_story([*good(), GroupsLeased(99.0, "a")]))
     assert len(told) == len(good())
     assert "driver       starts lineage 2 from step 2 of lineage 1: version 2, 2 groups consumed" in "\n".join(told)
     assert "a            sends g00000002e0001, sampled by version 1 of lineage 1" in "\n".join(told)
 
 
 def test_a_story_has_the_settings_the_faults_the_last_events_and_the_verdict():
-    case = Case(Workload(7, generators=3), (Fault(2.0, "freeze", "learner", 9.0),), "no_dedupe")
+    case = SimulationCase(
+        SimulatedWorkload(7, generators=3), (PlannedFault(2.0, "freeze", "learner", 9.0),), "no_dedupe"
+    )
     story = write_story(case, good(), "twice: group 3", last=4)
     assert story.startswith("seed 7: generators 3\nmutant: no_dedupe\nfaults: at 2 s freeze learner for 9 s\n")
     assert f"({len(good()) - 4} events before)" in story

@@ -60,14 +60,14 @@ def test_a_line_is_stable_and_the_hash_is_of_all_lines():
     log.log_event("learner", "step", number=3, seconds=0.1 + 0.2, groups=[1, 2], text="two words", empty="")
     assert log.lines == ['1.500000 learner step number=3 seconds=0.3 groups=[1,2] text="two words" empty=""']
     assert heard[0][1:3] == ("learner", "step")
-    before = log.digest()
+    before = log.compute_digest()
     log.log_detail("a calls b")
     assert len(log.lines) == 1
-    assert log.digest() != before
+    assert log.compute_digest() != before
     again = SimulationLog(lambda: 1.5, keep_details=True)
     again.log_event("learner", "step", number=3, seconds=0.3, groups=[1, 2], text="two words", empty="")
     again.log_detail("a calls b")
-    assert again.digest() == log.digest()
+    assert again.compute_digest() == log.compute_digest()
     assert len(again.lines) == 2
 
 
@@ -113,7 +113,7 @@ simulation.run(driver, main(driver.world, simulation))
 simulation.close()
 assert simulation.loop.failures == [], simulation.loop.failures
 print("\\n".join(simulation.log.lines))
-print(simulation.log.digest(), simulation.loop.callback_count)
+print(simulation.log.compute_digest(), simulation.loop.callback_count)
 """
 
 

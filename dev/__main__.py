@@ -45,10 +45,9 @@ def chaos(
     """Inject the faults of a scenario into a real run, and check what it trained. Exits with 1 for any problem."""
     import msgspec
 
-    from dev.chaos.run import chaos as rehearse
-    from dev.chaos.run import describe
+    from dev.chaos.run import describe_report, run_chaos
 
-    rehearsed = rehearse(
+    report = run_chaos(
         preset,
         overrides or [],
         scenario=scenario,
@@ -59,10 +58,10 @@ def chaos(
         root=runs,
         replayed=replay,
     )
-    typer.echo(describe(rehearsed), err=json)
+    typer.echo(describe_report(report), err=json)
     if json:
-        typer.echo(msgspec.json.encode(rehearsed))
-    raise typer.Exit(1 if rehearsed.problems else 0)
+        typer.echo(msgspec.json.encode(report))
+    raise typer.Exit(1 if report.problems else 0)
 
 
 @app.command()

@@ -72,11 +72,11 @@ def growth(samples: Sequence[Sample]) -> tuple[dict[str, float], bool]:
 
 def run(minutes: float, overrides: Sequence[str], directory: Path, say: Say) -> Measurements:
     """Run with the scripted engine for `minutes`. Raises `BenchError` if the run ends before that."""
-    from dev.chaos.run import make_model, settings
-    from dev.chaos.scenarios import Kills
+    from dev.chaos.run import chaos_overrides, make_model
+    from dev.chaos.scenarios import SpreadKills
 
     chosen = [
-        *settings(Kills, 0, "scripted"),
+        *chaos_overrides(SpreadKills, 0, "scripted"),
         "steps=1000000",
         "name=soak",
         "resume=none",

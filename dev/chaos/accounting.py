@@ -14,7 +14,7 @@ import msgspec
 from r3async.record.writer import TrainedStep
 
 
-class Sent(msgspec.Struct, frozen=True, tag="sent", tag_field="kind"):
+class SentRecord(msgspec.Struct, frozen=True, tag="sent", tag_field="kind"):
     """A record that a trajectory's payload left its generator.
 
     Attributes:
@@ -32,20 +32,20 @@ class Sent(msgspec.Struct, frozen=True, tag="sent", tag_field="kind"):
     began: float | None = None
 
 
-class Acknowledged(msgspec.Struct, frozen=True, tag="acknowledged", tag_field="kind"):
+class AcknowledgedRecord(msgspec.Struct, frozen=True, tag="acknowledged", tag_field="kind"):
     """A record that the learner acknowledged these trajectories."""
 
     at: float
     trajectory_ids: list[str]
 
 
-class Damaged(msgspec.Struct, frozen=True, tag="damaged", tag_field="kind"):
+class DamageRecord(msgspec.Struct, frozen=True, tag="damaged", tag_field="kind"):
     """A record that one bit of a message was flipped in transit."""
 
     at: float
 
 
-class Resumed(msgspec.Struct, frozen=True):
+class RunRestart(msgspec.Struct, frozen=True):
     """A restart of the run from a checkpoint of `version`, after which groups before `groups` may have a slot."""
 
     at: float
@@ -53,7 +53,7 @@ class Resumed(msgspec.Struct, frozen=True):
     groups: int
 
 
-class Began(msgspec.Struct, frozen=True):
+class LineageStart(msgspec.Struct, frozen=True):
     """A start of the run: `lineage` began with version `version` of lineage `parent`, or with the start model if that
     is 0."""
 
@@ -62,7 +62,7 @@ class Began(msgspec.Struct, frozen=True):
     version: int
 
 
-Passed = Sent | Acknowledged | Damaged
+RelayRecord = SentRecord | AcknowledgedRecord | DamageRecord
 
 
 def check_trained(steps: Sequence[TrainedStep], expected: int, prompts_per_step: int, group_size: int) -> list[str]:
@@ -86,19 +86,19 @@ def check_trained(steps: Sequence[TrainedStep], expected: int, prompts_per_step:
     return problems
 
 
-def check_lineages(steps: Sequence[TrainedStep], began: Iterable[Began]) -> list[str]:
+def check_lineages(steps: Sequence[TrainedStep], starts: Iterable[LineageStart]) -> list[str]:
     """Return a problem for each trajectory that was sampled by weights from which the trained weights do not descend.
 
     The record has the lineage that made each version that was not rolled back. A version also has other names: those of
     the lineages that began with a copy of it.
     """
-    starts = {start.lineage: start for start in began}
-    made: dict[int, int] = {}
+    start_by_lineage = {start.lineage: start for start in starts}
+    lineage_by_version: dict[int, int] = {}
 
     def is_past(lineage: int, version: int) -> bool:
-        if made.get(version) == lineage:
+        if lineage_by_version.get(version) == lineage:
             return True
-        start = starts.get(lineage)
+        start = start_by_lineage.get(lineage)
         if start is None or start.version != version:
             return False
         return is_past(start.parent, version) if start.parent else version == 0
@@ -115,15 +115,15 @@ def check_lineages(steps: Sequence[TrainedStep], began: Iterable[Began]) -> list
                     f"step {step.step} trained {name}, sampled by version {newest} of lineage {lineage}: these weights were "
                     "taken back"
                 )
-        made[step.version + 1] = step.lineage
+        lineage_by_version[step.version + 1] = step.lineage
     return problems
 
 
-def check_content(steps: Sequence[TrainedStep], passed: Iterable[Passed]) -> list[str]:
+def check_content(steps: Sequence[TrainedStep], records: Iterable[RelayRecord]) -> list[str]:
     """Return a problem for each trained trajectory whose tokens are not those of any rollout of it that was sent."""
     sent: dict[str, set[int]] = defaultdict(set)
-    for message in passed:
-        if isinstance(message, Sent):
+    for message in records:
+        if isinstance(message, SentRecord):
             sent[message.trajectory_id].add(message.crc32)
     problems = []
     for step in steps:
@@ -134,7 +134,7 @@ def check_content(steps: Sequence[TrainedStep], passed: Iterable[Passed]) -> lis
     return problems
 
 
-def check_kept(passed: Iterable[Passed], resumed: Sequence[Resumed]) -> list[str]:
+def check_durable(records: Iterable[RelayRecord], restarts: Sequence[RunRestart]) -> list[str]:
     """Return a problem for each trajectory that was acknowledged and then played again, and so was not durable.
 
     A rollout that had begun before the acknowledgement is no problem: its generator was silent and woke up. Nor is it a
@@ -142,25 +142,25 @@ def check_kept(passed: Iterable[Passed], resumed: Sequence[Resumed]) -> list[str
     slot: such a trajectory is dropped.
     """
     problems: list[str] = []
-    playing: dict[str, Sent] = {}
-    kept: dict[str, tuple[float, Sent]] = {}
-    for message in sorted(passed, key=lambda m: m.at):
-        if isinstance(message, Acknowledged):
+    playing: dict[str, SentRecord] = {}
+    acknowledged: dict[str, tuple[float, SentRecord]] = {}
+    for message in sorted(records, key=lambda m: m.at):
+        if isinstance(message, AcknowledgedRecord):
             for name in message.trajectory_ids:
-                if name in playing and name not in kept:
-                    kept[name] = (message.at, playing[name])
+                if name in playing and name not in acknowledged:
+                    acknowledged[name] = (message.at, playing[name])
             continue
-        if isinstance(message, Damaged):
+        if isinstance(message, DamageRecord):
             continue
-        at, before = kept.get(message.trajectory_id, (0.0, message))
+        at, before = acknowledged.get(message.trajectory_id, (0.0, message))
         if message.began is not None and message.began <= at:
             continue
         if before.play != message.play:
-            back = [r for r in resumed if at <= r.at <= message.at]
+            back = [r for r in restarts if at <= r.at <= message.at]
             if not any(r.version < before.newest or r.groups <= before.group for r in back):
                 problems.append(
                     f"trajectory {message.trajectory_id} was acknowledged and then played again: it had been lost"
                 )
-            del kept[message.trajectory_id]
+            del acknowledged[message.trajectory_id]
         playing[message.trajectory_id] = message
     return problems

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from dev.chaos.accounting import Acknowledged, Damaged, Passed, Sent
-from dev.chaos.relay import Direction, Line, Noise, Relay
+from dev.chaos.accounting import AcknowledgedRecord, DamageRecord, RelayRecord, SentRecord
+from dev.chaos.relay import Direction, MessageRelay, NoiseRates, TcpProxy
 from r3async.actors.driver import RunHandle, RunLauncher
 from r3async.actors.generator import GeneratorActor
 from r3async.actors.learner import LearnerActor
@@ -44,7 +44,7 @@ def chaos_directory(run_dir: Path) -> Path:
     return run_dir.with_name(f"{run_dir.name}.chaos")
 
 
-class Recorder:
+class RelayRecorder:
     """Recorder of the messages that pass one relay. Each is recorded before it is passed on."""
 
     def __init__(self, path: Path):
@@ -57,17 +57,17 @@ class Recorder:
             return
         if isinstance(message, Deliver):
             for item, pieces in zip(message.items, message.split_by_item(frames[1:]), strict=True):
-                self._write(self._sent(decode_trajectory(join_item_frames(item, pieces))))
+                self._append_record(self._sent_record(decode_trajectory(join_item_frames(item, pieces))))
         elif isinstance(message, Ack):
-            self._write(Acknowledged(time.time(), list(message.ids)))
+            self._append_record(AcknowledgedRecord(time.time(), list(message.ids)))
 
-    def damage(self, direction: Direction) -> None:
-        self._write(Damaged(time.time()))
+    def record_damage(self, direction: Direction) -> None:
+        self._append_record(DamageRecord(time.time()))
 
     @staticmethod
-    def _sent(trajectory: Trajectory) -> Sent:
+    def _sent_record(trajectory: Trajectory) -> SentRecord:
         versions = [int(s.table["policy_version"].max(initial=-1)) for s in trajectory.samples]
-        return Sent(
+        return SentRecord(
             time.time(),
             trajectory.trajectory_id,
             trajectory.group_index,
@@ -77,73 +77,75 @@ class Recorder:
             trajectory.started_at,
         )
 
-    def _write(self, message: Passed) -> None:
+    def _append_record(self, message: RelayRecord) -> None:
         self._file.append(msgspec.json.encode(message))
 
 
-class Ports(msgspec.Struct, frozen=True):
+class LearnerAddresses(msgspec.Struct, frozen=True):
     """Addresses at which the learner receives trajectories and serves weights."""
 
     trajectories: str
     weights: str
 
 
-def ports_file(run_dir: Path, generator_id: str) -> Path:
-    """Return the file with the `Ports` that a generator was given."""
+def addresses_file(run_dir: Path, generator_id: str) -> Path:
+    """Return the file with the `LearnerAddresses` that a generator was given."""
     return chaos_directory(run_dir) / f"{generator_id}.ports"
 
 
-def blocked_line(run_dir: Path, generator_id: str) -> Path:
+def blocking_file(run_dir: Path, generator_id: str) -> Path:
     """Return the file that, while it exists, blocks the connection from which the generator fetches weights."""
     return chaos_directory(run_dir) / f"{generator_id}.blocked"
 
 
-def memory_of(directory: str, generator_id: str) -> Path:
+def generator_memory(directory: str, generator_id: str) -> Path:
     """Return the directory of a generator's weights, if `weights.directory` is the learner's `directory`."""
     return Path(directory).with_name(generator_id)
 
 
 class ChaosGenerator(GeneratorActor):
-    """A generator that reaches the learner through a `Relay` in its own process.
+    """A generator that reaches the learner through a `MessageRelay` in its own process.
 
-    With `weights.backend = "tcp"`, the transfer of weights treats it as on a separate host: weights come over a `Line`,
+    With `weights.backend = "tcp"`, the transfer of weights treats it as on a separate host: weights come over a `TcpProxy`,
     into a folder that no other generator uses.
     """
 
     def __init__(self, world: World, generator_id: str, run_id: str, config: dict[str, Any], *args: Any):
-        self._apart = config["weights"]["backend"] == "tcp"
-        if self._apart:
+        self._is_separate_host = config["weights"]["backend"] == "tcp"
+        if self._is_separate_host:
             os.environ[HOST_NAME_VARIABLE] = generator_id
         super().__init__(world, generator_id, run_id, config, *args)
         weights = self.config.weights
-        if self._apart and weights.directory:
-            weights.directory = str(memory_of(weights.directory, generator_id))
-        self._parts = replace(self._parts, make_sender=self._by_relay)
+        if self._is_separate_host and weights.directory:
+            weights.directory = str(generator_memory(weights.directory, generator_id))
+        self._parts = replace(self._parts, make_sender=self._send_by_relay)
         self._endpoint = ""
         """Address at which the learner receives trajectories."""
-        self._lines: list[Line] = []
+        self._proxies: list[TcpProxy] = []
 
     async def install_version(self, publication: TransferOffer) -> InstallReport:
-        return await super().install_version(self._by_line(publication) if self._apart else publication)
+        return await super().install_version(
+            self._fetch_by_proxy(publication) if self._is_separate_host else publication
+        )
 
-    def _by_line(self, publication: TransferOffer) -> TransferOffer:
+    def _fetch_by_proxy(self, publication: TransferOffer) -> TransferOffer:
         source: TcpSource = publication.transport_data[0]
-        if not self._lines:
-            blocked = blocked_line(self.run_dir, self.generator_id)
-            self._lines.append(Line(source.endpoint, blocked.exists))
-            self._lines[0].start()
-            ports = Ports(self._endpoint, source.endpoint)
-            replace_file(ports_file(self.run_dir, self.generator_id), msgspec.json.encode(ports))
-        source = msgspec.structs.replace(source, endpoint=self._lines[0].endpoint)
+        if not self._proxies:
+            blocked = blocking_file(self.run_dir, self.generator_id)
+            self._proxies.append(TcpProxy(source.endpoint, blocked.exists))
+            self._proxies[0].start()
+            ports = LearnerAddresses(self._endpoint, source.endpoint)
+            replace_file(addresses_file(self.run_dir, self.generator_id), msgspec.json.encode(ports))
+        source = msgspec.structs.replace(source, endpoint=self._proxies[0].endpoint)
         return msgspec.structs.replace(publication, transport_data=[source])
 
-    def _by_relay(self, endpoint: str, *args: Any, keys: ClientKeys, **options: Any) -> TrajectorySender:
+    def _send_by_relay(self, endpoint: str, *args: Any, keys: ClientKeys, **options: Any) -> TrajectorySender:
         """Start a relay, and return a sender that reaches the learner through it. Weights use the original keys."""
         directory = chaos_directory(self.run_dir)
-        noise = msgspec.json.decode((directory / "noise.json").read_bytes(), type=Noise)
+        noise = msgspec.json.decode((directory / "noise.json").read_bytes(), type=NoiseRates)
         seed = zlib.crc32(f"{noise.seed}/{self.generator_id}".encode())
-        note = Recorder(directory / f"{self.generator_id}-{os.getpid()}.jsonl")
-        self.relay = Relay(endpoint, noise, random.Random(seed), note, note.damage, keys=keys)
+        note = RelayRecorder(directory / f"{self.generator_id}-{os.getpid()}.jsonl")
+        self.relay = MessageRelay(endpoint, noise, random.Random(seed), note, note.record_damage, keys=keys)
         self.relay.start()
         self._endpoint = endpoint
         return TrajectorySender(self.relay.endpoint, *args, keys=self.relay.sender_keys, **options)
@@ -158,12 +160,12 @@ class AckBeforeSpool(LearnerActor):
         assert spool is not None, "buffer.durability = disk"
         put, tasks = spool.put_trajectory, set()
 
-        async def late(*arguments: Any, **options: Any) -> None:
+        async def put_after_delay(*arguments: Any, **options: Any) -> None:
             await asyncio.sleep(LATE_SECONDS)
             await put(*arguments, **options)
 
         async def put_later(*arguments: Any, **options: Any) -> None:
-            tasks.add(asyncio.create_task(late(*arguments, **options)))
+            tasks.add(asyncio.create_task(put_after_delay(*arguments, **options)))
 
         spool.put_trajectory = put_later  # type: ignore[method-assign]
         return answer
@@ -221,7 +223,7 @@ class NoDedupe(LearnerActor):
         return answer
 
 
-FAULTS: dict[str, type[LearnerActor]] = {
+LEARNER_FAULTS: dict[str, type[LearnerActor]] = {
     "ack-before-spool": AckBeforeSpool,
     "no-dedupe": NoDedupe,
     "unlink-before-commit": UnlinkBeforeCommit,
@@ -229,16 +231,16 @@ FAULTS: dict[str, type[LearnerActor]] = {
 """Faulty learners by name. The accounting must detect each fault."""
 
 
-def chaos_pipeline(fault: str, begun: Callable[[], object]) -> type[RunLauncher]:
+def make_chaos_launcher(fault: str, begun: Callable[[], object]) -> type[RunLauncher]:
     """Return a launcher that starts runs with `ChaosGenerator`s.
 
     Args:
-        fault: One of `FAULTS`, or "" for the real learner.
+        fault: One of `LEARNER_FAULTS`, or "" for the real learner.
         begun: Called whenever the actors of a run exist.
     """
 
-    class ChaosPipeline(RunLauncher):
-        learner_class = FAULTS[fault] if fault else LearnerActor
+    class ChaosLauncher(RunLauncher):
+        learner_class = LEARNER_FAULTS[fault] if fault else LearnerActor
         generator_class = ChaosGenerator
 
         def start(self) -> RunHandle:
@@ -246,4 +248,4 @@ def chaos_pipeline(fault: str, begun: Callable[[], object]) -> type[RunLauncher]
             begun()
             return running
 
-    return ChaosPipeline
+    return ChaosLauncher

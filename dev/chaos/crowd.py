@@ -1,6 +1,6 @@
 """A process that holds many TCP connections without a key, and reconnects each one that is closed.
 
-`python -m dev.chaos.crowd COUNT HOST:PORT…` runs until its standard input ends, and then prints what it saw (`Seen`).
+`python -m dev.chaos.crowd COUNT HOST:PORT…` runs until its standard input ends, and then prints what it saw (`ConnectionCounts`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import time
 import msgspec
 
 SPARE_DESCRIPTORS = 64
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 
 
-class Seen(msgspec.Struct):
+class ConnectionCounts(msgspec.Struct):
     """Counts of connections.
 
     Attributes:
@@ -33,47 +33,47 @@ class Seen(msgspec.Struct):
     most: int = 0
 
 
-class Crowd:
+class StrangerCrowd:
     """A crowd of `count` simultaneous connections, divided evenly among `targets`."""
 
     def __init__(self, count: int, targets: list[tuple[str, int]]):
-        self.seen = Seen()
+        self.counts = ConnectionCounts()
         self._targets = targets
         self._outside: dict[int, tuple[socket.socket, int]] = {}
         """Connections that have not been greeted, by descriptor, each with the index of its target."""
         self._inside: dict[int, tuple[socket.socket, int]] = {}
         self._poll = select.epoll()
         for number in range(count):
-            self._come(number % len(targets))
+            self._connect_stranger(number % len(targets))
 
-    def look(self, seconds: float) -> None:
+    def handle_events(self, seconds: float) -> None:
         """Handle what happens to the connections within `seconds`."""
         for descriptor, _ in self._poll.poll(seconds):
-            held = self._inside if descriptor in self._inside else self._outside
-            stranger, target = held[descriptor]
+            connections = self._inside if descriptor in self._inside else self._outside
+            stranger, target = connections[descriptor]
             try:
                 words = stranger.recv(4096)
             except BlockingIOError:
                 continue
             except OSError:
                 words = b""
-            if words and held is self._outside:
+            if words and connections is self._outside:
                 self._inside[descriptor] = self._outside.pop(descriptor)
-                self.seen.let_in += 1
-                self.seen.most = max(self.seen.most, len(self._inside))
+                self.counts.let_in += 1
+                self.counts.most = max(self.counts.most, len(self._inside))
             elif not words:
-                self.seen.turned_out += held is self._inside
-                del held[descriptor]
+                self.counts.turned_out += connections is self._inside
+                del connections[descriptor]
                 stranger.close()
-                self._come(target)
+                self._connect_stranger(target)
 
-    def _come(self, target: int) -> None:
+    def _connect_stranger(self, target: int) -> None:
         stranger = socket.socket()
         stranger.setblocking(False)
         stranger.connect_ex(self._targets[target])
         self._outside[stranger.fileno()] = stranger, target
         self._poll.register(stranger.fileno(), select.EPOLLIN | select.EPOLLRDHUP)
-        self.seen.tried += 1
+        self.counts.tried += 1
 
 
 def main(count: int, *addresses: str) -> None:
@@ -82,11 +82,11 @@ def main(count: int, *addresses: str) -> None:
         sys.exit(f"{count} connections need as many file descriptors, and {hard} are allowed here (ulimit -Hn)")
     resource.setrlimit(resource.RLIMIT_NOFILE, (count + SPARE_DESCRIPTORS, hard))
     targets = [(host, int(port)) for host, _, port in (address.rpartition(":") for address in addresses)]
-    crowd = Crowd(count, targets)
+    crowd = StrangerCrowd(count, targets)
     while not select.select([sys.stdin], [], [], 0)[0]:
-        crowd.look(LOOK_SECONDS)
+        crowd.handle_events(POLL_SECONDS)
         time.sleep(0.01)
-    print(msgspec.json.encode(crowd.seen).decode())
+    print(msgspec.json.encode(crowd.counts).decode())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from r3async.envs import Action, Message, StepResult
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-class Unsteady:
+class UnsteadyEnvironment:
     """An environment whose task is a few letters. The reward, 0 or 1, depends on the bytes of the answers alone."""
 
     def __init__(self, turns: int = 2, seconds: float = 0.02, failing: float = 0.01):
@@ -29,11 +29,11 @@ class Unsteady:
 
     def reset(self, task_seed: int) -> list[Message]:
         self._answers, self._left = "", self._turns
-        self._work()
+        self._do_work()
         return [Message("user", "".join(random.Random(task_seed).choices(LETTERS, k=6)))]
 
     def step(self, action: Action) -> StepResult:
-        self._work()
+        self._do_work()
         self._answers += action.text
         self._left -= 1
         if self._left:
@@ -43,7 +43,7 @@ class Unsteady:
     def oracle(self) -> str:
         return "a"
 
-    def _work(self) -> None:
+    def _do_work(self) -> None:
         time.sleep(self._rng.uniform(0, self._seconds))
         if self._rng.random() < self._failing:
             raise ConnectionError("this environment fails now and then, on purpose")

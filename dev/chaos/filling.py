@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dev.chaos.scenario import Scenario
+from dev.chaos.scenario import ChaosScenario
 from r3async.config import ConfigError
 
 TOP_UP_SECONDS = 0.05
 
 
 @contextmanager
-def mounted(point: Path, megabytes: int, scenario: str) -> Iterator[Path]:
+def mount_tmpfs(point: Path, megabytes: int, scenario: str) -> Iterator[Path]:
     """Mount a file system of `megabytes` MB at `point`, and unmount it at the end.
 
     `scenario` names the scenario in the message of the `ConfigError` that is raised where mounting is not allowed.
@@ -52,11 +52,11 @@ def top_up(descriptor: int) -> None:
                 raise
 
 
-class Filling(Scenario):
+class FillingScenario(ChaosScenario):
     """A scenario that fills file systems."""
 
-    def fill(self, directory: Path, name: str, enough: Callable[[float], bool]) -> tuple[float, float]:
-        """Take all free bytes, and those that others free meanwhile, until `enough` is true or the run is over.
+    def fill_disk(self, directory: Path, name: str, is_enough: Callable[[float], bool]) -> tuple[float, float]:
+        """Take all free bytes, and those that others free meanwhile, until `is_enough` is true or the run is over.
 
         Args:
             directory: Directory on the file system.
@@ -68,14 +68,14 @@ class Filling(Scenario):
         """
         ballast, began = directory / "ballast", 0.0
         with ballast.open("ab", buffering=0) as file:
-            while not began or not enough(time.time() - began):
+            while not began or not is_enough(time.time() - began):
                 top_up(file.fileno())
                 if not began:
                     began = time.time()
-                    self.done["disk"] += 1
-                    self.report(f"chaos: {name} is full, fault {self.done.total()}")
-                if not self.wait(TOP_UP_SECONDS):
+                    self.fault_counts["disk"] += 1
+                    self.print_line(f"chaos: {name} is full, fault {self.fault_counts.total()}")
+                if not self.wait_seconds(TOP_UP_SECONDS):
                     break
         ballast.unlink()
-        self.report(f"chaos: {name} has free bytes again, after {time.time() - began:.1f} s")
+        self.print_line(f"chaos: {name} has free bytes again, after {time.time() - began:.1f} s")
         return began, time.time()

@@ -1,7 +1,7 @@
 """Faulty connections.
 
-A `Relay` between a sender and its receiver records all frames, delays some, and flips bits in some. A `Line` between a
-host and the source of its weights lets nothing pass while it is blocked.
+A `MessageRelay` between a sender and its receiver records all frames, delays some, and flips bits in some. A `TcpProxy`
+between a host and the source of its weights lets nothing pass while it is blocked.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import zmq
 from r3async.world.sockets import ClientKeys, apply_client_keys, apply_server_keys, generate_keys
 
 Direction = Literal["to_learner", "to_generator"]
-Note = Callable[[Direction, Sequence[bytes]], object]
+FrameObserver = Callable[[Direction, Sequence[bytes]], object]
 
 POLL_MS = 20
 
 
-class Noise(msgspec.Struct, frozen=True):
+class NoiseRates(msgspec.Struct, frozen=True):
     """Probabilities of faults for each message.
 
     Attributes:
@@ -40,7 +40,7 @@ class Noise(msgspec.Struct, frozen=True):
     damage: float = 0.05
 
 
-class Relay(threading.Thread):
+class MessageRelay(threading.Thread):
     """A relay between one sender, which connects to `endpoint`, and the receiver at `target`.
 
     Messages of one direction stay in order, as over TCP. The sender needs the relay's own keys, `sender_keys`.
@@ -54,9 +54,9 @@ class Relay(threading.Thread):
     def __init__(
         self,
         target: str,
-        noise: Noise,
+        noise: NoiseRates,
         rng: random.Random,
-        note: Note = lambda direction, frames: None,
+        note: FrameObserver = lambda direction, frames: None,
         note_damage: Callable[[Direction], object] = lambda direction: None,
         *,
         keys: ClientKeys,
@@ -69,15 +69,18 @@ class Relay(threading.Thread):
         self._front = self._context.socket(zmq.ROUTER)
         self._front.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._front.linger = 0
-        own, self.sender_keys = generate_keys()
-        apply_server_keys(self._front, own)
+        server_keys, self.sender_keys = generate_keys()
+        apply_server_keys(self._front, server_keys)
         self._keys = keys
         self._front.bind("tcp://127.0.0.1:*")
         self.endpoint = self._front.getsockopt_string(zmq.LAST_ENDPOINT)
         self._target = target
         self._back: zmq.Socket[bytes] | None = None
         self._identity = b""
-        self._held: dict[Direction, deque[tuple[float, list[bytes]]]] = {"to_learner": deque(), "to_generator": deque()}
+        self._held_frames: dict[Direction, deque[tuple[float, list[bytes]]]] = {
+            "to_learner": deque(),
+            "to_generator": deque(),
+        }
         self._closing = threading.Event()
 
     def run(self) -> None:
@@ -94,10 +97,10 @@ class Relay(threading.Thread):
                     apply_client_keys(self._back, self._keys)
                     self._back.connect(self._target)
                     poller.register(self._back, zmq.POLLIN)
-                self._hold("to_learner", frames)
+                self._hold_frames("to_learner", frames)
             if self._back is not None and self._back in ready:
-                self._hold("to_generator", self._back.recv_multipart())
-            self._release()
+                self._hold_frames("to_generator", self._back.recv_multipart())
+            self._release_due()
         for end in (self._front, self._back):
             if end is not None:
                 end.close()
@@ -107,7 +110,7 @@ class Relay(threading.Thread):
         self._closing.set()
         self.join(5.0)
 
-    def _hold(self, direction: Direction, frames: list[bytes]) -> None:
+    def _hold_frames(self, direction: Direction, frames: list[bytes]) -> None:
         self._note(direction, frames)
         due = time.monotonic()
         if self._rng.random() < self._noise.delay:
@@ -116,21 +119,21 @@ class Relay(threading.Thread):
         if self._rng.random() < self._noise.damage:
             self.damaged += 1
             self._note_damage(direction)
-            frames = flip(self._rng, frames)
-        self._held[direction].append((due, frames))
+            frames = flip_bit(self._rng, frames)
+        self._held_frames[direction].append((due, frames))
 
-    def _release(self) -> None:
+    def _release_due(self) -> None:
         now = time.monotonic()
-        for direction, held in self._held.items():
-            while held and held[0][0] <= now:
-                _, frames = held.popleft()
+        for direction, waiting in self._held_frames.items():
+            while waiting and waiting[0][0] <= now:
+                _, frames = waiting.popleft()
                 if direction == "to_generator":
                     self._front.send_multipart([self._identity, *frames])
                 elif self._back is not None:
                     self._back.send_multipart(frames)
 
 
-def flip(rng: random.Random, frames: Sequence[bytes]) -> list[bytes]:
+def flip_bit(rng: random.Random, frames: Sequence[bytes]) -> list[bytes]:
     """Return the frames with one bit flipped in one frame that is not empty."""
     frames = list(frames)
     full = [i for i, frame in enumerate(frames) if frame]
@@ -142,7 +145,7 @@ def flip(rng: random.Random, frames: Sequence[bytes]) -> list[bytes]:
     return frames
 
 
-class Line(threading.Thread):
+class TcpProxy(threading.Thread):
     """A TCP proxy from `endpoint` to the port at `target`. It passes nothing on while `blocked()` is true; what waits
     then is passed on later, as over TCP."""
 

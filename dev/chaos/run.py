@@ -16,19 +16,19 @@ import msgspec
 from rich.console import Console
 
 from dev.chaos.accounting import (
-    Acknowledged,
-    Began,
-    Damaged,
-    Passed,
-    Resumed,
-    Sent,
+    AcknowledgedRecord,
+    DamageRecord,
+    LineageStart,
+    RelayRecord,
+    RunRestart,
+    SentRecord,
     check_content,
-    check_kept,
+    check_durable,
     check_lineages,
     check_trained,
 )
-from dev.chaos.relay import Noise
-from dev.chaos.scenario import Role, Scenario
+from dev.chaos.relay import NoiseRates
+from dev.chaos.scenario import ChaosScenario, Role
 from dev.chaos.scenarios import SCENARIOS
 from r3async.config import Config, ConfigError, load_config
 from r3async.record.reading import read_json_objects
@@ -36,16 +36,16 @@ from r3async.record.writer import TRAINED_FILE, TrainedStep
 from r3async.schedule.admission import count_slots
 
 ENGINES = ("scripted", "vllm")
-VLLM_TIMES = 4
+VLLM_STEP_FACTOR = 4
 """Factor on the number of steps with vLLM: a generator that restarts loads vLLM for a minute or more, and the others go
 on training meanwhile."""
-SHOWN = 10
+MAX_SHOWN_PROBLEMS = 10
 """Maximum number of problems that are printed."""
-SAID_EVERY = 20
+PROGRESS_STEPS = 20
 """Steps of a replay between two lines of progress."""
 
 
-class Report(msgspec.Struct, frozen=True):
+class ChaosReport(msgspec.Struct, frozen=True):
     """The result of one chaos run.
 
     `damaged` and `duplicates` come from the rows of metrics: what a learner saw after its last row is missing from them
@@ -80,11 +80,11 @@ class Report(msgspec.Struct, frozen=True):
     replayed: int | None = None
 
 
-def settings(scenario: type[Scenario], kills: int, engine: str) -> list[str]:
+def chaos_overrides(scenario: type[ChaosScenario], kills: int, engine: str) -> list[str]:
     """Return the overrides of chaos. They override the preset; the user's own overrides override them."""
-    times = VLLM_TIMES if engine == "vllm" else 1
+    times = VLLM_STEP_FACTOR if engine == "vllm" else 1
     common = [
-        f"steps={times * scenario.steps(kills)}",
+        f"steps={times * scenario.count_steps(kills)}",
         "generator.count=3",
         "generator.concurrency=16",
         f"generator.max_restarts={10 + kills}",
@@ -101,10 +101,10 @@ def settings(scenario: type[Scenario], kills: int, engine: str) -> list[str]:
         "schedule.group_size=4",
         "episode.retries=30",
         "episode.max_new_tokens=12",
-        "env.name=dev.chaos.environment:Unsteady",
+        "env.name=dev.chaos.environment:UnsteadyEnvironment",
     ]
     if engine == "vllm":
-        return [*common, *scenario.settings]
+        return [*common, *scenario.overrides]
     tiny = {"hidden_size": 32, "expert_hidden_size": 16, "layers": 2, "max_warm_steps": 1, "warm_reward": 0.01}
     return [
         *common,
@@ -112,20 +112,24 @@ def settings(scenario: type[Scenario], kills: int, engine: str) -> list[str]:
         f"generator.engine_args={{ token_seconds = {scenario.token_seconds} }}",
         "weights.probe=false",
         *(f"model.init.{name}={value}" for name, value in tiny.items()),
-        *scenario.settings,
+        *scenario.overrides,
     ]
 
 
-def make_model(preset: str, chosen: Sequence[str], directory: Path, say: Callable[[str], object]) -> str:
+def make_model(preset: str, chosen: Sequence[str], directory: Path, print_line: Callable[[str], object]) -> str:
     """Create and warm up the model of these settings, before any fault. Returns the override that names it."""
     from r3async.tools.init_model import init_model
 
-    calm = ["env.args={ failing = 0.0 }"] if load_config(preset, chosen, None).env.name.endswith(":Unsteady") else []
-    init_model(directory, load_config(preset, [*chosen, *calm], None), progress=say)
+    calm = (
+        ["env.args={ failing = 0.0 }"]
+        if load_config(preset, chosen, None).env.name.endswith(":UnsteadyEnvironment")
+        else []
+    )
+    init_model(directory, load_config(preset, [*chosen, *calm], None), progress=print_line)
     return f"model.path={directory}"
 
 
-def chaos(
+def run_chaos(
     preset: str,
     overrides: Sequence[str],
     *,
@@ -134,12 +138,12 @@ def chaos(
     scenario: str = "kills",
     engine: str = "scripted",
     fault: str = "",
-    noise: Noise | None = None,
+    noise: NoiseRates | None = None,
     root: Path = Path("runs"),
     console: Console | None = None,
     roles: Sequence[Role] = (),
     replayed: bool = False,
-) -> Report:
+) -> ChaosReport:
     """Run a preset under a scenario, and check what it trained.
 
     Raises `ConfigError`, and what `train` raises if the run fails.
@@ -149,23 +153,23 @@ def chaos(
         roles: Roles to hit, in this order, instead of those drawn from the seed.
         replayed: Record the run, and repeat its steps afterwards.
     """
-    from dev.chaos.actors import FAULTS
+    from dev.chaos.actors import LEARNER_FAULTS
 
     check_choice("--scenario", scenario, SCENARIOS)
     check_choice("--engine", engine, ENGINES)
-    check_choice("--fault", fault, ("", *FAULTS))
+    check_choice("--fault", fault, ("", *LEARNER_FAULTS))
     kind = SCENARIOS[scenario]
     name = "-".join(part for part in ("chaos", preset, scenario * (scenario != "kills"), str(seed), fault) if part)
     record = ["observe.record=full"] * replayed
-    common = [*settings(kind, kills, engine), f"seed={seed}", f"name={name}", "resume=none", *record]
-    with kind.place(root) as place:
-        chosen = [*common, *kind.settings_in(place), *overrides]
-        rehearsal = Rehearsal(preset, chosen, scenario, seed, fault, place, console or Console(file=sys.stderr))
-        return rehearsal.run(kind, kills, msgspec.structs.replace(noise or Noise(), seed=seed), roles)
+    common = [*chaos_overrides(kind, kills, engine), f"seed={seed}", f"name={name}", "resume=none", *record]
+    with kind.provide_directory(root) as place:
+        chosen = [*common, *kind.overrides_in(place), *overrides]
+        scenario_run = ScenarioRun(preset, chosen, scenario, seed, fault, place, console or Console(file=sys.stderr))
+        return scenario_run.run(kind, kills, msgspec.structs.replace(noise or NoiseRates(), seed=seed), roles)
 
 
 @dataclass
-class Rehearsal:
+class ScenarioRun:
     """One run of a scenario, in a directory below `root`."""
 
     preset: str
@@ -176,8 +180,8 @@ class Rehearsal:
     root: Path
     console: Console
 
-    def run(self, kind: type[Scenario], faults: int, noise: Noise, roles: Sequence[Role]) -> Report:
-        from dev.chaos.actors import chaos_directory, chaos_pipeline
+    def run(self, kind: type[ChaosScenario], faults: int, noise: NoiseRates, roles: Sequence[Role]) -> ChaosReport:
+        from dev.chaos.actors import chaos_directory, make_chaos_launcher
         from r3async.tools.train import train
 
         # A scenario sets how a model is initialized, which a run with a given model does not read. So these settings
@@ -194,28 +198,34 @@ class Rehearsal:
         scenario = kind(run_dir, faults, random.Random(self.seed), self.console.print, roles, config.steps)
         began = time.monotonic()
         try:
-            train(config, self.preset, self.console, self.root, pipeline=chaos_pipeline(self.fault, scenario.begin))
+            train(
+                config,
+                self.preset,
+                self.console,
+                self.root,
+                pipeline=make_chaos_launcher(self.fault, scenario.begin_disturbing),
+            )
         finally:
-            scenario.end()
-        report = look_into(config, self, run_dir, scenario.done, time.monotonic() - began)
-        unmet = [] if self.fault else scenario.problems()
+            scenario.stop_disturbing()
+        report = check_run(config, self, run_dir, scenario.fault_counts, time.monotonic() - began)
+        unmet = [] if self.fault else scenario.find_problems()
         report = msgspec.structs.replace(report, problems=[*report.problems, *unmet])
-        return report if config.observe.record == "off" else made_again(report, run_dir, self.console.print)
+        return report if config.observe.record == "off" else replay_recording(report, run_dir, self.console.print)
 
 
-def made_again(report: Report, run_dir: Path, say: Callable[[str], object]) -> Report:
+def replay_recording(report: ChaosReport, run_dir: Path, print_line: Callable[[str], object]) -> ChaosReport:
     """Replay the run's recording, and return the report with the result. Each digest of every stage of every step must
     be the same."""
     from r3async.record.recording import RecordingError
     from r3async.tools.replay import describe_replay as told
     from r3async.tools.replay import replay_run
 
-    def shown(recorded: Any, metrics: Any) -> None:
-        if recorded.step % SAID_EVERY == 0:
-            say(f"chaos: replayed {recorded.step} of {report.steps} steps")
+    def show_step(recorded: Any, metrics: Any) -> None:
+        if recorded.step % PROGRESS_STEPS == 0:
+            print_line(f"chaos: replayed {recorded.step} of {report.steps} steps")
 
     try:
-        done = replay_run(run_dir, progress=shown)
+        done = replay_run(run_dir, progress=show_step)
     except RecordingError as error:
         return msgspec.structs.replace(report, replayed=0, problems=[*report.problems, f"replay: {error}"])
     equal = done.last - (done.difference is not None)
@@ -225,19 +235,21 @@ def made_again(report: Report, run_dir: Path, say: Callable[[str], object]) -> R
     return msgspec.structs.replace(report, replayed=equal, problems=[*report.problems, *problems])
 
 
-def look_into(config: Config, rehearsal: Rehearsal, run_dir: Path, done: Counter[str], seconds: float) -> Report:
+def check_run(
+    config: Config, scenario_run: ScenarioRun, run_dir: Path, done: Counter[str], seconds: float
+) -> ChaosReport:
     """Check the files of a run that has ended, and return the report."""
     from dev.chaos.actors import chaos_directory
 
     schedule = config.schedule
     steps = [msgspec.convert(line, TrainedStep) for line in read_json_objects(run_dir / TRAINED_FILE)]
-    passed = list(read_passed(chaos_directory(run_dir)))
-    resumed = list(read_resumed(run_dir, config))
+    passed = list(read_relay_records(chaos_directory(run_dir)))
+    resumed = list(read_restarts(run_dir, config))
     problems = [
         *check_trained(steps, config.steps, schedule.prompts_per_step, schedule.group_size),
         *check_content(steps, passed),
-        *check_kept(passed, resumed),
-        *check_lineages(steps, read_began(run_dir)),
+        *check_durable(passed, resumed),
+        *check_lineages(steps, read_lineage_starts(run_dir)),
     ]
     rows = read_json_objects(run_dir / "metrics.jsonl")
     count = Counter(row["step"] for row in rows)
@@ -247,57 +259,61 @@ def look_into(config: Config, rehearsal: Rehearsal, run_dir: Path, done: Counter
         for r in rows
         if r["staleness/max"] > r["staleness/bound"]
     ]
-    left = [p.name for p in (run_dir / "spool").glob("*") if p.is_file()]
-    if left and not rehearsal.fault:
-        problems.append(f"the spool still holds {len(left)} files, though everything was trained: {left[:3]}")
+    leftover_files = [p.name for p in (run_dir / "spool").glob("*") if p.is_file()]
+    if leftover_files and not scenario_run.fault:
+        problems.append(
+            f"the spool still holds {len(leftover_files)} files, though everything was trained: {leftover_files[:3]}"
+        )
     events = Counter(e["event"] for e in read_json_objects(run_dir / "events.jsonl"))
-    return Report(
-        preset=rehearsal.preset,
-        scenario=rehearsal.scenario,
-        seed=rehearsal.seed,
-        fault=rehearsal.fault,
+    return ChaosReport(
+        preset=scenario_run.preset,
+        scenario=scenario_run.scenario,
+        seed=scenario_run.seed,
+        fault=scenario_run.fault,
         faults=dict(done),
         steps=len(steps),
         trajectories=sum(len(s.trajectories) for s in steps),
         resumed=len(resumed),
         generators_lost=events["generator_lost"],
-        sent=sum(isinstance(p, Sent) for p in passed),
-        acknowledged=sum(len(p.trajectory_ids) for p in passed if isinstance(p, Acknowledged)),
-        changed=sum(isinstance(p, Damaged) for p in passed),
-        damaged=int(sum(drops(rows, "transport/damaged"))),
-        duplicates=int(sum(drops(rows, "transport/duplicates"))),
+        sent=sum(isinstance(p, SentRecord) for p in passed),
+        acknowledged=sum(len(p.trajectory_ids) for p in passed if isinstance(p, AcknowledgedRecord)),
+        changed=sum(isinstance(p, DamageRecord) for p in passed),
+        damaged=int(sum(values_before_drops(rows, "transport/damaged"))),
+        duplicates=int(sum(values_before_drops(rows, "transport/duplicates"))),
         seconds=round(seconds, 1),
         problems=problems,
     )
 
 
-def drops(rows: Sequence[dict[str, Any]], name: str) -> Iterator[float]:
+def values_before_drops(rows: Sequence[dict[str, Any]], name: str) -> Iterator[float]:
     """Yield the last value of a counter before each drop, where its process restarted, and its last value of all."""
     for row, after in zip(rows, [*rows[1:], {name: -1.0}], strict=True):
         if after[name] < row[name]:
             yield row[name]
 
 
-def read_passed(directory: Path) -> Iterator[Passed]:
+def read_relay_records(directory: Path) -> Iterator[RelayRecord]:
     for path in sorted(directory.glob("*.jsonl")):
         for line in read_json_objects(path):
-            yield msgspec.convert(line, Passed)
+            yield msgspec.convert(line, RelayRecord)
 
 
-def read_began(run_dir: Path) -> list[Began]:
+def read_lineage_starts(run_dir: Path) -> list[LineageStart]:
     """Return the starts of the run, in order."""
     events = [e for e in read_json_objects(run_dir / "events.jsonl") if e["event"] == "lineage_began"]
-    return [Began(e["lineage"], e["parent"], e["version"]) for e in events]
+    return [LineageStart(e["lineage"], e["parent"], e["version"]) for e in events]
 
 
-def read_resumed(run_dir: Path, config: Config) -> Iterator[Resumed]:
+def read_restarts(run_dir: Path, config: Config) -> Iterator[RunRestart]:
     """Yield the restarts of the run. Without a checkpoint, a run restarts from step 0."""
     schedule = config.schedule
     slots = count_slots(schedule)
     starts = [e for e in read_json_objects(run_dir / "events.jsonl") if e["event"] == "conductor_started"]
     for event in starts[1:]:
         step = event["step"]
-        yield Resumed(event["time"], step // schedule.steps_per_publication, step * schedule.prompts_per_step + slots)
+        yield RunRestart(
+            event["time"], step // schedule.steps_per_publication, step * schedule.prompts_per_step + slots
+        )
 
 
 def check_choice(option: str, value: str, choices: Iterable[str]) -> None:
@@ -306,7 +322,7 @@ def check_choice(option: str, value: str, choices: Iterable[str]) -> None:
         raise ConfigError(f"{option} {value!r} must be one of {', '.join(filter(None, choices))}")
 
 
-def describe(report: Report) -> str:
+def describe_report(report: ChaosReport) -> str:
     faults = ", ".join(f"{count} {what}" for what, count in sorted(report.faults.items())) or "none"
     lines = [
         f"{report.scenario}: {faults}; the run restarted {report.resumed} times",
@@ -320,6 +336,8 @@ def describe(report: Report) -> str:
         return "\n".join(
             [*lines, "everything is right: each trained once, as it was sent; nothing acknowledged was lost"]
         )
-    more = len(report.problems) - SHOWN
-    shown = [f"  {problem}" for problem in report.problems[:SHOWN]] + ([f"  and {more} more"] if more > 0 else [])
+    more = len(report.problems) - MAX_SHOWN_PROBLEMS
+    shown = [f"  {problem}" for problem in report.problems[:MAX_SHOWN_PROBLEMS]] + (
+        [f"  and {more} more"] if more > 0 else []
+    )
     return "\n".join([*lines, "something is WRONG:", *shown])

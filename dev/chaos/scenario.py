@@ -19,23 +19,23 @@ from r3async.record.writer import TRAINED_FILE
 
 Role = Literal["generator", "learner", "conductor", "environment"]
 WAIT_SECONDS = 0.05
-TAIL = 8
+TAIL_STEPS = 8
 """Minimum number of steps after the last fault."""
 
 
-class Scenario(threading.Thread, ABC):
-    """A thread that disturbs the run in `run_dir`. A subclass implements `disturb`, which runs in this thread and
-    returns when `wait` or `wait_for` returns False because the run is over.
+class ChaosScenario(threading.Thread, ABC):
+    """A thread that disturbs the run in `run_dir`. A subclass implements `disturb_run`, which runs in this thread and
+    returns when `wait_seconds` or `wait_for` returns False because the run is over.
 
     Args:
         faults: Number of faults, for a scenario whose number can be chosen.
         rng: Random numbers that depend on the seed alone.
-        report: Called with a line of text for each fault, for the user who watches.
+        print_line: Called with a line of text for each fault, for the user who watches.
         roles: Roles to hit, in this order, instead of those drawn from the seed.
-        steps: Steps of the run; by default `steps(faults)`.
+        steps: Steps of the run; by default `count_steps(faults)`.
     """
 
-    settings: ClassVar[Sequence[str]] = ()
+    overrides: ClassVar[Sequence[str]] = ()
     """Overrides of this scenario. They override those that all scenarios share; the user's own override them."""
     token_seconds: ClassVar[float] = 0.005
     """Seconds per token of the scripted engine, so that the run takes longer than its faults."""
@@ -45,46 +45,46 @@ class Scenario(threading.Thread, ABC):
         run_dir: Path,
         faults: int,
         rng: random.Random,
-        report: Callable[[str], object],
+        print_line: Callable[[str], object],
         roles: Sequence[Role] = (),
         steps: int | None = None,
     ):
         super().__init__(name="chaos", daemon=True)
-        self.run_dir, self.faults, self.rng, self.report, self.roles = run_dir, faults, rng, report, roles
-        self.length = self.steps(faults) if steps is None else steps
-        self.done: Counter[str] = Counter()
+        self.run_dir, self.faults, self.rng, self.print_line, self.roles = run_dir, faults, rng, print_line, roles
+        self.step_count = self.count_steps(faults) if steps is None else steps
+        self.fault_counts: Counter[str] = Counter()
         """Faults made so far, by what they hit."""
         self.failure: BaseException | None = None
-        self._most = 0
+        self._max_trained = 0
         self._over = threading.Event()
 
     @classmethod
-    def steps(cls, faults: int) -> int:
+    def count_steps(cls, faults: int) -> int:
         """Return how many steps a run needs for this number of faults. The last fault comes up to a second after its
         step, and a second is several steps."""
-        return 2 * (faults + 1) + TAIL
+        return 2 * (faults + 1) + TAIL_STEPS
 
     @classmethod
-    def place(cls, root: Path) -> AbstractContextManager[Path]:
+    def provide_directory(cls, root: Path) -> AbstractContextManager[Path]:
         """Return a context that provides the directory for runs; by default `root`, which the user chose."""
         return contextlib.nullcontext(root)
 
     @classmethod
-    def settings_in(cls, place: Path) -> Sequence[str]:
+    def overrides_in(cls, place: Path) -> Sequence[str]:
         """Return further overrides, which name paths in `place`."""
         return ()
 
     @abstractmethod
-    def disturb(self) -> None:
+    def disturb_run(self) -> None:
         """Disturb the run. Runs in this thread."""
 
-    def problems(self) -> list[str]:
+    def find_problems(self) -> list[str]:
         """Return, after the run has ended, what did not happen as the scenario requires."""
         return []
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin_disturbing(self) -> None:
         """Start the thread. Called when the actors exist: by then the records of an earlier run of the same name have
         been set aside. Idempotent."""
         if not self.ident:
@@ -92,11 +92,11 @@ class Scenario(threading.Thread, ABC):
 
     def run(self) -> None:
         try:
-            self.disturb()
+            self.disturb_run()
         except BaseException as error:
             self.failure = error
 
-    def end(self) -> None:
+    def stop_disturbing(self) -> None:
         """Stop the thread, because the run has ended. Raises the exception with which the thread failed."""
         self._over.set()
         if self.ident:
@@ -104,59 +104,59 @@ class Scenario(threading.Thread, ABC):
         if self.failure is not None:
             raise self.failure
 
-    # -- for `disturb` ------------------------------------------------------------------------------------------
+    # -- for `disturb_run` --------------------------------------------------------------------------------------
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return self._over.is_set()
 
-    def wait(self, seconds: float) -> bool:
+    def wait_seconds(self, seconds: float) -> bool:
         """Wait for `seconds`. Returns False if the run ended meanwhile."""
         return not self._over.wait(seconds)
 
     def wait_for(self, what: Callable[[], bool]) -> bool:
         """Wait until `what()` is true. Returns False if the run ended before."""
         while not what():
-            if not self.wait(WAIT_SECONDS):
+            if not self.wait_seconds(WAIT_SECONDS):
                 return False
         return True
 
     def wait_for_step(self, step: int) -> bool:
         """Wait until `step` steps were trained. Returns False if the run ended before."""
-        return self.wait_for(lambda: self.trained() >= step)
+        return self.wait_for(lambda: self.count_trained() >= step)
 
-    def trained(self) -> int:
+    def count_trained(self) -> int:
         """Return the maximum number of steps that were trained so far. Steps that a resume rolls back count as well."""
-        self._most = max(self._most, len(read_json_objects(self.run_dir / TRAINED_FILE)))
-        return self._most
+        self._max_trained = max(self._max_trained, len(read_json_objects(self.run_dir / TRAINED_FILE)))
+        return self._max_trained
 
-    def events(self, name: str) -> list[dict[str, Any]]:
+    def read_events(self, name: str) -> list[dict[str, Any]]:
         """Return the recorded events of this name."""
         return [event for event in read_json_objects(self.run_dir / "events.jsonl") if event["event"] == name]
 
-    def find(self, role: Role) -> psutil.Process | None:
+    def find_process(self, role: Role) -> psutil.Process | None:
         """Wait for a live process of this role, and return a random one; None if the run ended before."""
-        while not self.over:
-            if living := self.living(role):
+        while not self.is_over:
+            if living := self.live_processes(role):
                 return self.rng.choice(living)
-            self.wait(WAIT_SECONDS)
+            self.wait_seconds(WAIT_SECONDS)
         return None
 
-    def living(self, role: Role) -> list[psutil.Process]:
+    def live_processes(self, role: Role) -> list[psutil.Process]:
         """Return the live processes of this role."""
-        pids = {event["pid"] for event in self.events(f"{'generator' if role == 'environment' else role}_started")}
+        pids = {event["pid"] for event in self.read_events(f"{'generator' if role == 'environment' else role}_started")}
         living = [p for pid in sorted(pids) if (p := actor_process(pid)) is not None]
         if role == "environment":
             living = [child for p in living for child in environment_workers(p)]
         return living
 
-    def kill(self, role: Role) -> bool:
+    def kill_process(self, role: Role) -> bool:
         """Kill one process of this role with `kill -9`. Returns False if the run ended before there was one."""
-        while (victim := self.find(role)) is not None:
+        while (victim := self.find_process(role)) is not None:
             with contextlib.suppress(psutil.Error):
                 victim.kill()
-                self.done[role] += 1
-                self.report(f"chaos: kill -9 of {role} ({victim.pid}), fault {self.done.total()}")
+                self.fault_counts[role] += 1
+                self.print_line(f"chaos: kill -9 of {role} ({victim.pid}), fault {self.fault_counts.total()}")
                 return True
         return False
 

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from dev.chaos.relay import Noise
-from dev.chaos.run import chaos
+from dev.chaos.relay import NoiseRates
+from dev.chaos.run import run_chaos
 from dev.chaos.scenarios import SCENARIOS, FullDisk
 from r3async.config import ConfigError
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(400), pytest.mark.usefixt
 def rehearse(untrained, root, roles, *overrides, **options):
     screen = io.StringIO()
     try:
-        return chaos(
+        return run_chaos(
             "quickstart",
             [f"model.path={untrained}", *overrides],
             kills=len(roles),
@@ -35,7 +35,7 @@ def rehearse(untrained, root, roles, *overrides, **options):
 
 def test_a_run_of_which_every_role_is_killed_trains_everything_once(untrained, tmp_path):
     roles = ["environment", "generator", "learner", "conductor"]
-    report = rehearse(untrained, tmp_path, roles, noise=Noise(damage=0.15))
+    report = rehearse(untrained, tmp_path, roles, noise=NoiseRates(damage=0.15))
     assert report.problems == []
     assert report.faults == dict.fromkeys(roles, 1)
     # A generator that dies while the run starts takes it down, too; of one that dies just before the learner does nobody hears,

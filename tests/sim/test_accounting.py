@@ -12,9 +12,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from dev.chaos.accounting import Acknowledged
-from dev.chaos.actors import FAULTS, Recorder, chaos_directory
-from dev.chaos.run import Rehearsal, look_into
+from dev.chaos.accounting import AcknowledgedRecord
+from dev.chaos.actors import LEARNER_FAULTS, RelayRecorder, chaos_directory
+from dev.chaos.run import ScenarioRun, check_run
 from dev.simulation.world import START_TIME
 from r3async.config import load_config
 from r3async.data.wire import Ack, Deliver, WireError, decode_control, decode_trajectory, join_item_frames
@@ -68,16 +68,16 @@ def rehearse(machine, tmp_path, kills, *overrides, fault="", damage=0.0, meddle=
         now = START_TIME + machine.seconds
         if isinstance(control, Deliver):
             for item, pieces in zip(control.items, control.split_by_item(frames[1:]), strict=True):
-                sent = Recorder._sent(decode_trajectory(join_item_frames(item, pieces)))
+                sent = RelayRecorder._sent_record(decode_trajectory(join_item_frames(item, pieces)))
                 passed.append(msgspec.structs.replace(sent, at=now))
         elif isinstance(control, Ack):
-            passed.append(Acknowledged(now, list(control.ids)))
+            passed.append(AcknowledgedRecord(now, list(control.ids)))
 
     machine.simulation.network.on_message = note
     done = Counter()
 
     class Faulty(Simulated):
-        learner_class = FAULTS[fault] if fault else Simulated.learner_class
+        learner_class = LEARNER_FAULTS[fault] if fault else Simulated.learner_class
 
     chosen = [*SETTINGS, *overrides]
     run_dir = machine.train(*chosen, meddle=meddle or killing(kills, done), pipeline=Faulty)
@@ -85,8 +85,8 @@ def rehearse(machine, tmp_path, kills, *overrides, fault="", damage=0.0, meddle=
     directory.mkdir()
     (directory / "passed.jsonl").write_bytes(b"".join(msgspec.json.encode(p) + b"\n" for p in passed))
     config = load_config("quickstart", [*SMALL, f"model.path={machine.model}", *chosen])
-    rehearsal = Rehearsal("quickstart", chosen, "kills", 0, fault, tmp_path, Console(file=io.StringIO()))
-    return look_into(config, rehearsal, run_dir, done, machine.seconds)
+    rehearsal = ScenarioRun("quickstart", chosen, "kills", 0, fault, tmp_path, Console(file=io.StringIO()))
+    return check_run(config, rehearsal, run_dir, done, machine.seconds)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -11,17 +11,17 @@ import threading
 import pytest
 
 from dev.chaos.accounting import (
-    Acknowledged,
-    Began,
-    Resumed,
-    Sent,
+    AcknowledgedRecord,
+    LineageStart,
+    RunRestart,
+    SentRecord,
     check_content,
-    check_kept,
+    check_durable,
     check_lineages,
     check_trained,
 )
-from dev.chaos.crowd import Crowd
-from dev.chaos.relay import Line, Noise, Relay, flip
+from dev.chaos.crowd import StrangerCrowd
+from dev.chaos.relay import MessageRelay, NoiseRates, TcpProxy, flip_bit
 from r3async.data import wire
 from r3async.record.writer import TrainedStep
 from tests.helpers.transport import CLIENT_KEYS, FAST, LIMIT, Inbox, make_trajectory, receiving, send_all, sending
@@ -29,7 +29,7 @@ from tests.helpers.transport import CLIENT_KEYS, FAST, LIMIT, Inbox, make_trajec
 
 @contextlib.contextmanager
 def relayed(endpoint, noise, note=lambda direction, frames: None):
-    relay = Relay(endpoint, noise, random.Random(noise.seed), note, keys=CLIENT_KEYS)
+    relay = MessageRelay(endpoint, noise, random.Random(noise.seed), note, keys=CLIENT_KEYS)
     relay.start()
     try:
         yield relay
@@ -43,7 +43,7 @@ async def test_all_arrive_once_and_as_they_were_sent_over_a_way_that_delays_and_
     sent = [make_trajectory(i, length=200 + i) for i in range(60)]
     inbox = Inbox()
     async with receiving(inbox) as (receiver, endpoint):
-        with relayed(endpoint, Noise(seed=seed, delay=0.1, max_delay=0.05, damage=0.1)) as relay:
+        with relayed(endpoint, NoiseRates(seed=seed, delay=0.1, max_delay=0.05, damage=0.1)) as relay:
             refused: list[tuple[str, str]] = []
             async with sending(
                 relay.endpoint,
@@ -68,7 +68,7 @@ async def test_a_trajectory_that_is_damaged_each_time_is_given_up_with_the_reaso
             encode = wire.encode_trajectory
 
             def wrong(trajectory, **options):
-                return flip(random.Random(0), [bytes(f) for f in encode(trajectory, **options)])
+                return flip_bit(random.Random(0), [bytes(f) for f in encode(trajectory, **options)])
 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("r3async.transport.sender.encode_trajectory", wrong)
@@ -84,7 +84,7 @@ async def test_a_trajectory_that_is_damaged_each_time_is_given_up_with_the_reaso
 def test_a_line_passes_bytes_both_ways_and_none_while_it_is_blocked():
     blocked = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        line = Line(f"tcp://127.0.0.1:{server.getsockname()[1]}", blocked.is_set)
+        line = TcpProxy(f"tcp://127.0.0.1:{server.getsockname()[1]}", blocked.is_set)
         line.start()
         host, _, port = line.endpoint.removeprefix("tcp://").rpartition(":")
         with socket.create_connection((host, int(port)), LIMIT) as near, server.accept()[0] as far:
@@ -106,18 +106,18 @@ def test_a_line_passes_bytes_both_ways_and_none_while_it_is_blocked():
 
 def test_a_crowd_comes_back_when_it_is_turned_out_and_counts():
     with socket.create_server(("127.0.0.1", 0), backlog=8) as server:
-        crowd = Crowd(4, [server.getsockname()])
+        crowd = StrangerCrowd(4, [server.getsockname()])
         guests = [server.accept()[0] for _ in range(4)]
         for guest in guests:
             guest.sendall(b"who are you?")
-        while crowd.seen.most < 4:
-            crowd.look(LIMIT)
+        while crowd.counts.most < 4:
+            crowd.handle_events(LIMIT)
         guests.pop().close()
-        while crowd.seen.turned_out < 1:
-            crowd.look(LIMIT)
+        while crowd.counts.turned_out < 1:
+            crowd.handle_events(LIMIT)
         server.settimeout(LIMIT)
         guests.append(server.accept()[0])
-        assert (crowd.seen.tried, crowd.seen.let_in, crowd.seen.turned_out, crowd.seen.most) == (5, 4, 1, 4)
+        assert (crowd.counts.tried, crowd.counts.let_in, crowd.counts.turned_out, crowd.counts.most) == (5, 4, 1, 4)
         for guest in guests:
             guest.close()
 
@@ -150,7 +150,7 @@ def test_what_is_missing_or_there_twice_is_found(steps, problem):
 
 
 def sent(at, play, name="g0e0", group=0, newest=3, crc=7, began=None):
-    return Sent(at, name, group, play, newest, crc, began)
+    return SentRecord(at, name, group, play, newest, crc, began)
 
 
 def test_what_was_trained_must_be_what_was_sent():
@@ -164,24 +164,36 @@ def test_what_was_trained_must_be_what_was_sent():
     ("passed", "resumed", "lost"),
     [
         ([sent(1, "a"), sent(2, "b")], [], False),  # never acknowledged
-        ([sent(1, "a"), Acknowledged(2, ["g0e0"]), sent(3, "a")], [], False),  # its answer was lost
-        ([sent(1, "a"), Acknowledged(2, ["g0e0"]), sent(3, "b")], [], True),
-        ([sent(1, "a"), Acknowledged(2, ["g0e0"]), sent(3, "b")], [Resumed(2.5, 3, 4)], True),
-        ([sent(1, "a"), Acknowledged(2, ["g0e0"]), sent(3, "b")], [Resumed(1.5, 2, 4)], True),  # before it
-        ([sent(1, "a"), Acknowledged(2, ["g0e0"]), sent(3, "b")], [Resumed(2.5, 2, 4)], False),  # its weights are gone
-        ([sent(1, "a", group=4), Acknowledged(2, ["g0e0"]), sent(3, "b")], [Resumed(2.5, 3, 4)], False),  # its slot is
-        ([sent(1, "a"), sent(2, "b"), Acknowledged(3, ["g0e0"]), sent(4, "c")], [], True),
-        ([sent(1, "a"), Acknowledged(2, ["g0e0"]), sent(3, "b", began=1.5)], [], False),  # two play it, one was silent
-        ([sent(1, "a"), Acknowledged(2, ["g0e0"]), sent(3, "b", began=1.5), sent(4, "c", began=3.5)], [], True),
+        ([sent(1, "a"), AcknowledgedRecord(2, ["g0e0"]), sent(3, "a")], [], False),  # its answer was lost
+        ([sent(1, "a"), AcknowledgedRecord(2, ["g0e0"]), sent(3, "b")], [], True),
+        ([sent(1, "a"), AcknowledgedRecord(2, ["g0e0"]), sent(3, "b")], [RunRestart(2.5, 3, 4)], True),
+        ([sent(1, "a"), AcknowledgedRecord(2, ["g0e0"]), sent(3, "b")], [RunRestart(1.5, 2, 4)], True),  # before it
+        (
+            [sent(1, "a"), AcknowledgedRecord(2, ["g0e0"]), sent(3, "b")],
+            [RunRestart(2.5, 2, 4)],
+            False,
+        ),  # its weights are gone
+        (
+            [sent(1, "a", group=4), AcknowledgedRecord(2, ["g0e0"]), sent(3, "b")],
+            [RunRestart(2.5, 3, 4)],
+            False,
+        ),  # its slot is
+        ([sent(1, "a"), sent(2, "b"), AcknowledgedRecord(3, ["g0e0"]), sent(4, "c")], [], True),
+        (
+            [sent(1, "a"), AcknowledgedRecord(2, ["g0e0"]), sent(3, "b", began=1.5)],
+            [],
+            False,
+        ),  # two play it, one was silent
+        ([sent(1, "a"), AcknowledgedRecord(2, ["g0e0"]), sent(3, "b", began=1.5), sent(4, "c", began=3.5)], [], True),
     ],
 )
 def test_what_was_acknowledged_and_played_again_is_found(passed, resumed, lost):
-    assert bool(check_kept(passed, resumed)) is lost
+    assert bool(check_durable(passed, resumed)) is lost
 
 
 # -- lineages ----------------------------------------------------------------------------------------------------------
 
-BEGAN = [Began(1, 0, 0), Began(2, 1, 2), Began(3, 1, 2)]
+BEGAN = [LineageStart(1, 0, 0), LineageStart(2, 1, 2), LineageStart(3, 1, 2)]
 """Two losses after a checkpoint of version 2."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dev.chaos.run import Report, describe, made_again
+from dev.chaos.run import ChaosReport, describe_report, replay_recording
 from r3async.learner import optimizer
 from r3async.record.recording import find_recorded_steps
 from tests.helpers import models as hm
@@ -18,18 +18,18 @@ def run(tmp_path, tmp_path_factory):
     return tmp_path
 
 
-def report(steps=STEPS) -> Report:
+def report(steps=STEPS) -> ChaosReport:
     counts = dict.fromkeys(
         ("trajectories", "resumed", "generators_lost", "sent", "acknowledged", "changed", "damaged", "duplicates"), 0
     )
-    return Report("quickstart", "kills", 0, "", {}, steps, **counts, seconds=1.0, problems=[])
+    return ChaosReport("quickstart", "kills", 0, "", {}, steps, **counts, seconds=1.0, problems=[])
 
 
 def test_every_step_of_a_recording_is_made_again(run):
-    made = made_again(report(), run, print)
+    made = replay_recording(report(), run, print)
     assert (made.replayed, made.problems) == (STEPS, [])
-    assert f"replayed: {STEPS} steps" in describe(made)
-    assert "replayed" not in describe(report())
+    assert f"replayed: {STEPS} steps" in describe_report(made)
+    assert "replayed" not in describe_report(report())
 
 
 def test_a_step_that_differs_is_a_problem_with_its_stage(run, monkeypatch):
@@ -37,7 +37,7 @@ def test_a_step_that_differs_is_a_problem_with_its_stage(run, monkeypatch):
     monkeypatch.setattr(
         optimizer, "compute_learning_rate", lambda config, made, total: rate(config, made, total) * (1 + made)
     )
-    made = made_again(report(), run, print)
+    made = replay_recording(report(), run, print)
     assert made.replayed == 1
     (problem,) = made.problems
     assert "step 2 is not the run's" in problem
@@ -45,10 +45,10 @@ def test_a_step_that_differs_is_a_problem_with_its_stage(run, monkeypatch):
 
 
 def test_what_the_recording_lacks_is_a_problem(run):
-    (problem,) = made_again(report(STEPS + 1), run, print).problems
+    (problem,) = replay_recording(report(STEPS + 1), run, print).problems
     assert problem == f"replay: the recording has {STEPS} of {STEPS + 1} steps"
     find_recorded_steps(run)[1].unlink()
-    made = made_again(report(), run, print)
+    made = replay_recording(report(), run, print)
     assert made.replayed == 0
     assert "no step 2" in made.problems[0]
-    assert "something is WRONG" in describe(made)
+    assert "something is WRONG" in describe_report(made)

@@ -20,7 +20,7 @@ from r3async.world.threads import dump_stacks
 def small_disk(tmp_path):
     """A file system of 20 MB."""
     try:
-        with FullDisk.place(tmp_path) as place:
+        with FullDisk.provide_directory(tmp_path) as place:
             yield place
     except ConfigError as error:
         pytest.skip(str(error))

@@ -82,28 +82,28 @@ def simulated_runs() -> dict[str, str]:
     from dev.simulation.search import quiet_logs
 
     with quiet_logs(), tiny_model_directory(), multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
-        return {str(seed): found for seed, found in enumerate(pool.imap(simulate_seed, range(SEEDS)))}
+        return {str(seed): digest for seed, digest in enumerate(pool.imap(simulate_seed, range(SEEDS)))}
 
 
 def trained_steps() -> dict[str, Any]:
     """Train each preset. Returns the digests of its recorded steps, and the learner's files in its last checkpoint."""
     from r3async.record.recording import find_recorded_steps, read_recorded_step
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as runs:
         for preset in PRESETS:
             run_command("train", preset, "--runs", runs, f"name={preset}", *SMALL_RUN)
             steps = [read_recorded_step(path)[0] for path in find_recorded_steps(Path(runs) / preset)]
             file = Path(runs) / preset / "checkpoints" / f"step-{STEPS:08d}" / "manifest.json"
             manifest = json.loads(file.read_text().splitlines()[0])  # its own digest follows
-            found[preset] = {
+            results[preset] = {
                 "steps": [[step.step, step.version, step.groups, step.minibatches] for step in steps],
                 # Its tensors are covered by the digests of the last step. The rest of the file contains times.
                 "checkpoint": [
                     [one["name"], one["size"]] for one in manifest["files"] if one["name"].startswith("learner")
                 ],
             }
-    return found
+    return results
 
 
 def chaos_run() -> dict[str, Any]:
@@ -188,10 +188,10 @@ def main(words: Sequence[str] | None = None) -> int:
                 flush=True,
             )
             continue
-        found = list(list_differences(part, frozen[part], now))
-        failed |= bool(found)
-        print(f"{part}: {'as before' if not found else f'{len(found)} differences'}", flush=True)
-        for line in found[:10]:
+        differences = list(list_differences(part, frozen[part], now))
+        failed |= bool(differences)
+        print(f"{part}: {'as before' if not differences else f'{len(differences)} differences'}", flush=True)
+        for line in differences[:10]:
             print(f"  {line}")
     if failed and processor_name() != frozen.get("processor"):
         print(

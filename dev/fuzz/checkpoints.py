@@ -10,13 +10,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from dev.fuzz.common import Report, Watch, mutate_bytes
+from dev.fuzz.common import FuzzReport, InputMonitor, mutate_bytes
 from dev.fuzz.tiny_run import TinyRun
 from r3async.checkpoint import Checkpoint, CheckpointError
 from r3async.checkpoint.directory import STATE_FILE
 from r3async.checkpoint.state import MANIFEST_FILE
 
-Files = dict[str, bytes | None]
+CheckpointFiles = dict[str, bytes | None]
 """The content of each file of a checkpoint, by name; None for a directory in place of the file."""
 
 OLDER = 1
@@ -28,15 +28,15 @@ OTHER = "checksum fits, other values"
 EQUAL = "read, equal"
 
 NESTED = {"<deep>": b'{"a":' * 400 + b"0" + b"}" * 400, "<deeper>": b"[" * 3000 + b"]" * 3000}
-"""Deeply nested JSON that `dump` writes in place of these strings."""
+"""Deeply nested JSON that `dump_json` writes in place of these strings."""
 
 NUMBERS = (True, -1, 0, 1, 2**31, 2**63, 10**25, 1.5, -1e308, float("nan"))
 TEXTS = ("", "..", "../run.json", "/etc/passwd", "run.json", "a/b", "a\0b", "é", "x" * 5000, "F64", "I64", "U32", "F4")
-ODD: tuple[Any, ...] = (None, [], {}, [[]], {"": 0}, [0, -1], *NUMBERS, *TEXTS, *NESTED)
+ODD_VALUES: tuple[Any, ...] = (None, [], {}, [[]], {"": 0}, [0, -1], *NUMBERS, *TEXTS, *NESTED)
 """JSON values that are put where another value is expected."""
 
 
-def damage(rng: random.Random, files: Files) -> None:
+def damage_files(rng: random.Random, files: CheckpointFiles) -> None:
     """Damage one or two files in place, as disks, copies and people do."""
     for _ in range(min(len(files), rng.choice((1, 1, 1, 2)))):
         name = rng.choice(list(files))
@@ -66,28 +66,28 @@ def mutate_json(rng: random.Random, document: Any) -> Any:
     """Return `document` with one to three of its values removed, duplicated, exchanged or replaced."""
     for _ in range(rng.choice((1, 1, 2, 3))):
         if not document or rng.random() < 0.01:
-            return rng.choice(ODD)
-        inside, key = _choose(rng, document)
+            return rng.choice(ODD_VALUES)
+        inside, key = _choose_value(rng, document)
         kind, value = rng.randrange(7), inside[key]
         if kind == 0:
             del inside[key]
         elif kind == 1:
-            other, theirs = _choose(rng, document)
+            other, theirs = _choose_value(rng, document)
             inside[key] = copy.deepcopy(other[theirs])
         elif kind == 2 and isinstance(inside, list):
             inside.insert(key, copy.deepcopy(value))
         elif kind == 2:
-            inside[str(rng.choice(ODD))] = inside.pop(key)
+            inside[str(rng.choice(ODD_VALUES))] = inside.pop(key)
         elif kind == 3 and isinstance(value, int):
             inside[key] = value + rng.choice((-1, 1, 2, 10**6, 10**12))
         elif kind == 3 and isinstance(value, str):
             inside[key] = mutate_bytes(rng, value.encode()).decode(errors="replace")
         else:
-            inside[key] = copy.deepcopy(rng.choice(ODD))
+            inside[key] = copy.deepcopy(rng.choice(ODD_VALUES))
     return document
 
 
-def _choose(rng: random.Random, inside: Any) -> tuple[Any, Any]:
+def _choose_value(rng: random.Random, inside: Any) -> tuple[Any, Any]:
     """Choose a value somewhere inside. Returns its container and its key there."""
     while True:
         key = rng.choice(list(inside) if isinstance(inside, dict) else range(len(inside)))
@@ -97,7 +97,7 @@ def _choose(rng: random.Random, inside: Any) -> tuple[Any, Any]:
         inside = value
 
 
-def dump(document: Any) -> bytes:
+def dump_json(document: Any) -> bytes:
     """Encode `document` as JSON, which may be nested deeper than Python allows (`NESTED`)."""
     text = json.dumps(document).encode()
     for name, nested in NESTED.items():
@@ -112,70 +112,70 @@ def mutate_header(rng: random.Random, data: bytes) -> bytes:
     about = header["__metadata__"]
     if rng.random() < 0.6:
         key = rng.choice(("r3async", "DCP_SHARDING_INFO"))
-        about[key] = dump(mutate_json(rng, json.loads(about[key]))).decode()
+        about[key] = dump_json(mutate_json(rng, json.loads(about[key]))).decode()
     else:
         header = mutate_json(rng, header)
-    text = dump(header)
+    text = dump_json(header)
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text + data[8 + length :]
 
 
-def replace(rng: random.Random, files: Files) -> None:
+def replace_content(rng: random.Random, files: CheckpointFiles) -> None:
     """Mutate the run's state or a learner file in place, and write a manifest that matches."""
     name = rng.choice([name for name in files if name == STATE_FILE or name.startswith("learner-")])
     data = files[name] or b""
     if rng.random() < 0.2:
         data = mutate_bytes(rng, data)
     elif name == STATE_FILE:
-        data = dump(mutate_json(rng, json.loads(data)))
+        data = dump_json(mutate_json(rng, json.loads(data)))
     else:
         data = mutate_header(rng, data)
     files[name] = data
-    manifest = _manifest(files)
+    manifest = _read_manifest(files)
     for record in manifest["files"]:
         if record["name"] == name:
             record |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    files[MANIFEST_FILE] = with_checksum(dump(manifest))
+    files[MANIFEST_FILE] = with_checksum(dump_json(manifest))
 
 
-def mutate_manifest(rng: random.Random, files: Files) -> None:
+def mutate_manifest(rng: random.Random, files: CheckpointFiles) -> None:
     """Replace the manifest by a mutated one with a valid checksum."""
     if rng.random() < 0.2:
         line = (files[MANIFEST_FILE] or b"").partition(b"\n")[0]
         files[MANIFEST_FILE] = with_checksum(mutate_bytes(rng, line))
         return
-    manifest = _manifest(files)
+    manifest = _read_manifest(files)
     if rng.random() < 0.2:  # a file under another name, or one file more or less
         first, second = rng.choices(manifest["files"], k=2)
         rng.choice((first.update, manifest["files"].append, manifest["files"].remove))(second)
     else:
         manifest = mutate_json(rng, manifest)
-    files[MANIFEST_FILE] = with_checksum(dump(manifest))
+    files[MANIFEST_FILE] = with_checksum(dump_json(manifest))
 
 
-def _manifest(files: Files) -> Any:
+def _read_manifest(files: CheckpointFiles) -> Any:
     return json.loads((files[MANIFEST_FILE] or b"").partition(b"\n")[0])
 
 
-class Case:
+class CheckpointCase:
     """A run with two checkpoints, of which the newer one is mutated."""
 
     def __init__(self, directory: Path, world: int):
         self.run = TinyRun(directory, world)
-        self.run.write(OLDER)
-        self._older = self._newest()
-        self.path = self.run.write(OLDER + 1)
-        self.files: Files = {p.name: p.read_bytes() for p in sorted(self.path.iterdir())}
-        before, self._whole = self.run.resume(self._older), self.run.resume(self._newest())
+        self.run.write_checkpoint(OLDER)
+        self._older = self._open_newest()
+        self.path = self.run.write_checkpoint(OLDER + 1)
+        self.files: CheckpointFiles = {p.name: p.read_bytes() for p in sorted(self.path.iterdir())}
+        before, self._whole = self.run.resume_run(self._older), self.run.resume_run(self._open_newest())
         assert before != self._whole, "which of the two was read would make no difference"
 
-    def _newest(self) -> Checkpoint:
+    def _open_newest(self) -> Checkpoint:
         self.run.checkpoints.recover_directory()
         opened = self.run.checkpoints.recover_newest()
         assert opened is not None
         return opened
 
-    def put(self, files: Files) -> None:
+    def put_files(self, files: CheckpointFiles) -> None:
         shutil.rmtree(self.path)
         self.path.mkdir()
         for name, data in files.items():
@@ -184,40 +184,40 @@ class Case:
             else:
                 (self.path / name).write_bytes(data)
 
-    def outcome(self) -> str:
+    def find_outcome(self) -> str:
         """Resume from the files that were put, and return the outcome."""
-        self.run.reported.clear()
+        self.run.reported_events.clear()
         try:
-            opened = self._newest()
+            opened = self._open_newest()
             if opened.state.steps != OLDER:
-                return EQUAL if self.run.resume(opened) == self._whole else OTHER
+                return EQUAL if self.run.resume_run(opened) == self._whole else OTHER
         except CheckpointError as error:
             return LATE if str(error) else "refused without a reason"
         assert opened == self._older, "the checkpoint before it was read as another one"
-        (reported,) = self.run.reported
+        (reported,) = self.run.reported_events
         Path(reported["kept_as"]).rename(self.path)
         return REFUSED if reported["reason"] else "refused without a reason"
 
 
-def fuzz_checkpoints(count: int, seed: int, directory: Path) -> Report:
+def fuzz_checkpoints(count: int, seed: int, directory: Path) -> FuzzReport:
     """Resume from `count` mutated checkpoints, and report the outcomes.
 
     Raises `AssertionError` for a change that goes unnoticed, and any exception of a resume other than
     `CheckpointError`.
     """
     rng = random.Random(seed)
-    cases = [Case(directory / f"ranks-{world}", world) for world in (1, 2)]
-    watch = Watch(count)
+    cases = [CheckpointCase(directory / f"ranks-{world}", world) for world in (1, 2)]
+    watch = InputMonitor(count)
     for _ in range(count):
         case = rng.choice(cases)
         files = dict(case.files)
-        (change,) = rng.choices((damage, mutate_manifest, replace), (5, 2, 3))
+        (change,) = rng.choices((damage_files, mutate_manifest, replace_content), (5, 2, 3))
         change(rng, files)
-        case.put(files)
-        with watch.one():
-            outcome = case.outcome()
-        assert change is not damage or outcome == (EQUAL if files == case.files else REFUSED), outcome
-        assert change is replace or outcome != OTHER, "a manifest made other values of the same files"
+        case.put_files(files)
+        with watch.measure_input():
+            outcome = case.find_outcome()
+        assert change is not damage_files or outcome == (EQUAL if files == case.files else REFUSED), outcome
+        assert change is replace_content or outcome != OTHER, "a manifest made other values of the same files"
         assert outcome in (REFUSED, LATE, OTHER, EQUAL), outcome
         watch.outcomes[outcome] += 1
-    return watch.report()
+    return watch.make_report()

@@ -16,11 +16,11 @@ import numpy as np
 
 from r3async.data.tokens import SCHEMA, Sample, TokenTable, Trajectory, Turn
 
-WARM = 0.2
+WARM_SHARE = 0.2
 """Share of the inputs after which memory growth is measured: caches and pools have filled by then."""
 
 
-class Report(msgspec.Struct, frozen=True):
+class FuzzReport(msgspec.Struct, frozen=True):
     """The result of fuzzing one reader.
 
     Attributes:
@@ -36,7 +36,7 @@ class Report(msgspec.Struct, frozen=True):
     outcomes: dict[str, int]
 
 
-class Watch:
+class InputMonitor:
     """A monitor of `count` inputs: the time that each takes, its outcome, and the growth of the process."""
 
     def __init__(self, count: int):
@@ -45,21 +45,23 @@ class Watch:
         self._began = time.perf_counter()
 
     @contextmanager
-    def one(self) -> Iterator[None]:
+    def measure_input(self) -> Iterator[None]:
         """Measure the handling of one input."""
         began = time.perf_counter()
         yield
         self._slowest = max(self._slowest, time.perf_counter() - began)
-        if self._done == int(self._count * WARM):
-            self._warm = resident()
+        if self._done == int(self._count * WARM_SHARE):
+            self._warm = resident_bytes()
         self._done += 1
 
-    def report(self) -> Report:
+    def make_report(self) -> FuzzReport:
         seconds = time.perf_counter() - self._began
-        return Report(self._count, seconds, self._slowest, (resident() - self._warm) / 2**20, dict(self.outcomes))
+        return FuzzReport(
+            self._count, seconds, self._slowest, (resident_bytes() - self._warm) / 2**20, dict(self.outcomes)
+        )
 
 
-def specimen(seed: int, lengths: tuple[int, ...], routes: tuple[int, int] = (3, 2)) -> Trajectory:
+def make_specimen(seed: int, lengths: tuple[int, ...], routes: tuple[int, int] = (3, 2)) -> Trajectory:
     """Return a trajectory to mutate, with random columns, nearly constant ones, and routes of shape `[n, *routes]`.
 
     `lengths` has the number of tokens of each sample.
@@ -96,7 +98,7 @@ def mutate_bytes(rng: random.Random, data: bytes) -> bytes:
     return rng.randbytes(rng.randrange(80))
 
 
-def resident() -> int:
+def resident_bytes() -> int:
     """Return the resident memory of this process in bytes, after a garbage collection."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])

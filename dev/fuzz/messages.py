@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dev.fuzz.common import Report, Watch, mutate_bytes, specimen
+from dev.fuzz.common import FuzzReport, InputMonitor, make_specimen, mutate_bytes
 from r3async.config import BufferConfig, TransportConfig
 from r3async.data import wire
 from r3async.data.packed import RouteForm
@@ -29,7 +29,7 @@ def mutate_control(rng: random.Random, frame: bytes) -> bytes:
     return wire.append_control_crc(mutate_bytes(rng, frame[: -wire.CRC_BYTES]))
 
 
-def forge(rng: random.Random, frames: Sequence[bytes]) -> list[bytes]:
+def forge_trajectory(rng: random.Random, frames: Sequence[bytes]) -> list[bytes]:
     """Return the frames of a trajectory with a mutated header, and perhaps a mutated column, and a valid checksum."""
     header, *columns = frames
     body = mutate_bytes(rng, wire.read_trajectory_header(header).body) or b"\xc0"
@@ -57,65 +57,65 @@ def mutate_frames(rng: random.Random, frames: list[bytes]) -> list[bytes]:
     return frames
 
 
-class Answers(NullSocket):
+class AnswerSocket(NullSocket):
     """A substitute for the receiver's socket that keeps the answers."""
 
     def __init__(self) -> None:
-        self.kept: list[wire.ControlMessage] = []
+        self.answers: list[wire.ControlMessage] = []
 
     def send(self, frames: Sequence[wire.Frame]) -> int:
-        self.kept.append(wire.decode_control(frames[1]))
+        self.answers.append(wire.decode_control(frames[1]))
         return 0
 
 
-class AnswersSockets:
+class AnswerSockets:
     """An implementation of `Sockets` whose router is the given socket."""
 
-    def __init__(self, socket: Answers):
+    def __init__(self, socket: AnswerSocket):
         self._socket = socket
 
-    def bind_router(self, address: str, on_message: MessageHandler, **options: object) -> Answers:
+    def bind_router(self, address: str, on_message: MessageHandler, **options: object) -> AnswerSocket:
         return self._socket
 
     async def close(self) -> None:
         pass
 
 
-class AnswersWorld(RealWorld):
-    def __init__(self, socket: Answers):
+class AnswerWorld(RealWorld):
+    def __init__(self, socket: AnswerSocket):
         self._socket = socket
 
     def open_sockets(self) -> Any:
-        return AnswersSockets(self._socket)
+        return AnswerSockets(self._socket)
 
 
-class Bytes:
+class IdentityFrame:
     """A substitute for a ZeroMQ frame, of which the receiver reads only `bytes`: for the identity."""
 
     def __init__(self, data: bytes):
         self.bytes = data
 
 
-async def fuzz_receiver(count: int, seed: int) -> Report:
+async def fuzz_receiver(count: int, seed: int) -> FuzzReport:
     """Send `count` mutated messages to a receiver, and report the outcomes.
 
     Raises `AssertionError` for a message that is mistaken for another trajectory, or refused without a reason.
     """
     rng = random.Random(seed)
-    originals = [specimen(0, (9, 40)), specimen(1, (130,)), specimen(2, (3, 4, 5, 64))]
-    originals += [specimen(3, (9, 700), (6, 4)), specimen(4, (700, 3), (6, 4))]
+    originals = [make_specimen(0, (9, 40)), make_specimen(1, (130,)), make_specimen(2, (3, 4, 5, 64))]
+    originals += [make_specimen(3, (9, 700), (6, 4)), make_specimen(4, (700, 3), (6, 4))]
     forms: list[RouteForm] = ["plain", "plain", "plain", "bits", "dense"]
     encoded = [
         [bytes(f) for f in wire.encode_trajectory(t, routes=form)] for t, form in zip(originals, forms, strict=True)
     ]
     by_id = {t.trajectory_id: t for t in originals}
     fits = False
-    socket = Answers()
+    socket = AnswerSocket()
 
-    def take(trajectory: Trajectory, nbytes: int) -> None:
+    def take_trajectory(trajectory: Trajectory, nbytes: int) -> None:
         if fits:  # with a valid checksum it may be another trajectory, but a valid one
-            again = wire.decode_trajectory(wire.encode_trajectory(trajectory))
-            for sample in again.samples:  # routes are unpacked when they are read
+            decoded = wire.decode_trajectory(wire.encode_trajectory(trajectory))
+            for sample in decoded.samples:  # routes are unpacked when they are read
                 assert all(len(column) == len(sample.table) for _, column in sample.table.items())
         else:
             assert trajectory == by_id.get(trajectory.trajectory_id), "taken for another trajectory"
@@ -123,42 +123,44 @@ async def fuzz_receiver(count: int, seed: int) -> Report:
         receiver.ledger.discard(trajectory.group_index, trajectory.trajectory_id)
 
     settings = TransportConfig(max_message_bytes=2**20, credit_bytes=2**20)
-    receiver = TrajectoryReceiver("run", settings, take, keys=generate_keys()[0], window=0, world=AnswersWorld(socket))
+    receiver = TrajectoryReceiver(
+        "run", settings, take_trajectory, keys=generate_keys()[0], window=0, world=AnswerWorld(socket)
+    )
     await receiver.start()
     failures: list[str] = []
     handler = logging.Handler(logging.ERROR)
     handler.emit = lambda record: failures.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("r3async").addHandler(handler)
     hello = wire.encode_control(wire.Hello("s", "raw", "run", SCHEMA.fingerprint))
-    watch = Watch(count)
+    watch = InputMonitor(count)
     try:
         for _ in range(count):
             some = rng.sample(range(len(originals)), rng.choice([1, 1, 2, len(originals)]))
             named = [(originals[i].trajectory_id, originals[i].group_index, encoded[i]) for i in some]
             if fits := rng.random() < 0.3:
-                named[0] = (*named[0][:2], forge(rng, encoded[some[0]]))
+                named[0] = (*named[0][:2], forge_trajectory(rng, encoded[some[0]]))
             items = [wire.DeliveryItem(name, group, 100_000, [len(f) for f in frames]) for name, group, frames in named]
             deliver = [bytes(f) for f in wire.encode_delivery("s", items, [frames for _, _, frames in named])]
-            receiver._on_message([Bytes(b"raw"), hello])
-            socket.kept.clear()
+            receiver._on_message([IdentityFrame(b"raw"), hello])
+            socket.answers.clear()
             alone = rng.random() < 0.1
             message = [mutate_control(rng, hello)] if alone else deliver if fits else mutate_frames(rng, deliver)
-            with watch.one():
-                receiver._on_message([Bytes(b"raw"), *message])
+            with watch.measure_input():
+                receiver._on_message([IdentityFrame(b"raw"), *message])
                 while len(receiver._intake):  # noqa: ASYNC110
                     await asyncio.sleep(0)
                 if receiver._pending_acks:
                     receiver._send_acks()
-            watch.outcomes[_judge(socket.kept)] += 1
+            watch.outcomes[_judge_answers(socket.answers)] += 1
             assert receiver.unreleased_bytes == 0, "memory was lost"
         assert not failures, failures[0]
     finally:
         await receiver.close()
         logging.getLogger("r3async").removeHandler(handler)
-    return watch.report()
+    return watch.make_report()
 
 
-def _judge(answers: list[wire.ControlMessage]) -> str:
+def _judge_answers(answers: list[wire.ControlMessage]) -> str:
     for answer in answers:
         if isinstance(answer, wire.Reject | wire.Refusal):
             assert answer.reason, "refused without a reason"
@@ -168,33 +170,33 @@ def _judge(answers: list[wire.ControlMessage]) -> str:
     return "a valid control message, or one of an earlier session"
 
 
-async def fuzz_spool(count: int, seed: int, directory: Path) -> Report:
+async def fuzz_spool(count: int, seed: int, directory: Path) -> FuzzReport:
     """Recover trajectories from `count` mutated spool files, and report the outcomes.
 
     Raises `AssertionError` for a file that returns what was not written, or loses something without a report.
     """
     rng = random.Random(seed)
-    written = [specimen(5, (9, 40)), specimen(10, (130,)), specimen(15, (3, 4, 64))]
+    written = [make_specimen(5, (9, 40)), make_specimen(10, (130,)), make_specimen(15, (3, 4, 64))]
     path = directory / f"{0:09d}-0000.spool"
     ends = {0}
     for trajectory in written:
         offset, length = SPOOL_FORMAT.append_record(path, wire.encode_trajectory(trajectory), fsync=False)
         ends.add(offset + length)
-    whole = path.read_bytes()
+    written_bytes = path.read_bytes()
     spool = Spool(directory, BufferConfig(durability="disk"))
-    watch = Watch(count)
+    watch = InputMonitor(count)
     for _ in range(count):
-        data = whole
+        data = written_bytes
         for _ in range(rng.randint(1, 2)):
             data = mutate_bytes(rng, data)
         path.write_bytes(data)
-        with watch.one():
-            found, _, damage = spool._scan_directory()
-        assert all(kept.trajectory in written for kept in found), "read what was not written"
+        with watch.measure_input():
+            recovered, _, damage = spool._scan_directory()
+        assert all(spooled.trajectory in written for spooled in recovered), "read what was not written"
         assert all(d.reason for d in damage), "damage without a reason"
         # A file that is cut at the end of a record looks as if nothing more had been written to it.
-        assert damage or len(found) == len(written) or len(data) in ends, "lost without a report"
+        assert damage or len(recovered) == len(written) or len(data) in ends, "lost without a report"
         watch.outcomes["refused with a reason" if damage else "read, equal"] += 1
-        watch.outcomes["trajectories that were saved from damaged files"] += len(found) if damage else 0
+        watch.outcomes["trajectories that were saved from damaged files"] += len(recovered) if damage else 0
     await spool.close()
-    return watch.report()
+    return watch.make_report()

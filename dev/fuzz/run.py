@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from dev.fuzz.checkpoints import fuzz_checkpoints
-from dev.fuzz.common import Report
+from dev.fuzz.common import FuzzReport
 from dev.fuzz.messages import fuzz_receiver, fuzz_spool
 
 
@@ -27,5 +27,5 @@ def run_fuzz(*, messages: int, files: int, checkpoints: int, seed: int) -> None:
             print_report("checkpoints", seed, fuzz_checkpoints(checkpoints, seed, Path(directory)))
 
 
-def print_report(name: str, seed: int, report: Report) -> None:
+def print_report(name: str, seed: int, report: FuzzReport) -> None:
     print(msgspec.json.encode({"seed": seed, name: report}).decode(), flush=True)

@@ -26,7 +26,7 @@ from r3async.learner.state import ShardSlice
 from r3async.schedule.admission import AdmissionController
 from r3async.schedule.groups import GroupBuffer
 
-RECORD = "metrics.jsonl"
+RECORD_FILE = "metrics.jsonl"
 
 
 class TinyLearner(LearnerBackend):
@@ -35,16 +35,16 @@ class TinyLearner(LearnerBackend):
     name = "torch"
 
     def __init__(
-        self, config: Config, source: Path, ranks: RankGroup, parameters: list[Parameter], held: list[ShardSlice]
+        self, config: Config, source: Path, ranks: RankGroup, parameters: list[Parameter], slices: list[ShardSlice]
     ):
         replay = RoutingReplay.for_full_model(None, enabled=False, device=ranks.device)
         optimizer = MasterAdamW(parameters, config.learner)
         super().__init__(config, source, ranks, vocab_size=4, replay=replay, optimizer=optimizer, parameters=parameters)
-        self._held = held
+        self._trained_slices = slices
 
     def trained_slices(self) -> list[ShardSlice]:
         """Implement `LearnerBackend.trained_slices`."""
-        return self._held
+        return self._trained_slices
 
 
 class TinyRun:
@@ -63,20 +63,20 @@ class TinyRun:
         self._directory, self._model = directory, directory / "model"
         self._model.mkdir(parents=True)
         (self._model / "config.json").write_text('{"hidden_size": 3}')
-        self.checkpoints = CheckpointDirectory(directory / "checkpoints", report=self._report)
-        self.reported: list[dict[str, Any]] = []
+        self.checkpoints = CheckpointDirectory(directory / "checkpoints", report=self._add_event)
+        self.reported_events: list[dict[str, Any]] = []
         """Events that were reported about checkpoints."""
-        self._ranks = [self._rank(rank, world) for rank in range(world)]
+        self._ranks = [self._make_rank(rank, world) for rank in range(world)]
 
-    def _report(self, event: str, /, **facts: object) -> None:
-        self.reported.append({"event": event, **facts})
+    def _add_event(self, event: str, /, **facts: object) -> None:
+        self.reported_events.append({"event": event, **facts})
 
-    def _rank(self, rank: int, world: int) -> TinyLearner:
+    def _make_rank(self, rank: int, world: int) -> TinyLearner:
         torch.manual_seed(rank)
         share = 4 // world
         parameters = [Parameter(torch.randn(size)) for size in ((share, 3), (share, 2, 2), (3,))]
         experts = tuple(TensorSlice.full_tensor(f"expert.{share * rank + i}.weight", (2, 2)) for i in range(share))
-        held = [
+        slices = [
             ShardSlice((TensorSlice("embed.weight", (4, 3), (share * rank, 0), (share, 3)),)),
             ShardSlice(experts, split=torch.unbind, join=torch.stack),
             ShardSlice((TensorSlice.full_tensor("norm.weight", (3,)),), is_writer=rank == 0),
@@ -84,20 +84,20 @@ class TinyRun:
         for parameter in parameters:
             parameter.grad = torch.randn(parameter.shape)
         ranks = RankGroup(rank, world, torch.device("cpu"))
-        learner = TinyLearner(self._config, self._model, ranks, parameters, held)
+        learner = TinyLearner(self._config, self._model, ranks, parameters, slices)
         learner.optimizer.step()
         return learner
 
-    def write(self, step: int) -> Path:
+    def write_checkpoint(self, step: int) -> Path:
         """Write the checkpoint of a step that changed the trust region's coefficient, and return its path."""
         partial = self.checkpoints.begin_checkpoint(step)
         for learner in self._ranks:
             learner.trust_region.update_coefficient(0.1)
         records = [write_rank_file(partial, learner.capture_state()) for learner in self._ranks]
-        return self.checkpoints.commit_checkpoint(self._state(step), records)
+        return self.checkpoints.commit_checkpoint(self._run_state(step), records)
 
-    def _state(self, step: int) -> RunState:
-        admission = self._admission()
+    def _run_state(self, step: int) -> RunState:
+        admission = self._make_admission()
         while lease := admission.lease_group("g0", free_episodes=1):
             last = lease.group_index
         admission.step_trained(1, [0, 2])
@@ -112,20 +112,20 @@ class TinyRun:
             consumed=1,
             consumed_beyond=[2],
             admission=admission.state_dict(),
-            record_bytes={RECORD: 40},
+            record_bytes={RECORD_FILE: 40},
             pending_rows=[{"step": step, "version": 1, "loss": 0.25}],
             elapsed=1.5,
             generated_tokens=last,
         )
 
-    def _admission(self) -> AdmissionController:
+    def _make_admission(self) -> AdmissionController:
         return AdmissionController(self._config.schedule, choose_task=lambda group: group)
 
-    def resume(self, opened: Checkpoint) -> tuple[Any, ...]:
+    def resume_run(self, opened: Checkpoint) -> tuple[Any, ...]:
         """Resume from a checkpoint as driver, ranks, learner and conductor do. Returns their resulting state."""
         state = opened.state
         check_resume_settings(state.config, self._config)
-        record = self._directory / RECORD
+        record = self._directory / RECORD_FILE
         record.write_bytes(b"x" * 60)
         rewind_records(self._directory, state.record_bytes)
         parts = open_checkpoint(opened.path, check_tensors=False).open_learner_state()
@@ -136,7 +136,7 @@ class TinyRun:
             ranks.append((now.metadata, [(p.tensor_slice, p.values.numpy().tobytes()) for p in now.slices]))
         schedule = self._config.schedule
         buffer = GroupBuffer(schedule.group_size, schedule.window, head=state.consumed, beyond=state.consumed_beyond)
-        admission = self._admission()
+        admission = self._make_admission()
         restore_admission(admission, state)
         admission.requeue_after_resume(-1, buffer.missing_in_group)
         return state, ranks, len(buffer.consumed), admission.state_dict(), record.stat().st_size

@@ -37,11 +37,11 @@ def check_package(package: str) -> list[str]:
     """Return a text for each circle of the package."""
     graph = grimp.build_graph(package, exclude_type_checking_imports=True, cache_dir=None)
     imports = {module: set(graph.find_modules_directly_imported_by(module)) for module in sorted(graph.modules)}
-    found = []
+    circles = []
     for circle in find_circles(imports):
         lines = [_describe_import(graph, *pair) for pair in zip(circle, [*circle[1:], circle[0]], strict=True)]
-        found.append("\n  ".join(["files import each other in a circle:", *lines]))
-    return found
+        circles.append("\n  ".join(["files import each other in a circle:", *lines]))
+    return circles
 
 
 def _describe_import(graph: grimp.ImportGraph, importer: str, imported: str) -> str:
@@ -50,10 +50,10 @@ def _describe_import(graph: grimp.ImportGraph, importer: str, imported: str) -> 
 
 
 def main() -> int:
-    found = check_package("r3async")
-    for each in found:
+    circles = check_package("r3async")
+    for each in circles:
         print(each)
-    return bool(found)
+    return bool(circles)
 
 
 if __name__ == "__main__":

@@ -31,13 +31,13 @@ from typing import Any
 import msgspec
 
 ROOT = Path(__file__).resolve().parents[2]
-HISTORY = ("CHANGELOG.md", "docs/decisions/archive/", "docs/comparison.md", "docs/coming-from.md")
+PAGES_OF_OTHER_TIMES = ("CHANGELOG.md", "docs/decisions/archive/", "docs/comparison.md", "docs/coming-from.md")
 """Pages, or folders of pages, whose names are those of another time, or of other projects."""
 RECORD = re.compile(r"\bD-(\d{3})\b")
 RECORD_FILE = re.compile(r"docs/decisions/(?:archive/)?D-(\d{3})-[\w-]+\.md")
 REFERENCE = re.compile(r"(?<!`)`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(?:\(\))?`(?!`)")
 FILE_REFERENCE = re.compile(r"(?<!`)`((?:[\w-]+/)+[\w-]+\.py)`(?!`)")
-NO_NAMES = {
+IGNORED_LAST_PARTS = {
     "css",
     "db",
     "html",
@@ -58,7 +58,7 @@ NO_NAMES = {
 
 
 @dataclass
-class Definitions:
+class RepositoryDefinitions:
     """The definitions of the repository.
 
     Attributes:
@@ -151,10 +151,10 @@ def _flatten_type(kind: Any) -> Iterator[Any]:
         yield from _flatten_type(argument)
 
 
-def find_stale_reference(reference: str, definitions: Definitions, config: type) -> str:
+def find_stale_reference(reference: str, definitions: RepositoryDefinitions, config: type) -> str:
     """Return what is wrong with a dotted reference; "" if it exists, or is not of this repository."""
     parts = reference.split(".")
-    if parts[-1] in NO_NAMES:
+    if parts[-1] in IGNORED_LAST_PARTS:
         return ""
     is_section = parts[0] in {each.encode_name for each in msgspec.structs.fields(config)}
     if is_section and is_setting(config, parts):
@@ -186,28 +186,28 @@ def read_prose(path: str, source: str) -> Iterator[tuple[int, str]]:
 
 def check_files(files: dict[str, str], config: type) -> list[str]:
     """Return a line for each reference, or number of a decision, that does not exist. `files`: sources by path from the root."""
-    definitions = Definitions()
+    definitions = RepositoryDefinitions()
     for path, source in files.items():
         if path.endswith(".py"):
             definitions.add_module(path, source)
     records = {match[1] for path in files if (match := RECORD_FILE.fullmatch(path))}
-    found = []
+    problems = []
     for path, source in files.items():
         for line, text in read_prose(path, source):
-            found += [
+            problems += [
                 f"{path}:{line}: there is no record D-{number}"
                 for number in RECORD.findall(text)
                 if number not in records
             ]
-            if path.startswith(HISTORY):
+            if path.startswith(PAGES_OF_OTHER_TIMES):
                 continue
             for reference in REFERENCE.findall(text):
                 if wrong := find_stale_reference(reference, definitions, config):
-                    found.append(f"{path}:{line}: `{reference}`: {wrong}")
+                    problems.append(f"{path}:{line}: `{reference}`: {wrong}")
             for named in FILE_REFERENCE.findall(text):
                 if not any(each == named or each.endswith(f"/{named}") for each in files):
-                    found.append(f"{path}:{line}: there is no `{named}`")
-    return found
+                    problems.append(f"{path}:{line}: there is no `{named}`")
+    return problems
 
 
 def main() -> int:
@@ -215,9 +215,9 @@ def main() -> int:
 
     listed = subprocess.run(["git", "ls-files", "*.py", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
     paths = [path for path in listed.stdout.splitlines() if not (ROOT / path).is_symlink()]
-    found = check_files({path: (ROOT / path).read_text() for path in paths}, Config)
-    print("\n".join(found), end="\n" if found else "")
-    return bool(found)
+    problems = check_files({path: (ROOT / path).read_text() for path in paths}, Config)
+    print("\n".join(problems), end="\n" if problems else "")
+    return bool(problems)
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ REAL_NAMES = ("REAL_WORLD", "SYSTEM_FILES")
 LOOP_GETTERS = ("asyncio.get_running_loop", "asyncio.get_event_loop")
 
 
-class Finding(NamedTuple):
+class SeamFinding(NamedTuple):
     path: str
     line: int
     name: str
@@ -204,18 +204,20 @@ class RealDefaults:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 self._by_callable[f"{module}.{node.name}"] = _find_real_parameters(node)
             elif isinstance(node, ast.ClassDef):
-                made = [f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"]
+                constructors = [f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"]
                 self._by_callable[f"{module}.{node.name}"] = [
-                    d for f in made for d in _find_real_parameters(f, skipped=1)
+                    d for f in constructors for d in _find_real_parameters(f, skipped=1)
                 ] + _find_real_fields(node)
 
 
 def _find_real_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, skipped: int = 0) -> list[RealDefault]:
     positional = [*function.args.posonlyargs, *function.args.args][skipped:]
-    given = zip(positional[::-1], function.args.defaults[::-1], strict=False)
-    found = [RealDefault(each.arg, positional.index(each)) for each, default in given if _is_real(default)]
+    with_defaults = zip(positional[::-1], function.args.defaults[::-1], strict=False)
+    real_defaults = [
+        RealDefault(each.arg, positional.index(each)) for each, default in with_defaults if _is_real(default)
+    ]
     keywords = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
-    return found + [RealDefault(each.arg, None) for each, default in keywords if default and _is_real(default)]
+    return real_defaults + [RealDefault(each.arg, None) for each, default in keywords if default and _is_real(default)]
 
 
 def _find_real_fields(class_node: ast.ClassDef) -> list[RealDefault]:
@@ -242,13 +244,13 @@ class _SeamVisitor(ast.NodeVisitor):
     """A visitor that collects the findings of one file in `found`."""
 
     def __init__(self, path: str, tree: ast.Module, defaults: RealDefaults):
-        self.path, self.found = path, list[Finding]()
+        self.path, self.found = path, list[SeamFinding]()
         self._awaited: list[ast.expr] = []
         self._names, self._defaults = _collect_imports(tree), defaults
-        own = {
+        own_names = {
             node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         }
-        self._local_names = {name: f"{_module_name(path)}.{name}" for name in own}
+        self._local_names = {name: f"{_module_name(path)}.{name}" for name in own_names}
         self.visit(tree)
 
     def visit_arguments(self, node: ast.arguments) -> None:
@@ -341,9 +343,9 @@ class _SeamVisitor(ast.NodeVisitor):
         return False
 
     def _add_finding(self, node: ast.AST, name: str, remedy: str) -> None:
-        found = Finding(self.path, node.lineno, name, remedy)  # type: ignore[attr-defined]
-        if found not in self.found:
-            self.found.append(found)
+        finding = SeamFinding(self.path, node.lineno, name, remedy)  # type: ignore[attr-defined]
+        if finding not in self.found:
+            self.found.append(finding)
 
     def _resolve_name(self, node: ast.expr) -> str:
         return _resolve_full_name(node, self._names)
@@ -358,21 +360,21 @@ def _resolve_full_name(node: ast.AST, names: dict[str, str]) -> str:
     return ""
 
 
-def check_decoding(path: str, source: str) -> list[Finding]:
+def check_decoding(path: str, source: str) -> list[SeamFinding]:
     """Return the direct decoding in a file, in order of lines: uses of decoders, and `data.decode()` unless `data` is
     the result of a call."""
     tree = ast.parse(source)
-    names, found = _collect_imports(tree), list[Finding]()
+    names, findings = _collect_imports(tree), list[SeamFinding]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "decode":
             if not (node.args or node.keywords or isinstance(node.func.value, ast.Call)):
-                found.append(Finding(path, node.lineno, ".decode()", f"{UNTRUSTED}.decode_text"))
+                findings.append(SeamFinding(path, node.lineno, ".decode()", f"{UNTRUSTED}.decode_text"))
         elif isinstance(node, ast.Attribute | ast.Name) and (what := _resolve_full_name(node, names)) in DECODERS:
-            found.append(Finding(path, node.lineno, what, f"{UNTRUSTED}.{DECODERS[what]}"))
-    return sorted(found, key=lambda each: each.line)
+            findings.append(SeamFinding(path, node.lineno, what, f"{UNTRUSTED}.{DECODERS[what]}"))
+    return sorted(findings, key=lambda each: each.line)
 
 
-def check_source(path: str, source: str, defaults: RealDefaults) -> list[Finding]:
+def check_source(path: str, source: str, defaults: RealDefaults) -> list[SeamFinding]:
     """Return the places in a file that bypass the `World`, in order of lines."""
     return sorted(_SeamVisitor(path, ast.parse(source), defaults).found, key=lambda found: found.line)
 
@@ -381,10 +383,10 @@ def list_simulated_files(root: Path = ROOT) -> Iterator[Path]:
     """Yield the files that the rule about the `World` applies to. Raises `ValueError` for a pattern, or an exemption,
     without a file."""
     for package in SIMULATED_PATTERNS:
-        found = sorted(root.glob(package))
-        if not found:
+        files = sorted(root.glob(package))
+        if not files:
             raise ValueError(f"dev/lint/seam.py: no file is {package}")
-        yield from (path for path in found if str(path.relative_to(root)) not in EXEMPT_FILES)
+        yield from (path for path in files if str(path.relative_to(root)) not in EXEMPT_FILES)
     for name in EXEMPT_FILES:
         if not (root / name).exists():
             raise ValueError(f"dev/lint/seam.py: {name} is exempt, and not there")
@@ -397,10 +399,12 @@ def list_decoding_files(root: Path = ROOT) -> Iterator[Path]:
             yield path
 
 
-def check_repository(root: Path = ROOT) -> list[Finding]:
+def check_repository(root: Path = ROOT) -> list[SeamFinding]:
     defaults = RealDefaults(root)
-    found = [each for path in list_simulated_files(root) for each in check_source(*_read_source(path, root), defaults)]
-    return found + [each for path in list_decoding_files(root) for each in check_decoding(*_read_source(path, root))]
+    findings = [
+        each for path in list_simulated_files(root) for each in check_source(*_read_source(path, root), defaults)
+    ]
+    return findings + [each for path in list_decoding_files(root) for each in check_decoding(*_read_source(path, root))]
 
 
 def _read_source(path: Path, root: Path) -> tuple[str, str]:
@@ -408,10 +412,10 @@ def _read_source(path: Path, root: Path) -> tuple[str, str]:
 
 
 def main() -> int:
-    found = check_repository()
-    for each in found:
+    findings = check_repository()
+    for each in findings:
         print(each)
-    return bool(found)
+    return bool(findings)
 
 
 if __name__ == "__main__":

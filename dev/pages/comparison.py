@@ -40,19 +40,19 @@ SOURCE_LABELS = (
 )
 
 
-class Evidence(msgspec.Struct, forbid_unknown_fields=True):
+class DatedEvidence(msgspec.Struct, forbid_unknown_fields=True):
     """A piece of evidence: its address `at`, and its own date `dated`, if known."""
 
     at: str
     dated: datetime.date | None = None
 
 
-class Cell(msgspec.Struct, forbid_unknown_fields=True):
+class FrameworkStatement(msgspec.Struct, forbid_unknown_fields=True):
     """A statement of one framework. `of` is a key of `FrameworkComparison.names`."""
 
     of: str
     text: str
-    evidence: list[Evidence]
+    evidence: list[DatedEvidence]
 
 
 class ComparisonPoint(msgspec.Struct, forbid_unknown_fields=True):
@@ -66,7 +66,7 @@ class ComparisonPoint(msgspec.Struct, forbid_unknown_fields=True):
     title: str
     ours: str
     others_ahead: str
-    cell: list[Cell]
+    cell: list[FrameworkStatement]
 
 
 class FrameworkComparison(msgspec.Struct, forbid_unknown_fields=True):
@@ -85,19 +85,19 @@ def _label_source(address: str) -> str:
     return "docs"
 
 
-def _format_source(evidence: Evidence) -> str:
+def _format_source(evidence: DatedEvidence) -> str:
     when = f"{evidence.dated:%b %Y}" if evidence.dated else "undated"
     return f"[{_label_source(evidence.at)}]({evidence.at}), {when}"
 
 
-def is_old(cell: Cell, as_of: datetime.date) -> bool:
+def is_old(cell: FrameworkStatement, as_of: datetime.date) -> bool:
     """Return whether the newest date of the evidence is further back than `MAX_EVIDENCE_AGE`. Evidence without a date
     is ignored."""
     days = [evidence.dated for evidence in cell.evidence if evidence.dated]
     return bool(days) and as_of - max(days) > MAX_EVIDENCE_AGE
 
 
-def _format_statement(cell: Cell, as_of: datetime.date) -> str:
+def _format_statement(cell: FrameworkStatement, as_of: datetime.date) -> str:
     sources = "; ".join(map(_format_source, cell.evidence))
     return f"{cell.text} ({sources}{'; old' if is_old(cell, as_of) else ''})"
 

@@ -34,7 +34,7 @@ PROCESS_PANELS = (
 def render_dashboard() -> str:
     """Return the text of the dashboard file."""
     panels: list[dict[str, Any]] = []
-    shown = [known for known in METRICS.values() if known.gauge]
+    shown = [metric for metric in METRICS.values() if metric.gauge]
     panels += _iter_stat_panels(shown)
     at = 4 * -(-len(shown) // STATS_PER_ROW)
     for title, charts in (
@@ -61,7 +61,7 @@ def render_dashboard() -> str:
                 }
             )
         at += 1 + -(-len(charts) // 2) * PANEL_HEIGHT
-    whole = {
+    dashboard = {
         "title": "r3async",
         "uid": "r3async",
         "schemaVersion": 39,
@@ -71,7 +71,7 @@ def render_dashboard() -> str:
         "templating": {"list": list(_iter_variables())},
         "panels": [{"id": number, **panel} for number, panel in enumerate(panels, start=1)],
     }
-    return json.dumps(whole, indent=1) + "\n"
+    return json.dumps(dashboard, indent=1) + "\n"
 
 
 def _iter_variables() -> Iterator[dict[str, Any]]:
@@ -100,17 +100,17 @@ def _make_target(number: int, expression: str, legend: str) -> dict[str, Any]:
 def _iter_stat_panels(shown: Sequence[Metric]) -> Iterator[dict[str, Any]]:
     """Yield a stat panel for each metric that the live view shows as a gauge."""
     width = 2 * PANEL_WIDTH // STATS_PER_ROW
-    for number, known in enumerate(shown):
+    for number, metric in enumerate(shown):
         row, column = divmod(number, STATS_PER_ROW)
         yield {
             "type": "stat",
-            "title": known.label,
-            "description": known.description,
+            "title": metric.label,
+            "description": metric.description,
             "datasource": DATASOURCE,
             "gridPos": _make_grid_position(column * width, 4 * row, width, 4),
-            "targets": [_make_target(0, f"{to_prometheus_name(known.name)}{{{RUN_SELECTOR}}}", "{{run}}")],
+            "targets": [_make_target(0, f"{to_prometheus_name(metric.name)}{{{RUN_SELECTOR}}}", "{{run}}")],
             "fieldConfig": {
-                "defaults": {"unit": GRAFANA_UNITS.get(known.unit, "short"), "decimals": 3},
+                "defaults": {"unit": GRAFANA_UNITS.get(metric.unit, "short"), "decimals": 3},
                 "overrides": [],
             },
             "options": {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "none", "graphMode": "area"},

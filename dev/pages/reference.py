@@ -54,7 +54,7 @@ Presets may have such values, and what a file sets may be turned off on the comm
 
 def read_field_docs(kind: type) -> dict[str, str]:
     """Return the docstring of each attribute of a section, by name, including those of its base classes."""
-    found: dict[str, str] = {}
+    docs: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if not (isinstance(base, type) and issubclass(base, Section)) or base is Section:
             continue
@@ -67,8 +67,8 @@ def read_field_docs(kind: type) -> dict[str, str]:
                 and isinstance(after.value, ast.Constant)
             ):
                 assert isinstance(node.target, ast.Name)
-                found[node.target.id] = " ".join(str(after.value.value).split())
-    return found
+                docs[node.target.id] = " ".join(str(after.value.value).split())
+    return docs
 
 
 def format_type(kind: Any) -> str:
@@ -148,9 +148,9 @@ def insert_metrics_table(page: str) -> str:
 
 
 def _replace_between(page: str, begin: str, end: str, lines: list[str]) -> str:
-    head, found, rest = page.partition(begin)
+    head, marker, rest = page.partition(begin)
     _, closed, tail = rest.partition(end)
-    if not (found and closed):
+    if not (marker and closed):
         raise ValueError(f"the page has no place for what is generated: {begin} … {end}")
     return "\n".join([head + begin, *lines, end + tail])
 
@@ -175,10 +175,10 @@ def insert_model_tables(page: str) -> str:
 
 def list_metric_views(name: str) -> list[str]:
     """Return the views that show a metric by default."""
-    known = METRICS[name]
-    curve = f"curve {known.curve.chart}" if known.curve else ""
-    gauge = f"gauge {known.gauge}" if known.gauge else ""
-    shown = (curve, gauge, "drift table" if known.part_stats else "", "comparison" if known.comparison_stats else "")
+    metric = METRICS[name]
+    curve = f"curve {metric.curve.chart}" if metric.curve else ""
+    gauge = f"gauge {metric.gauge}" if metric.gauge else ""
+    shown = (curve, gauge, "drift table" if metric.part_stats else "", "comparison" if metric.comparison_stats else "")
     return [view for view in shown if view]
 
 

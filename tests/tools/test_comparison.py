@@ -6,16 +6,16 @@ import msgspec
 import pytest
 
 from dev.pages import comparison
-from dev.pages.comparison import Cell, ComparisonPoint, Evidence, FrameworkComparison
+from dev.pages.comparison import ComparisonPoint, DatedEvidence, FrameworkComparison, FrameworkStatement
 
 TODAY = datetime.date(2026, 11, 26)
 
 
 def days_before(days):
-    return Evidence("https://a.example/pull/1", TODAY - datetime.timedelta(days=days))
+    return DatedEvidence("https://a.example/pull/1", TODAY - datetime.timedelta(days=days))
 
 
-UNDATED = Evidence("https://a.example/guide")
+UNDATED = DatedEvidence("https://a.example/guide")
 
 
 def data_of_page():
@@ -23,7 +23,7 @@ def data_of_page():
 
 
 def rows(evidence):
-    cell = Cell("other", "It does.", evidence)
+    cell = FrameworkStatement("other", "It does.", evidence)
     page = comparison.render_page(
         FrameworkComparison(TODAY, {"other": "Other"}, [ComparisonPoint("A point", "We do.", "", [cell])])
     )
@@ -55,14 +55,14 @@ def test_every_claim_has_evidence_with_an_address_and_a_day_that_is_past():
     ],
 )
 def test_a_cell_is_old_if_its_newest_evidence_is(evidence, old):
-    assert comparison.is_old(Cell("other", "It does.", evidence), TODAY) is old
+    assert comparison.is_old(FrameworkStatement("other", "It does.", evidence), TODAY) is old
     (row,) = rows(evidence)
     assert "It does." in row
     assert row.endswith("; old) |") is old
 
 
 def test_each_source_has_its_own_month_or_says_that_its_day_is_not_known():
-    (row,) = rows([Evidence("https://a.example/pull/1", datetime.date(2026, 6, 30)), UNDATED])
+    (row,) = rows([DatedEvidence("https://a.example/pull/1", datetime.date(2026, 6, 30)), UNDATED])
     assert "([#1](https://a.example/pull/1), Jun 2026; [docs](https://a.example/guide), undated)" in row
 
 
@@ -80,7 +80,7 @@ def test_each_source_has_its_own_month_or_says_that_its_day_is_not_known():
     ],
 )
 def test_a_source_is_named_by_what_it_is(address, label):
-    (row,) = rows([Evidence(address)])
+    (row,) = rows([DatedEvidence(address)])
     assert f"[{label}]({address})" in row
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from dev.bench.jobs import BenchError, ended_in_order, say_on_stderr
+from dev.bench.jobs import BenchError, end_on_sigterm, print_to_stderr
 from r3async.config import ConfigError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def listing(context: typer.Context) -> None:
+def list_benchmarks(context: typer.Context) -> None:
     """Measure a part of r3async. Without a name, list the benchmarks."""
     if context.invoked_subcommand is None:
         for command in app.registered_commands:
@@ -48,7 +48,7 @@ def _print_report(name: str, measure: Callable[[], Measurements], json: bool) ->
 
     facts = collect_facts(shlex.join(["python", "-m", "dev", *sys.argv[1:]]))
     try:
-        with ended_in_order():
+        with end_on_sigterm():
             report = build_report(name, measure(), facts)
     except BenchError as error:
         typer.echo(f"the benchmark failed: {error}", err=True)
@@ -75,11 +75,11 @@ def e2e(
     ] = None,
 ) -> None:
     """Compare whole runs with a peer's on this machine: time, CPU time by process, idle shares, reward."""
-    from dev.bench.e2e import ComparisonPlan, run, small
+    from dev.bench.e2e import ComparisonPlan, compare_runs, shrink_plan
 
     chosen = cases.split(",") if cases else ["own"] if peer == "none" else ["a", "b", "c", "own"]
     plan = ComparisonPlan(chosen, _parse_numbers(seeds, "--seeds"), peer, peer_python, peer_threads, steps)
-    _print_report("e2e", lambda: run(small(plan) if quick else plan, say_on_stderr, keep=keep), json)
+    _print_report("e2e", lambda: compare_runs(shrink_plan(plan) if quick else plan, print_to_stderr, keep=keep), json)
 
 
 @app.command()
@@ -90,9 +90,9 @@ def step(
     quick: Quick = False,
 ) -> None:
     """Measure what served drift, a limit and a recording add to a learner's step, in turns on the same episodes."""
-    from dev.bench.step import run
+    from dev.bench.step import measure_step
 
-    _print_report("step", lambda: run(steps, seed, quick, say_on_stderr), json)
+    _print_report("step", lambda: measure_step(steps, seed, quick, print_to_stderr), json)
 
 
 @app.command()
@@ -103,9 +103,11 @@ def start(
     quick: Quick = False,
 ) -> None:
     """Measure the way from the command to the first trained step: wall and CPU seconds, by stage and process."""
-    from dev.bench.start import run
+    from dev.bench.start import measure_start
 
-    _print_report("start", lambda: run(cases.split(","), 1 if quick else repeats, say_on_stderr, quick=quick), json)
+    _print_report(
+        "start", lambda: measure_start(cases.split(","), 1 if quick else repeats, print_to_stderr, quick=quick), json
+    )
 
 
 @app.command()
@@ -119,17 +121,17 @@ def conductor(
     quick: Quick = False,
 ) -> None:
     """Measure CPU time and messages of the conductor per group, for fleets of several sizes."""
-    from dev.bench.conductor import WAYS, run
-    from dev.bench.fleet import Load
+    from dev.bench.conductor import MEASURING_WAYS, measure_conductor
+    from dev.bench.fleet import ConductorLoad
 
-    load = Load(0, places, episode_seconds=episode, seconds=seconds)
-    if only and only not in WAYS:
-        raise ConfigError(f"--only {only!r} must be one of {', '.join(WAYS)}")
-    sizes, ways = _parse_numbers(generators, "--generators"), [way for way in WAYS if only in ("", way)]
+    load = ConductorLoad(0, places, episode_seconds=episode, seconds=seconds)
+    if only and only not in MEASURING_WAYS:
+        raise ConfigError(f"--only {only!r} must be one of {', '.join(MEASURING_WAYS)}")
+    sizes, ways = _parse_numbers(generators, "--generators"), [way for way in MEASURING_WAYS if only in ("", way)]
     if quick:
         load = msgspec.structs.replace(load, episode_seconds=4.0, seconds=8.0, warm_up=4.0)
         sizes, ways = [4, 16], ["simulated"]
-    _print_report("conductor", lambda: run(load, sizes, ways, say_on_stderr), json)
+    _print_report("conductor", lambda: measure_conductor(load, sizes, ways, print_to_stderr), json)
 
 
 @app.command()
@@ -139,9 +141,9 @@ def transport(
     rounds: Annotated[int, typer.Option(help="how often raw ZeroMQ and the whole path take turns")] = 3,
 ) -> None:
     """Measure the wire format, and the whole path against raw ZeroMQ: throughput, event-loop lag, memory."""
-    from dev.bench.transport import run
+    from dev.bench.transport import measure_transport
 
-    _print_report("transport", lambda: run(quick=quick, rounds=rounds, say=say_on_stderr), json)
+    _print_report("transport", lambda: measure_transport(quick=quick, rounds=rounds, print_line=print_to_stderr), json)
 
 
 @app.command()
@@ -151,9 +153,9 @@ def weights(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value", show_default=False)] = None,
 ) -> None:
     """Measure what a weight update costs learner and engine in a real run: copy, write, transfer, load, pause."""
-    from dev.bench.weights import run
+    from dev.bench.weights import measure_weights
 
-    _print_report("weights", lambda: run(updates, overrides or [], say_on_stderr), json)
+    _print_report("weights", lambda: measure_weights(updates, overrides or [], print_to_stderr), json)
 
 
 @app.command()
@@ -165,12 +167,12 @@ def transfer(
     quick: Quick = False,
 ) -> None:
     """Measure weight transfer to engines on one, two and more hosts: bytes, seconds and memory, full and as deltas."""
-    from dev.bench.transfer import TransferJob, run
+    from dev.bench.transfer import TransferJob, measure_transfer
 
     job = TransferJob(megabytes, versions=versions, lr=lr)
     if quick:
         job = TransferJob(4.0, versions=2, lr=lr, engines=(1, 2), spread=(2,), tensors=4)
-    _print_report("transfer", lambda: run(job, say_on_stderr), json)
+    _print_report("transfer", lambda: measure_transfer(job, print_to_stderr), json)
 
 
 @app.command()
@@ -183,9 +185,9 @@ def packing(
     ] = "Qwen3-30B-A3B",
 ) -> None:
     """Measure how well samples are divided into micro-batches and among ranks, on five length distributions."""
-    from dev.bench.packing import run
+    from dev.bench.packing import measure_packing
 
-    _print_report("packing", lambda: run(_parse_numbers(seeds, "--seeds"), quick=quick, model=model), json)
+    _print_report("packing", lambda: measure_packing(_parse_numbers(seeds, "--seeds"), quick=quick, model=model), json)
 
 
 @app.command()
@@ -196,12 +198,12 @@ def soak(
     keep: Annotated[Path | None, typer.Option(help="directory for the run; default: a temporary one")] = None,
 ) -> None:
     """Check that nothing grows in a long run: memory, open files of every process, the spool. Exit 1 if it does."""
-    from dev.bench.soak import run
+    from dev.bench.soak import run_soak
 
     with tempfile.TemporaryDirectory(prefix="r3async-soak-") as scratch:
         directory = keep or Path(scratch)
         directory.mkdir(parents=True, exist_ok=True)
-        _print_report("soak", lambda: run(minutes, overrides or [], directory, say_on_stderr), json)
+        _print_report("soak", lambda: run_soak(minutes, overrides or [], directory, print_to_stderr), json)
 
 
 def _parse_numbers(text: str, option: str) -> list[int]:

@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from dev.bench.jobs import BenchError, Say, started, train_apart
+from dev.bench.jobs import BenchError, PrintLine, start_process, train_in_process
 from dev.bench.report import Measurements
 from dev.bench.tree_cpu import TreeCpu
 from r3async.config import Config, ConfigError, config_from_dict, config_to_dict, load_config
@@ -33,19 +33,24 @@ from r3async.envs.factory import BUILTIN_ENVIRONMENTS
 from r3async.record.reading import read_json_objects
 from r3async.record.timeline import read_timeline
 
-TIMEOUT = 1800.0
-CASES = ("a", "b", "c", "own")
-EXPERTS = "grouped_mm"
+TIMEOUT_SECONDS = 1800.0
+COMPARISON_CASES = ("a", "b", "c", "own")
+PEER_EXPERTS = "grouped_mm"
 """The peer's implementation of experts in transformers: 0.444 CPU seconds a step on CPU, against 0.452 with `eager`."""
 TRIAL_STEPS, TRIAL_SETTLE = 12, 4
-REWARDS = (0.6, 0.7, 0.8)
-SMOOTH = 8
+REWARD_LEVELS = (0.6, 0.7, 0.8)
+SMOOTHED_STEPS = 8
 """Number of steps whose mean reward has to reach a level."""
-LOOPS = ("conductor", "learner", "generator")
-COMPARED = ("seconds a step", "CPU s a step", "episodes a second", *(f"seconds to {level}" for level in REWARDS))
+LOOP_ROLES = ("conductor", "learner", "generator")
+COMPARED_FIGURES = (
+    "seconds a step",
+    "CPU s a step",
+    "episodes a second",
+    *(f"seconds to {level}" for level in REWARD_LEVELS),
+)
 """Figures of which ours is divided by the peer's."""
 
-Side = dict[str, float]
+RunFigures = dict[str, float]
 """The figures of one run, by name."""
 
 
@@ -87,7 +92,7 @@ SLOW_TOOLS = {
 }
 
 
-def configure(case: str, plan: ComparisonPlan, seed: int, model: Path | None) -> Config:
+def configure_run(case: str, plan: ComparisonPlan, seed: int, model: Path | None) -> Config:
     """Return the configuration of our run of a case."""
     base = config_to_dict(load_config("reverse-text" if case == "a" else "quickstart"))
     if case == "b":
@@ -109,7 +114,7 @@ def configure(case: str, plan: ComparisonPlan, seed: int, model: Path | None) ->
     return config_from_dict(base)
 
 
-def small(plan: ComparisonPlan) -> ComparisonPlan:
+def shrink_plan(plan: ComparisonPlan) -> ComparisonPlan:
     """Return a plan that exercises the code path; its figures mean nothing."""
     return msgspec.structs.replace(plan, seeds=plan.seeds[:1], steps=4, settle=1, groups=2, samples=4, peer_threads=1)
 
@@ -134,86 +139,88 @@ def peer_job(config: Config, threads: int, steps: int) -> dict[str, Any]:
         "max_turns": config.episode.max_turns,
         "seed": config.seed,
         "threads": threads,
-        "experts_implementation": EXPERTS,
+        "experts_implementation": PEER_EXPERTS,
     }
 
 
-def run(plan: ComparisonPlan, say: Say, *, keep: Path | None = None) -> Measurements:
+def compare_runs(plan: ComparisonPlan, print_line: PrintLine, *, keep: Path | None = None) -> Measurements:
     """Make the models, then all runs, seed by seed, our run and the peer's in turns.
 
     With `keep`, models and runs are made in that directory and stay; those found there are not made again. Raises
     `BenchError`, and `ConfigError` for an unknown case.
     """
-    if unknown := [case for case in plan.cases if case not in CASES]:
-        raise ConfigError(f"--cases {unknown[0]!r}: there are {', '.join(CASES)}")
+    if unknown := [case for case in plan.cases if case not in COMPARISON_CASES]:
+        raise ConfigError(f"--cases {unknown[0]!r}: there are {', '.join(COMPARISON_CASES)}")
     if plan.peer != "none" and any(case != "own" for case in plan.cases):
         check_peer(plan)
     measured = Measurements(facts={"steps": str(plan.steps)})
     with tempfile.TemporaryDirectory(prefix="r3async-e2e-") as scratch:
         for case in plan.cases:
             place = (keep or Path(scratch)) / case
-            model = _model(case, plan, place, say)
-            _case(case, plan, model, place, measured, say)
+            model = _make_model(case, plan, place, print_line)
+            _run_case(case, plan, model, place, measured, print_line)
     return measured
 
 
-def _model(case: str, plan: ComparisonPlan, place: Path, say: Say) -> Path:
+def _make_model(case: str, plan: ComparisonPlan, place: Path, print_line: PrintLine) -> Path:
     from r3async.tools.init_model import init_model
 
     model = place / "model"
     if not model.is_dir():
-        made = config_to_dict(configure(case, plan, 0, None))
-        if "median" in made["env"]["args"]:
-            made["env"]["args"] |= {"median": 0.0}  # warming up the model waits for no tool
-        init_model(model, config_from_dict(made), progress=say)
+        settings = config_to_dict(configure_run(case, plan, 0, None))
+        if "median" in settings["env"]["args"]:
+            settings["env"]["args"] |= {"median": 0.0}  # warming up the model waits for no tool
+        init_model(model, config_from_dict(settings), progress=print_line)
     return model
 
 
-def _case(case: str, plan: ComparisonPlan, model: Path, place: Path, measured: Measurements, say: Say) -> None:
+def _run_case(
+    case: str, plan: ComparisonPlan, model: Path, place: Path, measured: Measurements, print_line: PrintLine
+) -> None:
     threads, has_peer = plan.peer_threads, plan.peer != "none" and case != "own"
     if has_peer:
-        threads = threads or fastest_threads(configure(case, plan, plan.seeds[0], model), plan, place, say)
-        measured.facts["TRL"] = f"GRPOTrainer, transformers' generate, {threads} torch threads, sdpa, {EXPERTS}"
+        threads = threads or fastest_threads(configure_run(case, plan, plan.seeds[0], model), plan, place, print_line)
+        measured.facts["TRL"] = f"GRPOTrainer, transformers' generate, {threads} torch threads, sdpa, {PEER_EXPERTS}"
     for index, seed in enumerate(plan.seeds):
-        config, sides = configure(case, plan, seed, model), dict[str, Side]()
+        config, sides = configure_run(case, plan, seed, model), dict[str, RunFigures]()
         who = ["r3async", "TRL"] if has_peer else ["r3async"]
         for name in who if index % 2 == 0 else who[::-1]:
-            say(f"{case}, seed {seed}: {name}")
+            print_line(f"{case}, seed {seed}: {name}")
             directory = place / f"{name}-{seed}"
             if name == "r3async":
-                sides[name] = our_run(config, directory, plan, say)
+                sides[name] = make_our_run(config, directory, plan, print_line)
             else:
-                sides[name] = their_run(config, directory, plan, threads)
-            say(f"{case}, seed {seed}: {name} {sides[name]['seconds a step']:.3f} s a step")
+                sides[name] = make_peer_run(config, directory, plan, threads)
+            print_line(f"{case}, seed {seed}: {name} {sides[name]['seconds a step']:.3f} s a step")
         for name in who:
-            measured.add(f"{case}, {name}", sides[name])
+            measured.add_figures(f"{case}, {name}", sides[name])
         if has_peer:
-            measured.add(f"{case}, r3async / TRL", compare_sides(sides["r3async"], sides["TRL"]))
+            measured.add_figures(f"{case}, r3async / TRL", compare_sides(sides["r3async"], sides["TRL"]))
 
 
-def compare_sides(ours: Side, theirs: Side) -> Side:
+def compare_sides(ours: RunFigures, theirs: RunFigures) -> RunFigures:
     """Return the ratios of the figures that both runs have."""
-    return {name: ours[name] / theirs[name] for name in COMPARED if name in ours and theirs.get(name)}
+    return {name: ours[name] / theirs[name] for name in COMPARED_FIGURES if name in ours and theirs.get(name)}
 
 
 # -- figures of a run --------------------------------------------------------------------------------------------------
 
 
-def our_run(config: Config, directory: Path, plan: ComparisonPlan, say: Say) -> Side:
+def make_our_run(config: Config, directory: Path, plan: ComparisonPlan, print_line: PrintLine) -> RunFigures:
     """Make the run unless it exists, and return its figures."""
     done = directory / "side.json"
     if done.exists():
-        return msgspec.json.decode(done.read_bytes(), type=Side)
+        return msgspec.json.decode(done.read_bytes(), type=RunFigures)
     with TreeCpu() as cpu:
-        rows = train_apart(config, directory, timeout=TIMEOUT, say=say)
+        rows = train_in_process(config, directory, timeout=TIMEOUT_SECONDS, print_line=print_line)
     waits = [s.start for s in read_timeline(directory / config.name) if (s.who, s.what) == ("learner", "wait")]
     marks = [(float(row["time"]), float(row["reward/mean"])) for row in rows]
     settled = rows[plan.settle :]
     tokens = fmean(r["batch/trained_tokens"] for r in settled)
-    side = side_of(min(waits), marks, cpu, config, plan, tokens) | {
+    side = figures_of(min(waits), marks, cpu, config, plan, tokens) | {
         "learner idle": sum(r["learner/wait_seconds"] for r in settled) / (marks[-1][0] - marks[plan.settle - 1][0]),
         "engine idle": fmean(r["generator/engine_idle_share"] for r in settled),
-        "own loop lag p99, ms": median(max(r[f"lag/{who}_own_p99_ms"] for who in LOOPS) for r in settled),
+        "own loop lag p99, ms": median(max(r[f"lag/{who}_own_p99_ms"] for who in LOOP_ROLES) for r in settled),
         "oldest token, versions": max(r["staleness/max"] for r in rows),
         "engine paused": settled[-1]["weights/paused_share"],
     }
@@ -221,14 +228,14 @@ def our_run(config: Config, directory: Path, plan: ComparisonPlan, say: Say) -> 
     return side
 
 
-def side_of(
+def figures_of(
     began: float,
     marks: Sequence[tuple[float, float]],
     cpu: TreeCpu,
     config: Config,
     plan: ComparisonPlan,
     tokens: float,
-) -> Side:
+) -> RunFigures:
     """Compute the figures of one run.
 
     Args:
@@ -237,9 +244,9 @@ def side_of(
     """
     start, end = marks[plan.settle - 1][0], marks[-1][0]
     steps = len(marks) - plan.settle
-    roles = cpu.between(start, end)
+    roles = cpu.seconds_between(start, end)
     episodes = config.schedule.prompts_per_step * config.schedule.group_size
-    reached = {f"seconds to {level}": seconds_to(level, began, marks) for level in REWARDS}
+    reached = {f"seconds to {level}": seconds_to(level, began, marks) for level in REWARD_LEVELS}
     return {
         "seconds a step": (end - start) / steps,
         "CPU s a step": sum(roles.values()) / steps,
@@ -249,7 +256,7 @@ def side_of(
         "reward, last quarter": fmean(reward for _, reward in marks[-max(1, len(marks) // 4) :]),
         "reward, all steps": fmean(reward for _, reward in marks),
         **{name: seconds for name, seconds in reached.items() if seconds is not None},
-        "cores of others": cpu.others(start, end),
+        "cores of others": cpu.cores_of_others(start, end),
         **{f"CPU s a step, {role}": seconds / steps for role, seconds in roles.items()},
     }
 
@@ -257,8 +264,8 @@ def side_of(
 def seconds_to(level: float, began: float, marks: Sequence[tuple[float, float]]) -> float | None:
     """Return the seconds from `began` until the mean reward of `SMOOTH` steps had reached `level`, or None if it never
     did."""
-    for last in range(SMOOTH, len(marks) + 1):
-        if fmean(reward for _, reward in marks[last - SMOOTH : last]) >= level:
+    for last in range(SMOOTHED_STEPS, len(marks) + 1):
+        if fmean(reward for _, reward in marks[last - SMOOTHED_STEPS : last]) >= level:
             return marks[last - 1][0] - began
     return None
 
@@ -280,14 +287,14 @@ def check_peer(plan: ComparisonPlan) -> None:
         )
 
 
-def fastest_threads(config: Config, plan: ComparisonPlan, place: Path, say: Say) -> int:
+def fastest_threads(config: Config, plan: ComparisonPlan, place: Path, print_line: PrintLine) -> int:
     """Return the number of torch threads with which the peer makes a few steps fastest."""
     seconds = {}
     for threads in sorted({1, os.cpu_count() or 1}):
         directory = place / f"trial-{threads}"
         marks = peer_marks(config, directory, plan, threads, TRIAL_STEPS)[TRIAL_SETTLE:]
         seconds[threads] = median(after["time"] - before["time"] for before, after in pairwise(marks))
-        say(f"the peer with {threads} threads: {seconds[threads]:.3f} s a step")
+        print_line(f"the peer with {threads} threads: {seconds[threads]:.3f} s a step")
     return min(seconds, key=lambda threads: seconds[threads])
 
 
@@ -299,26 +306,28 @@ def peer_marks(config: Config, directory: Path, plan: ComparisonPlan, threads: i
         (directory / "job.json").write_bytes(msgspec.json.encode(peer_job(config, threads, steps)))
         root = Path(__file__).resolve().parents[2]
         command = [plan.peer_python, "-P", "-m", "dev.bench.peer_trl", str(directory)]
-        with started(command, log, PYTHONPATH=str(root), HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false") as process:
-            deadline = time.monotonic() + TIMEOUT
+        with start_process(
+            command, log, PYTHONPATH=str(root), HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false"
+        ) as process:
+            deadline = time.monotonic() + TIMEOUT_SECONDS
             while process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.2)
         if process.returncode:
             raise BenchError(f"the peer failed with exit code {process.returncode}:\n{log.read_text()[-3000:]}")
-    found = read_json_objects(rows)
-    if len(found) != steps + 1:
-        raise BenchError(f"the peer made {len(found) - 1} of {steps} steps; see {log}")
-    return found
+    marks = read_json_objects(rows)
+    if len(marks) != steps + 1:
+        raise BenchError(f"the peer made {len(marks) - 1} of {steps} steps; see {log}")
+    return marks
 
 
-def their_run(config: Config, directory: Path, plan: ComparisonPlan, threads: int) -> Side:
+def make_peer_run(config: Config, directory: Path, plan: ComparisonPlan, threads: int) -> RunFigures:
     done = directory / "side.json"
     if done.exists():
-        return msgspec.json.decode(done.read_bytes(), type=Side)
+        return msgspec.json.decode(done.read_bytes(), type=RunFigures)
     with TreeCpu("peer") as cpu:
         rows = peer_marks(config, directory, plan, threads, plan.steps)
     marks = [(float(row["time"]), float(row["reward"])) for row in rows[1:]]
     tokens = (rows[-1]["tokens"] - rows[plan.settle]["tokens"]) / (plan.steps - plan.settle)
-    side = side_of(float(rows[0]["time"]), marks, cpu, config, plan, tokens)
+    side = figures_of(float(rows[0]["time"]), marks, cpu, config, plan, tokens)
     done.write_bytes(msgspec.json.encode(side))
     return side

@@ -35,7 +35,7 @@ REPORT_SECONDS = 0.25
 PAUSE_SECONDS = 0.05
 
 
-class Load(msgspec.Struct, frozen=True):
+class ConductorLoad(msgspec.Struct, frozen=True):
     """The load on the conductor.
 
     Generators play episodes in groups. A version is made by a step of a quarter of the groups that the generators can play at
@@ -61,7 +61,7 @@ class Load(msgspec.Struct, frozen=True):
     processes: int = 4
 
     @property
-    def settings(self) -> list[str]:
+    def overrides(self) -> list[str]:
         """The overrides of the run's configuration."""
         groups = max(1, self.generators * self.places // self.group_size // 4)
         return [
@@ -79,7 +79,7 @@ class Load(msgspec.Struct, frozen=True):
         ]
 
 
-class Counts(msgspec.Struct):
+class CallCounts(msgspec.Struct):
     """Counters of one process of generators since its start.
 
     Attributes:
@@ -95,10 +95,10 @@ class Counts(msgspec.Struct):
     ended: int = 0
 
 
-class _Engine:
+class _WaitingEngine:
     """A generator's engine, reduced to its version and its statistics."""
 
-    def __init__(self, player: _Player):
+    def __init__(self, player: _WaitingPlayer):
         self._player, self.tokens, self.version = player, 0, -1
 
     def collect_stats(self) -> dict[str, float]:
@@ -115,51 +115,57 @@ class _Engine:
         }
 
 
-class _Player:
+class _WaitingPlayer:
     """A player whose leases only wait.
 
     The first episodes count as partly played already, as if the run had begun long ago.
     """
 
-    def __init__(self, load: Load, rng: random.Random, clock: Callable[[], float], over: Callable[[EpisodeEnd], None]):
-        self.load, self._rng, self._clock, self._over = load, rng, clock, over
+    def __init__(
+        self,
+        load: ConductorLoad,
+        rng: random.Random,
+        clock: Callable[[], float],
+        on_episode_end: Callable[[EpisodeEnd], None],
+    ):
+        self.load, self._rng, self._clock, self._on_episode_end = load, rng, clock, on_episode_end
         self._mu = math.log(load.episode_seconds) - load.sigma**2 / 2
-        self._fresh = load.places
+        self._begun_before = load.places
         self._at = clock()
         self.playing_count = self.attempt_count = 0
         self.busy = 0.0
 
     def play_lease(self, lease: GroupLease) -> Coroutine[Any, Any, None]:
-        self.count(len(lease.episode_indices))
-        return self._play(lease)
+        self.count_playing(len(lease.episode_indices))
+        return self._play_episodes(lease)
 
-    def count(self, more: int = 0) -> None:
+    def count_playing(self, more: int = 0) -> None:
         """Play `more` additional episodes from now on, and update the busy time."""
         now = self._clock()
         self.busy += self.playing_count * (now - self._at)
         self._at = now
         self.playing_count += more
 
-    async def _play(self, lease: GroupLease) -> None:
+    async def _play_episodes(self, lease: GroupLease) -> None:
         began = self._clock()
-        for seconds, index in sorted((self._draw(), index) for index in lease.episode_indices):
+        for seconds, index in sorted((self._draw_seconds(), index) for index in lease.episode_indices):
             await asyncio.sleep(max(0.0, began + seconds - self._clock()))
-            self.count(-1)
+            self.count_playing(-1)
             self.attempt_count += 1
-            self._over(EpisodeEnd(lease.group_index, index, lease.task_seed))
+            self._on_episode_end(EpisodeEnd(lease.group_index, index, lease.task_seed))
 
-    def _draw(self) -> float:
+    def _draw_seconds(self) -> float:
         seconds = self._rng.lognormvariate(self._mu, self.load.sigma)
-        if self._fresh > 0:
-            self._fresh -= 1
+        if self._begun_before > 0:
+            self._begun_before -= 1
             seconds *= self._rng.random()
         return seconds
 
 
-class _Counted:
+class _CountingRef:
     """A handle on the conductor that counts the calls to it."""
 
-    def __init__(self, conductor: ActorRef, counts: Counts):
+    def __init__(self, conductor: ActorRef, counts: CallCounts):
         self.name, self._conductor, self._counts = conductor.name, conductor, counts
 
     async def call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
@@ -167,16 +173,22 @@ class _Counted:
         return await self._conductor.call(method, *args, timeout=timeout, **kwargs)
 
 
-class _Generator:
+class _FakeGenerator:
     """A generator in the place of `GeneratorActor`. It calls `report(group)` whenever an episode of the group ends."""
 
     def __init__(
-        self, world: World, config: Config, load: Load, name: str, report: Callable[[int], None], counts: Counts
+        self,
+        world: World,
+        config: Config,
+        load: ConductorLoad,
+        name: str,
+        report: Callable[[int], None],
+        counts: CallCounts,
     ):
         self._world, self._config, self._name, self._report, self._counts = world, config, name, report, counts
         clock = world.clock.monotonic
-        self.player = _Player(load, random.Random(name), clock, self._over)
-        self._engine, self._ended = _Engine(self.player), list[EpisodeEnd]()
+        self.player = _WaitingPlayer(load, random.Random(name), clock, self._end_episode)
+        self._engine, self._ended = _WaitingEngine(self.player), list[EpisodeEnd]()
         self._woken = asyncio.Event()
 
     def start(self) -> dict[str, Any]:
@@ -187,7 +199,7 @@ class _Generator:
             "tasks": (None,),
         }
 
-    def connect_to_learner(self, *way: Any) -> None:
+    def connect_to_learner(self, *args: Any) -> None:
         pass
 
     async def install_version(self, publication: TransferOffer) -> InstallReport:
@@ -199,13 +211,13 @@ class _Generator:
     def stop(self) -> None:
         pass
 
-    def _over(self, end: EpisodeEnd) -> None:
+    def _end_episode(self, end: EpisodeEnd) -> None:
         self._engine.tokens += 1000
         self._ended.append(end)
         self._report(end.group_index)
         self._woken.set()
 
-    def _load(self) -> dict[str, float]:
+    def _sender_load(self) -> dict[str, float]:
         lags = dict.fromkeys((f"lag_{name}" for name in LagMeter.METRIC_NAMES), 0.0)
         counters = {"unacknowledged": 0, "acknowledged": self.player.attempt_count}
         return {"ended": self.player.attempt_count, **counters, **lags}
@@ -218,7 +230,7 @@ class _Generator:
             gate,
             generator_id=self._name,
             process=(self._world.processes.pid, self._world.processes.host),
-            conductor=_Counted(conductor, self._counts),
+            conductor=_CountingRef(conductor, self._counts),
             woken=self._woken,
         )
         playing = set[asyncio.Task[None]]()
@@ -226,7 +238,7 @@ class _Generator:
             leasing.playing_count = self.player.playing_count
             if leasing.is_call_due:
                 ended, self._ended = self._ended, []
-                leasing.begin_call(self._load(), ended, [])
+                leasing.begin_call(self._sender_load(), ended, [])
             await leasing.wait_for_change()
             gate.release_ready()
             for lease in leasing.take_leases():
@@ -234,29 +246,31 @@ class _Generator:
                 task.add_done_callback(playing.discard)
 
 
-class Host:
+class GeneratorHost:
     """An actor that hosts the generators of one process. It reports episodes to the learner, as their trajectories
     would."""
 
-    def __init__(self, world: World, config: dict[str, Any], load: Load, names: Sequence[str], learner: ActorRef):
-        self._learner, self._counts = learner, Counts()
+    def __init__(
+        self, world: World, config: dict[str, Any], load: ConductorLoad, names: Sequence[str], learner: ActorRef
+    ):
+        self._learner, self._counts = learner, CallCounts()
         self._ended: Counter[int] = Counter()
         made = config_from_dict(config)
         self._generators = {
-            name: _Generator(world, made, load, name, self._episode_over, self._counts) for name in names
+            name: _FakeGenerator(world, made, load, name, self._episode_over, self._counts) for name in names
         }
         self._reporting: asyncio.Task[None] | None = None
 
-    async def ask(self, name: str, method: str, *args: Any) -> Any:
+    async def call_generator(self, name: str, method: str, *args: Any) -> Any:
         """Call a method of a generator."""
         self._counts.asked += 1
         answer = getattr(self._generators[name], method)(*args)
         return await answer if asyncio.iscoroutine(answer) else answer
 
-    def counts(self) -> Counts:
+    def collect_counts(self) -> CallCounts:
         players = [g.player for g in self._generators.values()]
         for player in players:
-            player.count()
+            player.count_playing()
         self._counts.busy = sum(p.busy for p in players)
         self._counts.ended = sum(p.attempt_count for p in players)
         return self._counts
@@ -264,13 +278,13 @@ class Host:
     def _episode_over(self, group: int) -> None:
         self._ended[group] += 1
         if self._reporting is None or self._reporting.done():
-            self._reporting = asyncio.create_task(self._send())
+            self._reporting = asyncio.create_task(self._report_episodes())
 
-    async def _send(self) -> None:
+    async def _report_episodes(self) -> None:
         while self._ended:
             await asyncio.sleep(REPORT_SECONDS)
             ended, self._ended = self._ended, Counter()
-            await self._learner.call("arrived", dict(ended))
+            await self._learner.call("add_episodes", dict(ended))
 
 
 class HostedRef:
@@ -280,31 +294,31 @@ class HostedRef:
         self.name, self._host = name, host
 
     async def call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-        return await self._host.call("ask", self.name, method, *args, timeout=timeout, **kwargs)
+        return await self._host.call("call_generator", self.name, method, *args, timeout=timeout, **kwargs)
 
 
 class CountingLearner:
     """An actor in the place of `LearnerActor`: a group is complete when its episodes have ended, and steps take no
     time."""
 
-    def __init__(self, world: World, config: dict[str, Any], load: Load):
+    def __init__(self, world: World, config: dict[str, Any], load: ConductorLoad):
         self._world, self._config, self._load = world, config_from_dict(config), load
         self._consumed, self._arrived = ConsumedGroups(self._config.schedule.window), Counter[int]()
         self._changed = asyncio.Event()
         self._steps = self._received = self.asked = 0
 
-    def counts(self) -> tuple[int, int, int]:
+    def collect_counts(self) -> tuple[int, int, int]:
         """Return the number of calls from the conductor, of ended episodes and of steps."""
         return self.asked, self._received, self._steps
 
-    def arrived(self, episodes: dict[int, int]) -> None:
+    def add_episodes(self, episodes: dict[int, int]) -> None:
         """Add the number of ended `episodes` of each group."""
         for group, count in episodes.items():
             self._arrived[group] += count
             self._received += count
         self._changed.set()
 
-    def _whole(self, group: int) -> bool:
+    def _is_complete(self, group: int) -> bool:
         return self._arrived[group] == self._load.group_size
 
     # -- called by the conductor ----------------------------------------------------------------------------------
@@ -333,7 +347,7 @@ class CountingLearner:
         began = clock()
         chosen: list[int] = []
         while len(chosen) < groups:
-            group = next(filter(self._whole, self._consumed.groups_in_window()), None)
+            group = next(filter(self._is_complete, self._consumed.groups_in_window()), None)
             if group is None:
                 self._changed.clear()
                 await self._changed.wait()

@@ -22,26 +22,26 @@ from r3async.config import ConfigError
 from r3async.learner.batch import CostModel, build_cost_model, find_round_levels, plan_micro_batches
 from r3async.tools.memory import PUBLISHED_CONFIGS
 
-CAPS = {"lognormal": 32768, "bimodal": 32768, "pareto": 65536, "groups": 32768, "cut": 32768}
-SAMPLES = (256, 1024, 8192)
-RANKS = (1, 8, 64)
-GROUP = 8
+LENGTH_CAPS = {"lognormal": 32768, "bimodal": 32768, "pareto": 65536, "groups": 32768, "cut": 32768}
+SAMPLE_COUNTS = (256, 1024, 8192)
+RANK_COUNTS = (1, 8, 64)
+LENGTH_GROUP_SIZE = 8
 REPEATS = 3
 
 DEFAULT_MODEL = "Qwen3-30B-A3B"
 
-Plan = list[list[list[int]]]
+PackingPlan = list[list[list[int]]]
 
 
-class Case(msgspec.Struct, frozen=True):
+class PackingFigures(msgspec.Struct, frozen=True):
     """The figures of one batch.
 
     Attributes:
         at_bound: whether no plan can have fewer micro-batches.
         efficiency: total cost / (ranks · Σ_j costliest micro-batch at index j).
         ceiling: an upper bound on `efficiency` for any plan with as many micro-batches.
-        apart: the efficiency of the simpler way `apart`.
-        dealt: the efficiency of the simpler way `dealt`.
+        apart: the efficiency of the simpler way `divide_then_pack`.
+        dealt: the efficiency of the simpler way `pack_then_deal`.
         cpu_ms: median CPU time of a few calls.
     """
 
@@ -57,7 +57,7 @@ class Case(msgspec.Struct, frozen=True):
     cpu_ms: float
 
 
-def shape_of(model: str) -> dict[str, Any]:
+def read_model_shape(model: str) -> dict[str, Any]:
     """Return the configuration of a published model, by name, or of a model directory."""
     if model in PUBLISHED_CONFIGS:
         return PUBLISHED_CONFIGS[model]
@@ -69,7 +69,7 @@ def shape_of(model: str) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def lengths_like(kind: str, samples: int, seed: int) -> np.ndarray:
+def draw_lengths(kind: str, samples: int, seed: int) -> np.ndarray:
     """Return random sample lengths of one distribution, int64 `[samples]`.
 
     `lognormal`: mu 7, sigma 1, in 64..32768. `bimodal`: 70 % uniform in 200..1500, 30 % in 8,000..30,000. `pareto`:
@@ -77,7 +77,7 @@ def lengths_like(kind: str, samples: int, seed: int) -> np.ndarray:
     times lognormal(0, 0.3) for the sample, in 64..32768. `cut`: lognormal(8.6, 1), of which the limit of 8,192 cuts a
     third.
     """
-    rng = np.random.default_rng([list(CAPS).index(kind), samples, seed])
+    rng = np.random.default_rng([list(LENGTH_CAPS).index(kind), samples, seed])
     if kind == "lognormal":
         drawn = rng.lognormal(7, 1, samples).clip(64, 32768)
     elif kind == "bimodal":
@@ -88,7 +88,7 @@ def lengths_like(kind: str, samples: int, seed: int) -> np.ndarray:
     elif kind == "cut":
         drawn = rng.lognormal(8.6, 1, samples).clip(64, 8192)
     else:
-        scale = np.repeat(rng.lognormal(7, 1, -(-samples // GROUP)), GROUP)[:samples]
+        scale = np.repeat(rng.lognormal(7, 1, -(-samples // LENGTH_GROUP_SIZE)), LENGTH_GROUP_SIZE)[:samples]
         drawn = (scale * rng.lognormal(0, 0.3, samples)).clip(64, 32768)
     return drawn.astype(np.int64)
 
@@ -112,14 +112,14 @@ def fewest_bins(lengths: np.ndarray, cap: int) -> int:
     return int((n1 + n2 + np.maximum(0, -(-rest // cap))).max())
 
 
-def dealt(lengths: np.ndarray, max_tokens: int, ranks: int, cost: CostModel) -> Plan:
+def pack_then_deal(lengths: np.ndarray, max_tokens: int, ranks: int, cost: CostModel) -> PackingPlan:
     """Pack first-fit decreasing for all ranks together, then deal the micro-batches to the ranks in turn, by cost."""
     (bins,) = plan_micro_batches(lengths.tolist(), max_tokens=max_tokens, cost=cost)
     bins += [[] for _ in range(-len(bins) % ranks)]
     return [bins[rank::ranks] for rank in range(ranks)]
 
 
-def apart(lengths: np.ndarray, max_tokens: int, ranks: int, cost: CostModel) -> Plan:
+def divide_then_pack(lengths: np.ndarray, max_tokens: int, ranks: int, cost: CostModel) -> PackingPlan:
     """Divide the samples among the ranks for equal cost, and let each rank pack its own, as trainers do whose ranks
     agree on nothing but the number of micro-batches."""
     each, loads = cost.estimate_costs(lengths), np.zeros(ranks)
@@ -136,17 +136,17 @@ def apart(lengths: np.ndarray, max_tokens: int, ranks: int, cost: CostModel) -> 
     ]
 
 
-def sums(planned: Plan, values: np.ndarray) -> np.ndarray:
+def sum_by_micro_batch(planned: PackingPlan, values: np.ndarray) -> np.ndarray:
     """Return the sum of the values of each micro-batch's samples, `[ranks, micro-batches]`."""
     return np.asarray([[values[m].sum() for m in mine] for mine in planned])
 
 
-def efficiency(planned: Plan, each: np.ndarray) -> float:
-    """Return the efficiency of a plan (`Case.efficiency`). `each`: cost of every sample."""
-    return float(each.sum() / (len(planned) * sums(planned, each).max(0).sum()))
+def plan_efficiency(planned: PackingPlan, each: np.ndarray) -> float:
+    """Return the efficiency of a plan (`PackingFigures.efficiency`). `each`: cost of every sample."""
+    return float(each.sum() / (len(planned) * sum_by_micro_batch(planned, each).max(0).sum()))
 
 
-def timed(call: Callable[[], Plan]) -> tuple[Plan, float]:
+def time_plan(call: Callable[[], PackingPlan]) -> tuple[PackingPlan, float]:
     """Return the result of `call`, and its median CPU time in milliseconds."""
     cpu = []
     for _ in range(REPEATS):
@@ -156,46 +156,56 @@ def timed(call: Callable[[], Plan]) -> tuple[Plan, float]:
     return planned, median(cpu)
 
 
-def measure(kind: str, samples: int, ranks: int, seed: int, cost: CostModel) -> Case:
+def measure_batch(kind: str, samples: int, ranks: int, seed: int, cost: CostModel) -> PackingFigures:
     """Divide one batch in every way. Raises `AssertionError` if a plan breaks the cap or loses a sample."""
-    lengths, cap = lengths_like(kind, samples, seed), CAPS[kind]
+    lengths, cap = draw_lengths(kind, samples, seed), LENGTH_CAPS[kind]
     given, each = lengths.tolist(), cost.estimate_costs(lengths)
-    locked, cpu_ms = timed(lambda: plan_micro_batches(given, max_tokens=cap, ranks=ranks, cost=cost))
+    locked, cpu_ms = time_plan(lambda: plan_micro_batches(given, max_tokens=cap, ranks=ranks, cost=cost))
     assert sorted(i for mine in locked for m in mine for i in m) == list(range(samples))
-    assert sums(locked, lengths).max() <= cap
+    assert sum_by_micro_batch(locked, lengths).max() <= cap
     count = len(locked[0])
     least = find_round_levels(lengths, max_tokens=cap, ranks=ranks, count=count, cost=cost, total_cost=each.sum())
-    return Case(
+    return PackingFigures(
         kind,
         samples,
         ranks,
         seed,
         at_bound=count == -(-fewest_bins(lengths, cap) // ranks),
-        efficiency=efficiency(locked, each),
+        efficiency=plan_efficiency(locked, each),
         ceiling=min(1.0, float(each.sum() / (ranks * least.sum()))),
-        apart=efficiency(apart(lengths, cap, ranks, cost), each),
-        dealt=efficiency(dealt(lengths, cap, ranks, cost), each),
+        apart=plan_efficiency(divide_then_pack(lengths, cap, ranks, cost), each),
+        dealt=plan_efficiency(pack_then_deal(lengths, cap, ranks, cost), each),
         cpu_ms=cpu_ms,
     )
 
 
-def run(seeds: Sequence[int], *, quick: bool = False, model: str = DEFAULT_MODEL) -> Measurements:
+def measure_packing(seeds: Sequence[int], *, quick: bool = False, model: str = DEFAULT_MODEL) -> Measurements:
     """Measure all distributions, numbers of samples and ranks. `quick` leaves out the largest number of samples."""
-    cost = build_cost_model(shape_of(model))
-    sizes = SAMPLES[:-1] if quick else SAMPLES
-    cases = [measure(k, n, ranks, seed, cost) for seed in seeds for k in CAPS for n in sizes for ranks in RANKS]
+    cost = build_cost_model(read_model_shape(model))
+    sizes = SAMPLE_COUNTS[:-1] if quick else SAMPLE_COUNTS
+    cases = [
+        measure_batch(k, n, ranks, seed, cost)
+        for seed in seeds
+        for k in LENGTH_CAPS
+        for n in sizes
+        for ranks in RANK_COUNTS
+    ]
     measured = Measurements(
         facts={"costs": f"{model}, {cost.linear:.4g} n + {cost.quadratic:.4g} n² FLOPs for n tokens"}
     )
-    for kind in (*CAPS, "all"):
+    for kind in (*LENGTH_CAPS, "all"):
         for seed in seeds:
-            measured.add(kind, summarize([c for c in cases if c.seed == seed and kind in (c.lengths, "all")]))
+            measured.add_figures(
+                kind, summarize_figures([c for c in cases if c.seed == seed and kind in (c.lengths, "all")])
+            )
     for n in sizes:
-        measured.add(f"planning {n:,} samples", {"CPU ms, longest": max(c.cpu_ms for c in cases if c.samples == n)})
+        measured.add_figures(
+            f"planning {n:,} samples", {"CPU ms, longest": max(c.cpu_ms for c in cases if c.samples == n)}
+        )
     return measured
 
 
-def summarize(cases: Sequence[Case]) -> dict[str, float]:
+def summarize_figures(cases: Sequence[PackingFigures]) -> dict[str, float]:
     several = [c for c in cases if c.ranks > 1]
     return {
         "lockstep": geometric_mean(c.efficiency for c in several),

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import msgspec
 
 from dev.bench import claims
-from dev.bench.report import Report, report_lines, table
+from dev.bench.report import BenchReport, format_table, report_lines
 from r3async.views.sweeps import AXIS_LABELS, SweepResults, describe_run_counts, format_estimate, format_outcome
 
 PLACE = re.compile(claims.TABLE, re.DOTALL)
@@ -25,7 +25,7 @@ SEEDS, MODELS = 5, 3
 """Smallest numbers of seeds and initial models whose runs say something about other runs."""
 
 
-def _science(results: SweepResults, outcomes: str = "") -> Iterator[str]:
+def _render_sweep(results: SweepResults, outcomes: str = "") -> Iterator[str]:
     """Yield the means and paired differences of a sweep, and what it ran. Outcomes at equal time and tokens are only in
     its data. Raises `ValueError`.
 
@@ -36,15 +36,15 @@ def _science(results: SweepResults, outcomes: str = "") -> Iterator[str]:
     few = len({run.seed for run in complete}) < SEEDS or len({run.model for run in complete}) < MODELS
     first = f" These are fewer than {SEEDS} seeds and {MODELS} initial models: a first look, and no result." * few
     yield f"{describe_run_counts(results)}, at {results.facts['commit']} on {results.facts['machine']}.{first}\n"
-    asked = [name.strip() for name in outcomes.split("|") if name.strip()]
-    if unknown := [name for name in asked if name not in results.outcomes]:
+    requested = [name.strip() for name in outcomes.split("|") if name.strip()]
+    if unknown := [name for name in requested if name not in results.outcomes]:
         raise ValueError(
             f"no outcome {unknown[0]!r} in {results.title!r}; it has {', '.join(map(repr, results.outcomes))}"
         )
-    shown = asked or [name for name in results.outcomes if name.rpartition(", ")[2] not in AXIS_LABELS]
+    shown = requested or [name for name in results.outcomes if name.rpartition(", ")[2] not in AXIS_LABELS]
     heads = ("", *(results.outcomes[name] for name in shown))
     rows = [(point.name, *(format_outcome(point, name) for name in shown)) for point in results.points]
-    yield from table(heads, rows, padded=False)
+    yield from format_table(heads, rows, padded=False)
     compared = [point for point in results.points if point.differences]
     if compared:
         yield "\nDifferences of runs with the same seed and initial model, with 95 % intervals:\n"
@@ -55,7 +55,7 @@ def _science(results: SweepResults, outcomes: str = "") -> Iterator[str]:
             )
             for point in compared
         ]
-        yield from table(heads, rows, padded=False)
+        yield from format_table(heads, rows, padded=False)
     for run in results.runs:
         if not run.complete:
             yield f"\n`{run.name}`: {run.status}{f' ({run.reason})' if run.reason else ''}."
@@ -64,29 +64,29 @@ def _science(results: SweepResults, outcomes: str = "") -> Iterator[str]:
 def fill_tables(page: str) -> str:
     """Return `page` with the tables of its data; a place without data stays as it is."""
 
-    def fill(place: re.Match[str]) -> str:
+    def fill_table(place: re.Match[str]) -> str:
         begin, kind, name, outcomes, _, end = place.groups()
-        path = claims.FIGURES / kind / f"{name}.json"
+        path = claims.FIGURES_DIRECTORY / kind / f"{name}.json"
         if not path.exists():
             return place.group()
         if kind == "science":
-            lines = _science(msgspec.json.decode(path.read_bytes(), type=SweepResults), outcomes or "")
+            lines = _render_sweep(msgspec.json.decode(path.read_bytes(), type=SweepResults), outcomes or "")
         else:
-            lines = report_lines(msgspec.json.decode(path.read_bytes(), type=Report), padded=False)
+            lines = report_lines(msgspec.json.decode(path.read_bytes(), type=BenchReport), padded=False)
         return "\n".join([begin.rstrip("\n"), *lines, end])
 
-    return PLACE.sub(fill, page)
+    return PLACE.sub(fill_table, page)
 
 
 def main(arguments: list[str]) -> int:
     """Write the pages, or compare them with `--check`."""
     register, out_of_date = claims.read_register(), []
-    for name, text in claims.pages().items():
-        made = claims.fill_claims(name, fill_tables(text), register)
-        if made != text:
+    for name, text in claims.read_pages().items():
+        filled = claims.fill_claims(name, fill_tables(text), register)
+        if filled != text:
             out_of_date.append(name)
             if "--check" not in arguments:
-                (claims.DOCS.parent / name).write_text(made)
+                (claims.DOCS.parent / name).write_text(filled)
                 print(f"wrote {name}")
     if "--check" in arguments and out_of_date:
         print(f"{', '.join(out_of_date)}: out of date; run python -m dev.bench.page", file=sys.stderr)

@@ -40,22 +40,22 @@ def main(directory: Path) -> None:
         experts_implementation=job["experts_implementation"],
     )
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
-    play = Play(job, tokenizer)
+    play = EpisodePlay(job, tokenizer)
     trainer = trl.GRPOTrainer(
         model=model,
-        reward_funcs=play.reward,
-        args=settings(job, directory, trl),
-        train_dataset=datasets.Dataset.from_list(tasks(job)),
+        reward_funcs=play.score_completions,
+        args=trl_settings(job, directory, trl),
+        train_dataset=datasets.Dataset.from_list(draw_tasks(job)),
         processing_class=tokenizer,
-        rollout_func=play.rollout if job["max_turns"] > 1 else None,
-        callbacks=[_clock(transformers.TrainerCallback, directory / "rows.jsonl", play)],
+        rollout_func=play.play_batch if job["max_turns"] > 1 else None,
+        callbacks=[_make_clock(transformers.TrainerCallback, directory / "rows.jsonl", play)],
     )
     trainer.train()
     versions = {"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
     (directory / "done.json").write_text(json.dumps({"threads": torch.get_num_threads(), "versions": versions}))
 
 
-def settings(job: dict[str, Any], directory: Path, trl: Any) -> Any:
+def trl_settings(job: dict[str, Any], directory: Path, trl: Any) -> Any:
     """Return settings for one on-policy update per step on the whole batch and nothing else: no checkpoints, reports,
     recomputed activations or second forward pass."""
     return trl.GRPOConfig(
@@ -90,7 +90,7 @@ def settings(job: dict[str, Any], directory: Path, trl: Any) -> Any:
     )
 
 
-def tasks(job: dict[str, Any]) -> list[dict[str, Any]]:
+def draw_tasks(job: dict[str, Any]) -> list[dict[str, Any]]:
     """Return one task per group, no two alike. With several turns the prompt is the task's seed, which `rollout`
     plays."""
     import random
@@ -100,78 +100,80 @@ def tasks(job: dict[str, Any]) -> list[dict[str, Any]]:
     if job["max_turns"] > 1:
         return [{"prompt": [{"role": "user", "content": str(seed)}], "task_seed": seed} for seed in seeds]
 
-    async def ask() -> list[dict[str, Any]]:
-        return [{"prompt": _plain(await environment(job).reset(seed)), "task_seed": seed} for seed in seeds]
+    async def ask_tasks() -> list[dict[str, Any]]:
+        return [
+            {"prompt": _plain_messages(await make_environment(job).reset(seed)), "task_seed": seed} for seed in seeds
+        ]
 
-    return asyncio.run(ask())
+    return asyncio.run(ask_tasks())
 
 
-def environment(job: dict[str, Any]) -> Any:
+def make_environment(job: dict[str, Any]) -> Any:
     module, _, name = job["env"].partition(":")
     return getattr(importlib.import_module(module), name)(**job["env_args"])
 
 
-class Play:
+class EpisodePlay:
     """The episodes of TRL's batches and their rewards; `mean` is the mean reward of the last batch."""
 
     def __init__(self, job: dict[str, Any], tokenizer: Any):
         self.job, self.tokenizer, self.end = job, tokenizer, tokenizer.eos_token_id
         self.mean, self.tokens = 0.0, 0
 
-    def _action(self, ids: list[int]) -> Any:
+    def _make_action(self, ids: list[int]) -> Any:
         from r3async.envs import Action
 
         ended = bool(ids) and ids[-1] == self.end
         text = self.tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
         return Action(text, "stop" if ended else "length")
 
-    def reward(self, prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
+    def score_completions(self, prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
         """Return the rewards, as TRL's reward function."""
         if "reward" in columns:  # of `rollout`
             rewards = list(columns["reward"])
         else:
             self.tokens += sum(map(len, completion_ids))
-            rewards = asyncio.run(self._single(columns["task_seed"], completion_ids))
+            rewards = asyncio.run(self._score_single_turn(columns["task_seed"], completion_ids))
         self.mean = sum(rewards) / len(rewards)
         return rewards
 
-    async def _single(self, seeds: list[int], completions: list[list[int]]) -> list[float]:
-        async def one(seed: int, ids: list[int]) -> float:
-            env = environment(self.job)
+    async def _score_single_turn(self, seeds: list[int], completions: list[list[int]]) -> list[float]:
+        async def score_one(seed: int, ids: list[int]) -> float:
+            env = make_environment(self.job)
             await env.reset(seed)
-            return float((await env.step(self._action(ids))).reward)
+            return float((await env.step(self._make_action(ids))).reward)
 
-        return await asyncio.gather(*map(one, seeds, completions))
+        return await asyncio.gather(*map(score_one, seeds, completions))
 
-    def rollout(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    def play_batch(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """Play the episodes of a batch turn by turn, as TRL's `rollout_func`."""
-        return asyncio.run(self._rollout([int(prompt[-1]["content"]) for prompt in prompts], trainer))
+        return asyncio.run(self._play_turns([int(prompt[-1]["content"]) for prompt in prompts], trainer))
 
-    async def _rollout(self, seeds: list[int], trainer: Any) -> dict[str, Any]:
-        envs = [environment(self.job) for _ in seeds]
+    async def _play_turns(self, seeds: list[int], trainer: Any) -> dict[str, Any]:
+        envs = [make_environment(self.job) for _ in seeds]
         opened = await asyncio.gather(*(env.reset(seed) for env, seed in zip(envs, seeds, strict=True)))
-        prompts = [self._encoded(messages) for messages in opened]
+        prompts = [self._encode_messages(messages) for messages in opened]
         answers: list[list[int]] = [[] for _ in seeds]
         masks: list[list[int]] = [[] for _ in seeds]
         rewards, playing = [0.0] * len(seeds), list(range(len(seeds)))
         for _ in range(self.job["max_turns"]):
             fed = [prompts[i] + answers[i] for i in playing]
-            made, _ = trainer._generate_single_turn(fed, None, {}, 1)
-            for i, ids in zip(playing, made, strict=True):
+            completions, _ = trainer._generate_single_turn(fed, None, {}, 1)
+            for i, ids in zip(playing, completions, strict=True):
                 answers[i] += ids
                 masks[i] += [1] * len(ids)
                 self.tokens += len(ids)
-            actions = [self._action(ids) for ids in made]
+            actions = [self._make_action(ids) for ids in completions]
             results = await asyncio.gather(*(envs[i].step(a) for i, a in zip(playing, actions, strict=True)))
-            left = []
-            for i, ids, result in zip(playing, made, results, strict=True):
+            unfinished = []
+            for i, ids, result in zip(playing, completions, results, strict=True):
                 rewards[i] += result.reward
                 if not result.done:
-                    seen = ([] if ids[-1] == self.end else [self.end]) + self._encoded(result.messages)
+                    seen = ([] if ids[-1] == self.end else [self.end]) + self._encode_messages(result.messages)
                     answers[i] += seen
                     masks[i] += [0] * len(seen)
-                    left.append(i)
-            playing = left
+                    unfinished.append(i)
+            playing = unfinished
             if not playing:
                 break
         return {
@@ -182,26 +184,28 @@ class Play:
             "reward": rewards,
         }
 
-    def _encoded(self, messages: Any) -> list[int]:
-        ids = self.tokenizer.apply_chat_template(_plain(messages), add_generation_prompt=True, return_dict=False)
+    def _encode_messages(self, messages: Any) -> list[int]:
+        ids = self.tokenizer.apply_chat_template(
+            _plain_messages(messages), add_generation_prompt=True, return_dict=False
+        )
         return list(ids)
 
 
-def _plain(messages: Any) -> list[dict[str, str]]:
+def _plain_messages(messages: Any) -> list[dict[str, str]]:
     return [{"role": m.role, "content": m.content} for m in messages]
 
 
-def _clock(base: Any, path: Path, play: Play) -> Any:
+def _make_clock(base: Any, path: Path, play: EpisodePlay) -> Any:
     """Return a callback that writes, for each step, the time at which it ended, the CPU time so far and the reward of
     what it trained."""
 
     file = path.open("w", buffering=1)
 
-    def write(_: Any, __: Any, state: Any, ___: Any, **rest: Any) -> None:
+    def write_row(_: Any, __: Any, state: Any, ___: Any, **rest: Any) -> None:
         row = {"step": state.global_step, "time": time.time(), "reward": play.mean, "tokens": play.tokens}
         file.write(json.dumps(row | {"cpu": time.process_time()}) + "\n")
 
-    return type("Clock", (base,), {"on_train_begin": write, "on_step_end": write})()
+    return type("Clock", (base,), {"on_train_begin": write_row, "on_step_end": write_row})()
 
 
 if __name__ == "__main__":

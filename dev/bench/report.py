@@ -31,7 +31,7 @@ class Measurements(msgspec.Struct):
     facts: dict[str, str] = {}
     problems: list[str] = []
 
-    def add(self, case: str, figures: Mapping[str, float | None]) -> None:
+    def add_figures(self, case: str, figures: Mapping[str, float | None]) -> None:
         """Add one value to each of the figures of a case; None is no value."""
         row = self.values.setdefault(case, {})
         for name, value in figures.items():
@@ -39,7 +39,7 @@ class Measurements(msgspec.Struct):
                 row.setdefault(name, []).append(float(value))
 
 
-class Figure(msgspec.Struct, frozen=True):
+class MeanFigure(msgspec.Struct, frozen=True):
     """The mean and the median of `n` values, and the mean's 95 % interval (Student's t; None for one value)."""
 
     mean: float
@@ -50,38 +50,38 @@ class Figure(msgspec.Struct, frozen=True):
     values: list[float]
 
 
-class Row(msgspec.Struct, frozen=True):
+class CaseFigures(msgspec.Struct, frozen=True):
     case: str
-    figures: dict[str, Figure]
+    figures: dict[str, MeanFigure]
 
     @property
-    def count(self) -> int:
+    def value_count(self) -> int:
         """The number of values of each figure; some may have fewer."""
         return max(figure.n for figure in self.figures.values())
 
 
-class Report(msgspec.Struct, frozen=True):
+class BenchReport(msgspec.Struct, frozen=True):
     benchmark: str
     facts: dict[str, str]
-    rows: list[Row]
+    rows: list[CaseFigures]
     problems: list[str] = []
 
-    def find(self, case: str) -> dict[str, Figure]:
+    def find_figures(self, case: str) -> dict[str, MeanFigure]:
         """Return the figures of a case."""
         return next(row.figures for row in self.rows if row.case == case)
 
 
-def summarize_values(values: Sequence[float]) -> Figure:
-    found = estimate_mean({(seed, 0): value for seed, value in enumerate(values)})
-    return Figure(found.mean, found.low, found.high, median(values), len(values), list(values))
+def summarize_values(values: Sequence[float]) -> MeanFigure:
+    estimate = estimate_mean({(seed, 0): value for seed, value in enumerate(values)})
+    return MeanFigure(estimate.mean, estimate.low, estimate.high, median(values), len(values), list(values))
 
 
-def build_report(name: str, measured: Measurements, facts: Mapping[str, str]) -> Report:
+def build_report(name: str, measured: Measurements, facts: Mapping[str, str]) -> BenchReport:
     rows = [
-        Row(case, {figure: summarize_values(values) for figure, values in row.items()})
+        CaseFigures(case, {figure: summarize_values(values) for figure, values in row.items()})
         for case, row in measured.values.items()
     ]
-    return Report(name, {**facts, **measured.facts}, rows, measured.problems)
+    return BenchReport(name, {**facts, **measured.facts}, rows, measured.problems)
 
 
 def collect_facts(command: str) -> dict[str, str]:
@@ -98,17 +98,17 @@ def collect_facts(command: str) -> dict[str, str]:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[object]], *, padded: bool = True) -> list[str]:
+def format_table(heads: Sequence[str], rows: Sequence[Sequence[object]], *, padded: bool = True) -> list[str]:
     """Return the lines of a Markdown table; `padded` for a terminal, with the first column left-aligned and the others
     right-aligned."""
     texts = [list(heads), *([str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) if padded else 0 for column in zip(*texts, strict=True)]
 
-    def line(row: Sequence[str]) -> str:
+    def format_row(row: Sequence[str]) -> str:
         cells = [f"{text:{'>' if i else '<'}{width}}" for i, (text, width) in enumerate(zip(row, widths, strict=True))]
         return f"| {' | '.join(cells)} |"
 
-    head, *body = map(line, texts)
+    head, *body = map(format_row, texts)
     return [head, f"|{'|'.join('-' * (width + 2 if padded else 3) for width in widths)}|", *body]
 
 
@@ -116,7 +116,7 @@ def format_value(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def format_figure(figure: Figure | None) -> str:
+def format_figure(figure: MeanFigure | None) -> str:
     """Format a figure as `0.812 [0.79, 0.834]`; one value has no interval."""
     if figure is None:
         return ""
@@ -125,20 +125,20 @@ def format_figure(figure: Figure | None) -> str:
     return f"{format_value(figure.mean)} [{format_value(figure.low)}, {format_value(figure.high)}]"
 
 
-def report_lines(report: Report, *, padded: bool = True) -> Iterator[str]:
+def report_lines(report: BenchReport, *, padded: bool = True) -> Iterator[str]:
     """Yield the lines of a report: its facts, and a table for each stretch of rows that share figures."""
     yield "; ".join(f"{name}: {f'`{fact}`' if name == 'command' else fact}" for name, fact in report.facts.items())
-    stretches: list[list[Row]] = []
+    stretches: list[list[CaseFigures]] = []
     for row in report.rows:
         if not stretches or row.figures.keys().isdisjoint(stretches[-1][-1].figures):
             stretches.append([])
         stretches[-1].append(row)
     for rows in stretches:
         names = list(dict.fromkeys(name for row in rows for name in row.figures))
-        cells = [(row.case, *(format_figure(row.figures.get(name)) for name in names), row.count) for row in rows]
-        yield from ("", *table(("case", *names, "n"), cells, padded=padded))
+        cells = [(row.case, *(format_figure(row.figures.get(name)) for name in names), row.value_count) for row in rows]
+        yield from ("", *format_table(("case", *names, "n"), cells, padded=padded))
     yield from ("", *report.problems) if report.problems else ()
 
 
-def render_report(report: Report) -> str:
+def render_report(report: BenchReport) -> str:
     return "\n".join(report_lines(report))

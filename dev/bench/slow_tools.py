@@ -39,14 +39,14 @@ class SlowTools:
     def oracle(self) -> str:
         return self._game.oracle()
 
-    def _padded(self, messages: list[Message]) -> list[Message]:
+    def _pad_messages(self, messages: list[Message]) -> list[Message]:
         return [Message(m.role, self._padding + m.content) for m in messages]
 
     async def reset(self, task_seed: int) -> list[Message]:
-        return self._padded(await self._game.reset(task_seed))
+        return self._pad_messages(await self._game.reset(task_seed))
 
     async def step(self, action: Action) -> StepResult:
         seconds = self._median * self._rng.lognormvariate(0.0, self._sigma)
         await asyncio.sleep(min(seconds, self._longest))
         result = await self._game.step(action)
-        return StepResult(result.reward, self._padded(result.messages), result.done)
+        return StepResult(result.reward, self._pad_messages(result.messages), result.done)

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from dev.bench.jobs import BenchError, Say, started
+from dev.bench.jobs import BenchError, PrintLine, start_process
 from dev.bench.report import Measurements
 from r3async.config import load_config
 from r3async.record.reading import read_json_objects
@@ -28,7 +28,7 @@ STOP_SECONDS = 120.0
 MIB = 2**20
 
 
-class Sample(msgspec.Struct, frozen=True):
+class ResourceSample(msgspec.Struct, frozen=True):
     """A reading of one process: seconds since the first sample, resident bytes, open file descriptors."""
 
     at: float
@@ -36,7 +36,7 @@ class Sample(msgspec.Struct, frozen=True):
     files: int
 
 
-def growth(samples: Sequence[Sample]) -> tuple[dict[str, float], bool]:
+def find_growth(samples: Sequence[ResourceSample]) -> tuple[dict[str, float], bool]:
     """Return the figures of one process after the warm-up, and whether it grows. Raises `BenchError` for fewer than ten
     samples.
 
@@ -70,7 +70,7 @@ def growth(samples: Sequence[Sample]) -> tuple[dict[str, float], bool]:
     return figures, grown > max(NOISE * scatter, 0.01 * resident) or files_grow
 
 
-def run(minutes: float, overrides: Sequence[str], directory: Path, say: Say) -> Measurements:
+def run_soak(minutes: float, overrides: Sequence[str], directory: Path, print_line: PrintLine) -> Measurements:
     """Run with the scripted engine for `minutes`. Raises `BenchError` if the run ends before that."""
     from dev.chaos.run import chaos_overrides, make_model
     from dev.chaos.scenarios import SpreadKills
@@ -85,13 +85,13 @@ def run(minutes: float, overrides: Sequence[str], directory: Path, say: Say) -> 
         "generator.max_restarts=0",
         *overrides,
     ]
-    model = make_model("quickstart", chosen, directory / "init", say)
+    model = make_model("quickstart", chosen, directory / "init", print_line)
     chosen = [*(each for each in chosen if not each.startswith("model.init.")), model]
     config = load_config("quickstart", chosen)
     run_dir, log = directory / "soak", directory / "soak.log"
     command = [sys.executable, "-m", "r3async", "train", "quickstart", "--runs", str(directory), *chosen]
-    watched = Watched(run_dir)
-    with started(command, log, patience=STOP_SECONDS) as driver:
+    watched = ResourceMonitor(run_dir)
+    with start_process(command, log, patience=STOP_SECONDS) as driver:
         began, minute = 0.0, -1
         while not began or time.monotonic() - began < minutes * 60:
             if driver.poll() is not None:
@@ -101,52 +101,52 @@ def run(minutes: float, overrides: Sequence[str], directory: Path, say: Say) -> 
                 continue
             began = began or time.monotonic()
             at = time.monotonic() - began
-            watched.look(at, driver.pid)
+            watched.take_sample(at, driver.pid)
             if int(at / 60) > minute:
                 minute = int(at / 60)
-                say(f"soak: minute {minute} of {minutes:g}")
+                print_line(f"soak: minute {minute} of {minutes:g}")
     rows = read_json_objects(run_dir / "metrics.jsonl")
     steps, group = len(rows), config.schedule.prompts_per_step * config.schedule.group_size
     measured = Measurements()
     measured.facts = {"run": f"{minutes:g} minutes, {steps} steps, {steps * group} trajectories"}
     measured.facts["spool"] = f"at most {watched.spool_most / MIB:.2f} MiB of {config.buffer.disk_bytes / MIB:.0f}"
-    for name, found in sorted(watched.samples.items()):
-        if len(found) > 1:
-            figures, grows = growth(found)
-            measured.add(name, figures)
+    for name, samples in sorted(watched.samples.items()):
+        if len(samples) > 1:
+            figures, grows = find_growth(samples)
+            measured.add_figures(name, figures)
             measured.problems += [f"{name} grows"] * grows
     return measured
 
 
-class Watched:
+class ResourceMonitor:
     """A monitor of the resources that the processes of the run in `run_dir`, and its spool, take."""
 
     def __init__(self, run_dir: Path):
         self._run_dir = run_dir
-        self.samples: dict[str, list[Sample]] = defaultdict(list)
+        self.samples: dict[str, list[ResourceSample]] = defaultdict(list)
         self.spool_most = 0
 
-    def look(self, at: float, driver: int) -> None:
+    def take_sample(self, at: float, driver: int) -> None:
         """Take a sample now, `at` seconds after the first one."""
-        for name, process in processes(self._run_dir, driver).items():
+        for name, process in find_processes(self._run_dir, driver).items():
             try:
                 with process.oneshot():
-                    self.samples[name].append(Sample(at, process.memory_info().rss, process.num_fds()))
+                    self.samples[name].append(ResourceSample(at, process.memory_info().rss, process.num_fds()))
             except psutil.Error:
                 continue
-        held = sum(path.stat().st_size for path in (self._run_dir / "spool").glob("*.spool"))
-        self.spool_most = max(self.spool_most, held)
+        spool_bytes = sum(path.stat().st_size for path in (self._run_dir / "spool").glob("*.spool"))
+        self.spool_most = max(self.spool_most, spool_bytes)
 
 
-def processes(run_dir: Path, driver: int) -> dict[str, psutil.Process]:
+def find_processes(run_dir: Path, driver: int) -> dict[str, psutil.Process]:
     """Return the processes by role: the driver, the actors that have started and still run, and environments'
     processes."""
     from dev.chaos.scenario import actor_process, environment_workers
 
-    found = {"driver": psutil.Process(driver)}
+    processes = {"driver": psutil.Process(driver)}
     for event in read_json_objects(run_dir / "events.jsonl"):
         if event["event"].endswith("_started") and "pid" in event and (process := actor_process(event["pid"])):
-            found[event["role"]] = process
+            processes[event["role"]] = process
             for i, worker in enumerate(environment_workers(process)):
-                found[f"{event['role']} environment {i}"] = worker
-    return found
+                processes[f"{event['role']} environment {i}"] = worker
+    return processes

@@ -16,48 +16,55 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dev.bench.jobs import BenchError, Say, started
+from dev.bench.jobs import BenchError, PrintLine, start_process
 from dev.bench.report import Measurements
 from dev.bench.tree_cpu import TreeCpu
 from r3async.config import ConfigError
 from r3async.record.reading import read_json_objects
 
-CASES = ("model", "none", "help")
+START_CASES = ("model", "none", "help")
 PRESET = "quickstart"
-NAME = "run"
-TIMEOUT = 600.0
-SMALL = ["model.init.max_warm_steps=2", "model.init.hidden_size=64", "generator.engine=scripted", "weights.probe=false"]
+RUN_NAME = "run"
+TIMEOUT_SECONDS = 600.0
+SMALL_OVERRIDES = [
+    "model.init.max_warm_steps=2",
+    "model.init.hidden_size=64",
+    "generator.engine=scripted",
+    "weights.probe=false",
+]
 """Overrides of a small run that exercises the code path; its figures mean nothing."""
 
 
-def run(cases: Sequence[str], repeats: int, say: Say, *, quick: bool = False) -> Measurements:
+def measure_start(cases: Sequence[str], repeats: int, print_line: PrintLine, *, quick: bool = False) -> Measurements:
     """Measure each case `repeats` times, in turns. Raises `BenchError`, and `ConfigError` for an unknown case."""
-    if unknown := [case for case in cases if case not in CASES]:
-        raise ConfigError(f"--cases {unknown[0]!r}: there are {', '.join(CASES)}")
-    words = SMALL if quick else []
+    if unknown := [case for case in cases if case not in START_CASES]:
+        raise ConfigError(f"--cases {unknown[0]!r}: there are {', '.join(START_CASES)}")
+    words = SMALL_OVERRIDES if quick else []
     measured = Measurements()
     with tempfile.TemporaryDirectory(prefix="r3async-start-") as scratch:
         model = Path(scratch, "model")
         if "model" in cases:
-            say("making the model of case `model`")
-            command(["init-model", str(model), *words], Path(scratch, "init.txt"))
+            print_line("making the model of case `model`")
+            run_measured(["init-model", str(model), *words], Path(scratch, "init.txt"))
         for repeat in range(repeats):
             for case in cases:
                 place = Path(scratch, f"{case}-{repeat}")
                 place.mkdir()
-                say(f"{case}: {repeat + 1} of {repeats}")
-                given = words
+                print_line(f"{case}: {repeat + 1} of {repeats}")
+                arguments = words
                 if case == "model":
-                    given = [f"model.path={model}", *(word for word in words if not word.startswith("model.init."))]
-                measured.add(case, helped(place) if case == "help" else trained(given, place))
+                    arguments = [f"model.path={model}", *(word for word in words if not word.startswith("model.init."))]
+                measured.add_figures(
+                    case, measure_help(place) if case == "help" else measure_first_step(arguments, place)
+                )
     return measured
 
 
-def trained(words: Sequence[str], place: Path) -> dict[str, float]:
+def measure_first_step(words: Sequence[str], place: Path) -> dict[str, float]:
     """Measure a run of one step with a separate, empty cache."""
-    run_dir = place / NAME
-    given = ["train", PRESET, f"name={NAME}", "steps=1", "--runs", str(place), *words]
-    began, cpu = command(given, place / "screen.txt")
+    run_dir = place / RUN_NAME
+    arguments = ["train", PRESET, f"name={RUN_NAME}", "steps=1", "--runs", str(place), *words]
+    began, cpu = run_measured(arguments, place / "screen.txt")
     events = {event["event"]: event["time"] for event in read_json_objects(run_dir / "events.jsonl")}
     rows = read_json_objects(run_dir / "metrics.jsonl")
     if not rows:
@@ -69,34 +76,34 @@ def trained(words: Sequence[str], place: Path) -> dict[str, float]:
         "generator": events["generator_started"],
         "step": rows[0]["time"],
     }
-    return figures_of(began, ends, cpu)
+    return stage_figures(began, ends, cpu)
 
 
-def helped(place: Path) -> dict[str, float]:
+def measure_help(place: Path) -> dict[str, float]:
     """Measure `--help` alone. Its CPU seconds are those of a child that has ended, since it is too short to be read
     while it runs."""
     before, children = time.time(), os.times()
     with TreeCpu() as cpu:
-        command(["--help"], place / "screen.txt")
+        run_measured(["--help"], place / "screen.txt")
     after, ended = os.times(), time.time()
     seconds = after.children_user + after.children_system - children.children_user - children.children_system
-    return {"seconds": ended - before, "CPU s": seconds, "cores of others": cpu.others(before, ended)}
+    return {"seconds": ended - before, "CPU s": seconds, "cores of others": cpu.cores_of_others(before, ended)}
 
 
-def figures_of(began: float, ends: dict[str, float], cpu: TreeCpu) -> dict[str, float]:
+def stage_figures(began: float, ends: dict[str, float], cpu: TreeCpu) -> dict[str, float]:
     """Return the seconds from the command to the end of each stage, and the CPU seconds until then, by role."""
     last = max(ends.values())
-    roles = cpu.between(began, last)
+    roles = cpu.seconds_between(began, last)
     return {
         "seconds": last - began,
         **{f"until {stage}": end - began for stage, end in ends.items()},
         "CPU s": sum(roles.values()),
-        "cores of others": cpu.others(began, last),
+        "cores of others": cpu.cores_of_others(began, last),
         **{f"CPU s, {role}": seconds for role, seconds in roles.items()},
     }
 
 
-def command(words: Sequence[str], screen: Path) -> tuple[float, TreeCpu]:
+def run_measured(words: Sequence[str], screen: Path) -> tuple[float, TreeCpu]:
     """Run a command of r3async to its end, with an empty cache of models.
 
     Returns the unix time at which it began, and what was read meanwhile. Raises `BenchError`.
@@ -104,16 +111,16 @@ def command(words: Sequence[str], screen: Path) -> tuple[float, TreeCpu]:
     cache = str(screen.parent / "cache")
     # Without its cache of model classes, vLLM starts one more process of eight CPU seconds; that happens only the first
     # time on a machine.
-    known = os.environ.get("VLLM_CACHE_ROOT") or str(Path.home() / ".cache" / "vllm")
+    vllm_cache = os.environ.get("VLLM_CACHE_ROOT") or str(Path.home() / ".cache" / "vllm")
     with TreeCpu() as cpu:
         began = time.time()
-        with started(
-            [sys.executable, "-P", "-m", "r3async", *words], screen, XDG_CACHE_HOME=cache, VLLM_CACHE_ROOT=known
+        with start_process(
+            [sys.executable, "-P", "-m", "r3async", *words], screen, XDG_CACHE_HOME=cache, VLLM_CACHE_ROOT=vllm_cache
         ) as process:
             try:
-                code = process.wait(TIMEOUT)
+                code = process.wait(TIMEOUT_SECONDS)
             except subprocess.TimeoutExpired as error:
-                raise BenchError(f"{words[0]} took longer than {TIMEOUT:g} s") from error
+                raise BenchError(f"{words[0]} took longer than {TIMEOUT_SECONDS:g} s") from error
     if code:
         raise BenchError(f"{words[0]} failed with exit code {code}:\n{screen.read_text()[-2000:]}")
     return began, cpu

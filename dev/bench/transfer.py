@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from dev.bench.jobs import BenchError, Say
+from dev.bench.jobs import BenchError, PrintLine
 from dev.bench.report import Measurements
 from r3async.weights.fetch import CHUNK_BYTES, WINDOW_CHUNKS
 from r3async.weights.publish import DEFAULT_BUCKET_BYTES
@@ -47,22 +47,22 @@ class TransferJob(msgspec.Struct, frozen=True):
     tensors: int = 64
 
 
-class Peak:
-    """The peak of this process's private memory since `begin`, beside what it had then."""
+class MemoryPeak:
+    """The peak of this process's private memory since `begin_measuring`, beside what it had then."""
 
     def __init__(self) -> None:
         self._first = self._most = 0
-        threading.Thread(target=self._look, daemon=True).start()
+        threading.Thread(target=self._update_peak, daemon=True).start()
 
-    def begin(self) -> None:
+    def begin_measuring(self) -> None:
         self._first = self._most = private_bytes()
 
     @property
-    def extra(self) -> int:
+    def extra_bytes(self) -> int:
         self._most = max(self._most, private_bytes())
         return self._most - self._first
 
-    def _look(self) -> None:
+    def _update_peak(self) -> None:
         while True:
             self._most = max(self._most, private_bytes())
             time.sleep(SAMPLE_SECONDS)
@@ -74,7 +74,7 @@ def private_bytes() -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
 
 
-def _rank(pipe: Any, rank: int, job: TransferJob) -> None:
+def _run_rank(pipe: Any, rank: int, job: TransferJob) -> None:
     """Run a rank's process: its part of a model in float32, stepped and copied."""
     import torch
 
@@ -90,9 +90,9 @@ def _rank(pipe: Any, rank: int, job: TransferJob) -> None:
     each = int(job.megabytes * 1e6 / 2 / job.ranks / job.tensors)
     rng = torch.Generator().manual_seed(rank)
     model = {f"rank{rank}.w{i}": torch.randn(each, generator=rng).mul_(0.02) for i in range(job.tensors)}
-    held = {name: t.bfloat16() for name, t in model.items()}
-    peak, memory = Peak(), list[HostWeights]()
-    peak.begin()
+    tensors = {name: t.bfloat16() for name, t in model.items()}
+    peak, memory = MemoryPeak(), list[HostWeights]()
+    peak.begin_measuring()
     version = -1
     while (call := pipe.recv()) is not None:
         name, args = call
@@ -101,9 +101,9 @@ def _rank(pipe: Any, rank: int, job: TransferJob) -> None:
             (version,) = args
             for key, master in model.items() if version else ():
                 master.add_(torch.randn(each, generator=rng).sign_(), alpha=job.lr)
-                held[key].copy_(master)
-            memory = memory or [HostWeights({n: t.to("meta") for n, t in held.items()})]
-            memory[0].copy_in_buckets(held.items(), DEFAULT_BUCKET_BYTES)
+                tensors[key].copy_(master)
+            memory = memory or [HostWeights({n: t.to("meta") for n, t in tensors.items()})]
+            memory[0].copy_in_buckets(tensors.items(), DEFAULT_BUCKET_BYTES)
         elif name == "describe_snapshot":
             answer = ShareDescription(version, memory[0].describe_tensors(torch.bfloat16))
         elif name == "write_snapshot":
@@ -114,63 +114,63 @@ def _rank(pipe: Any, rank: int, job: TransferJob) -> None:
         elif name == "write_delta_part":
             write_delta_part(*args)
         else:
-            answer = peak.extra
+            answer = peak.extra_bytes
         pipe.send(answer)
 
 
-def _engine(pipe: Any, number: int) -> None:
+def _run_engine(pipe: Any, number: int) -> None:
     """Run an engine's process: fetch the requested versions, compare all checksums, and answer how long it took."""
-    asyncio.run(_serve(pipe, number))
+    asyncio.run(_serve_calls(pipe, number))
 
 
-async def _serve(pipe: Any, number: int) -> None:
+async def _serve_calls(pipe: Any, number: int) -> None:
     import torch  # noqa: F401
 
     from r3async.weights.fetch import TcpReceiver, verify_version_file
 
-    peak, receiver = Peak(), None
+    peak, receiver = MemoryPeak(), None
     while (call := await asyncio.to_thread(pipe.recv)) is not None:
         name, args = call
         answer: Any = None
         if name == "open":
             directory, keys = args
             receiver = TcpReceiver(directory, RUN, f"engine-{number}", keys, host="127.0.0.1", name="127.0.0.1")
-            peak.begin()
+            peak.begin_measuring()
         elif receiver is None:
             raise BenchError(f"{name} before open")
         elif name == "fetch":
             manifest, parts = args
             before, began = receiver.received_bytes, time.perf_counter()
-            found = await receiver.fetch_version(manifest, parts, ANSWER_SECONDS)
+            fetched = await receiver.fetch_version(manifest, parts, ANSWER_SECONDS)
             seconds = time.perf_counter() - began
-            await asyncio.to_thread(verify_version_file, found)
-            answer = seconds, receiver.received_bytes - before, peak.extra, found.path, found.digest
+            await asyncio.to_thread(verify_version_file, fetched)
+            answer = seconds, receiver.received_bytes - before, peak.extra_bytes, fetched.path, fetched.digest
         else:
             await receiver.close()
         await asyncio.to_thread(pipe.send, answer)
 
 
-class Crew:
+class ProcessPool:
     """A set of processes that answer calls."""
 
-    def __init__(self, target: Any, given: Sequence[tuple[Any, ...]]):
+    def __init__(self, target: Any, arguments: Sequence[tuple[Any, ...]]):
         context = multiprocessing.get_context("spawn")
-        pairs = [context.Pipe() for _ in given]
+        pairs = [context.Pipe() for _ in arguments]
         self._pipes = [near for near, _ in pairs]
         self._processes = [
             context.Process(target=target, args=(far, *args), daemon=True)
-            for (_, far), args in zip(pairs, given, strict=True)
+            for (_, far), args in zip(pairs, arguments, strict=True)
         ]
         for process in self._processes:
             process.start()
         for _, far in pairs:
             far.close()
 
-    def call(self, name: str, given: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call as many processes as there are arguments in `given`, and return their answers. Raises `BenchError` if
-        one ends or takes too long."""
-        pipes = self._pipes[: len(given)]
-        for pipe, args in zip(pipes, given, strict=True):
+    def call_processes(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call as many processes as `arguments` has elements, and return their answers. Raises `BenchError` if one ends
+        or takes too long."""
+        pipes = self._pipes[: len(arguments)]
+        for pipe, args in zip(pipes, arguments, strict=True):
             pipe.send((name, args))
         out = []
         for pipe in pipes:
@@ -191,29 +191,34 @@ class Crew:
 
 
 @contextlib.contextmanager
-def crew(target: Any, given: Sequence[tuple[Any, ...]]) -> Iterator[Crew]:
-    made = Crew(target, given)
+def start_processes(target: Any, arguments: Sequence[tuple[Any, ...]]) -> Iterator[ProcessPool]:
+    pool = ProcessPool(target, arguments)
     try:
-        yield made
+        yield pool
     finally:
-        made.close()
+        pool.close()
 
 
-def run(job: TransferJob, say: Say) -> Measurements:
+def measure_transfer(job: TransferJob, print_line: PrintLine) -> Measurements:
     """Measure all layouts. Raises `BenchError`."""
     most = max(*job.engines, *job.spread)
     layouts = [(n, hosts) for hosts in (1, 2) for n in job.engines] + [(n, n + 1) for n in job.spread]
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with (
-        crew(_rank, [(rank, job) for rank in range(job.ranks)]) as ranks,
-        crew(_engine, [(number,) for number in range(most)]) as engines,
+        start_processes(_run_rank, [(rank, job) for rank in range(job.ranks)]) as ranks,
+        start_processes(_run_engine, [(number,) for number in range(most)]) as engines,
         tempfile.TemporaryDirectory(prefix="r3async-bench-", dir=memory) as scratch,
     ):
-        return asyncio.run(_measure(job, layouts, ranks, engines, Path(scratch), say))
+        return asyncio.run(_measure_layouts(job, layouts, ranks, engines, Path(scratch), print_line))
 
 
-async def _measure(
-    job: TransferJob, layouts: Sequence[tuple[int, int]], ranks: Crew, engines: Crew, scratch: Path, say: Say
+async def _measure_layouts(
+    job: TransferJob,
+    layouts: Sequence[tuple[int, int]],
+    ranks: ProcessPool,
+    engines: ProcessPool,
+    scratch: Path,
+    print_line: PrintLine,
 ) -> Measurements:
     """Publish `versions` in each layout. A value is of one version, of the slowest engine; the first is fetched whole."""
     import torch  # noqa: F401
@@ -223,46 +228,46 @@ async def _measure(
     from r3async.world.sockets import generate_keys
 
     server_keys, client_keys = generate_keys()
-    publisher = ShardedVersionStore(scratch / "learner", ranks.call, job.ranks, deltas=True)
-    server, peak, measured = TcpServer("127.0.0.1", server_keys), Peak(), Measurements()
+    publisher = ShardedVersionStore(scratch / "learner", ranks.call_processes, job.ranks, deltas=True)
+    server, peak, measured = TcpServer("127.0.0.1", server_keys), MemoryPeak(), Measurements()
     version, nbytes, memory = 0, 0, {"an engine": 0, "the learner": 0}
     try:
         for number, (count, hosts) in enumerate(layouts):
             name = f"{count} engines on {hosts} hosts"
-            say(f"transfer: {name}")
+            print_line(f"transfer: {name}")
             where = [scratch / f"case{number}-host{1 + i % max(1, hosts - 1)}" for i in range(count)]
-            await asyncio.to_thread(engines.call, "open", [(path, client_keys) for path in where])
-            peak.begin()
+            await asyncio.to_thread(engines.call_processes, "open", [(path, client_keys) for path in where])
+            peak.begin_measuring()
             for form in ["whole", *["delta"] * (job.versions - 1)]:
-                await asyncio.to_thread(ranks.call, "snapshot_weights", [(version,)] * job.ranks)
+                await asyncio.to_thread(ranks.call_processes, "snapshot_weights", [(version,)] * job.ranks)
                 began = time.perf_counter()
                 publication = await asyncio.to_thread(publisher.publish_shares)
-                measured.add("a version, written", {"seconds": time.perf_counter() - began})
+                measured.add_figures("a version, written", {"seconds": time.perf_counter() - began})
                 manifest = publication.manifest
                 parts, before = [server.offer_version(manifest, *publication.transport_data)], server.sent_bytes
-                given = msgspec.structs.replace(manifest, path=manifest.path if hosts == 1 else "/on another host")
-                answers = await asyncio.to_thread(engines.call, "fetch", [(given, parts)] * count)
+                offered = msgspec.structs.replace(manifest, path=manifest.path if hosts == 1 else "/on another host")
+                answers = await asyncio.to_thread(engines.call_processes, "fetch", [(offered, parts)] * count)
                 figures = {
                     "seconds": max(answer[0] for answer in answers),
                     "MB received": sum(answer[1] for answer in answers) / 1e6,
                     "MB out of the learner": (server.sent_bytes - before) / 1e6,
                     "files": len({answer[3] for answer in answers}),
                 }
-                measured.add(f"{name}, {form}", figures)
+                measured.add_figures(f"{name}, {form}", figures)
                 if any(answer[4] != manifest.digest for answer in answers):
                     measured.problems.append(f"{name}: version {version} has not the learner's digest everywhere")
                 version, nbytes = version + 1, manifest.nbytes
             memory["an engine"] = max(memory["an engine"], *(answer[2] for answer in answers))
-            memory["the learner"] = max(memory["the learner"], peak.extra)
-            await asyncio.to_thread(engines.call, "close", [()] * count)
-        extra = max(await asyncio.to_thread(ranks.call, "extra", [()] * job.ranks))
+            memory["the learner"] = max(memory["the learner"], peak.extra_bytes)
+            await asyncio.to_thread(engines.call_processes, "close", [()] * count)
+        extra = max(await asyncio.to_thread(ranks.call_processes, "extra", [()] * job.ranks))
     finally:
         await server.close()
         publisher.close()
     share, buckets = nbytes // job.ranks, 2 * DEFAULT_BUCKET_BYTES
     limits = {"a rank": (extra, int(1.2 * share) + buckets), **{who: (most, buckets) for who, most in memory.items()}}
     for who, (most, limit) in limits.items():
-        measured.add(f"memory of {who}, beside what it had", {"MB": most / 1e6, "limit, MB": limit / 1e6})
+        measured.add_figures(f"memory of {who}, beside what it had", {"MB": most / 1e6, "limit, MB": limit / 1e6})
         if most > limit:
             measured.problems.append(f"{who} took {most / 1e6:.0f} MB, of {limit / 1e6:.0f}")
     in_flight = f"{WINDOW_CHUNKS} chunks of {CHUNK_BYTES / 2**20:g} MiB in flight"

@@ -1,7 +1,7 @@
 """The benchmark `bench transport`: the wire format alone, and the whole path (encode, socket, validate, spool, decode)
 against raw ZeroMQ, side by side.
 
-The generator is a separate process (`send`); this one is the learner. Raw ZeroMQ is DEALER to ROUTER with blocking
+The generator is a separate process (`send_trajectories`); this one is the learner. Raw ZeroMQ is DEALER to ROUTER with blocking
 sockets and the same frames, with nothing encoded, checked or answered: the ceiling. `raw, CURVE` is the same, encrypted
 as every connection of a run is. All take turns; a value is of one round, and shares are of raw in that round. The
 learner's lag beside `raw` is that of an idle loop: what the machine itself causes.
@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from dev.bench.jobs import BenchError, Say, forget_peak, memory_mib, progress, run_job
+from dev.bench.jobs import BenchError, PrintLine, memory_mib, report_progress, reset_memory_peak, run_job
 from dev.bench.report import Measurements
 from r3async.config import BufferConfig, TransportConfig
 from r3async.data.packed import RouteForm
@@ -85,7 +85,7 @@ def sampled_trajectory(tokens: int, routes: tuple[int, int] | None = None) -> Tr
     return Trajectory("t0", 0, 0, 1, "g0", "eos", turns, [Sample("t0/0", sampled_table(tokens, routes), 1.0)], 1.0, 2.0)
 
 
-def specimen(nbytes: int) -> Trajectory:
+def make_trajectory(nbytes: int) -> Trajectory:
     """Return a trajectory of about `nbytes` on the wire: dense if it is small, with 48x8 routes otherwise."""
     if nbytes < DENSE_BELOW:
         return sampled_trajectory(max(1, (nbytes - 1000) // 8))
@@ -108,11 +108,11 @@ class TransportJob(msgspec.Struct, frozen=True):
     secret: bytes
 
     @property
-    def keys(self) -> ClientKeys:
+    def client_keys(self) -> ClientKeys:
         return ClientKeys(self.secret, self.server_public)
 
 
-class Moved(msgspec.Struct, frozen=True):
+class SideFigures(msgspec.Struct, frozen=True):
     """The figures of one side: wall and CPU seconds from the first to the last answer, the 99th percentile of the event
     loop's lag and of its own part of it in milliseconds, and the highest resident memory."""
 
@@ -123,25 +123,27 @@ class Moved(msgspec.Struct, frozen=True):
     high_water_mib: float | None = None
 
 
-def run(*, quick: bool, rounds: int, say: Say) -> Measurements:
+def measure_transport(*, quick: bool, rounds: int, print_line: PrintLine) -> Measurements:
     """Measure the format, and every size on every path. Raises `BenchError`."""
     sizes, rounds, moved = ((10_000, 200_000), 1, MOVED // 100) if quick else (SIZES, rounds, MOVED)
     measured, tokens = Measurements(), 256 if quick else 2048
     measure_format(tokens)  # warms up
     for _ in range(3 if quick else 20):
         for name, figures in measure_format(tokens).items():
-            measured.add(f"wire format, {name}", figures)
+            measured.add_figures(f"wire format, {name}", figures)
     with tempfile.TemporaryDirectory(prefix="r3async-bench-") as scratch:
         for nbytes, _ in itertools.product(sizes, range(rounds)):
-            actual = sum(map(len, encode_trajectory(specimen(nbytes))))
+            actual = sum(map(len, encode_trajectory(make_trajectory(nbytes))))
             count = max(12, min(6000, moved // actual))
             sides = {}
             for path in PATHS:
                 place = Path(tempfile.mkdtemp(dir=scratch))
                 receive = _receive_raw if path.startswith("raw") else _receive_whole
-                sides[path] = asyncio.run(receive(path, nbytes, count, place, say))
+                sides[path] = asyncio.run(receive(path, nbytes, count, place, print_line))
             for path in PATHS:
-                measured.add(f"{path}, {actual:,} bytes", _figures(path, sides, count * actual / 1e9, count))
+                measured.add_figures(
+                    f"{path}, {actual:,} bytes", _path_figures(path, sides, count * actual / 1e9, count)
+                )
     return measured
 
 
@@ -149,7 +151,7 @@ def measure_format(tokens: int) -> dict[str, dict[str, float]]:
     """Return bytes and CPU time a token of the wire format. Decoding ends when every column is an array."""
     cases: list[tuple[str, Trajectory, RouteForm]] = [("no routes", sampled_trajectory(tokens), "plain")]
     cases += [(f"routes 48x8, {form}", sampled_trajectory(tokens, ROUTES), form) for form in FORMS]
-    found = {}
+    figures = {}
     for name, trajectory, form in cases:
         began = time.process_time()
         frames = [bytes(frame) for frame in encode_trajectory(trajectory, routes=form)]
@@ -157,15 +159,17 @@ def measure_format(tokens: int) -> dict[str, dict[str, float]]:
         for sample in decode_trajectory(frames).samples:
             dict(sample.table.items())
         decoded = time.process_time()
-        found[name] = {
+        figures[name] = {
             "bytes a token": sum(map(len, frames)) / tokens,
             "encode, µs a token": 1e6 * (encoded - began) / tokens,
             "decode, µs a token": 1e6 * (decoded - encoded) / tokens,
         }
-    return found
+    return figures
 
 
-def _figures(path: str, sides: dict[str, tuple[Moved, Moved]], gigabytes: float, count: int) -> dict[str, float | None]:
+def _path_figures(
+    path: str, sides: dict[str, tuple[SideFigures, SideFigures]], gigabytes: float, count: int
+) -> dict[str, float | None]:
     """Return the figures of one path in one round. CPU is of both processes; a busy machine does not blur its share."""
     speed = {name: gigabytes / generator.seconds for name, (generator, _) in sides.items()}
     cpu = {name: (g.cpu_seconds + learner.cpu_seconds) / gigabytes for name, (g, learner) in sides.items()}
@@ -187,12 +191,16 @@ def _figures(path: str, sides: dict[str, tuple[Moved, Moved]], gigabytes: float,
     }
 
 
-async def _generator(job: TransportJob, directory: Path, say: Say) -> Moved:
-    target = f"{__name__}:send"
-    return await asyncio.to_thread(run_job, target, job, Moved, directory, timeout=LIMIT + 30, say=say)
+async def _start_sender(job: TransportJob, directory: Path, print_line: PrintLine) -> SideFigures:
+    target = f"{__name__}:send_trajectories"
+    return await asyncio.to_thread(
+        run_job, target, job, SideFigures, directory, timeout=LIMIT + 30, print_line=print_line
+    )
 
 
-async def _receive_raw(path: str, nbytes: int, count: int, directory: Path, say: Say) -> tuple[Moved, Moved]:
+async def _receive_raw(
+    path: str, nbytes: int, count: int, directory: Path, print_line: PrintLine
+) -> tuple[SideFigures, SideFigures]:
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.linger = 0
@@ -203,7 +211,7 @@ async def _receive_raw(path: str, nbytes: int, count: int, directory: Path, say:
         apply_server_keys(router, server)
     port = router.bind_to_random_port("tcp://127.0.0.1")
 
-    def receive() -> None:
+    def receive_all() -> None:
         identity, _ = router.recv_multipart()
         router.send_multipart([identity, b"go"])
         marks.append((time.perf_counter(), time.process_time()))
@@ -213,32 +221,34 @@ async def _receive_raw(path: str, nbytes: int, count: int, directory: Path, say:
         router.send_multipart([identity, b"done"])
 
     marks: list[tuple[float, float]] = []
-    thread = threading.Thread(target=receive, daemon=True)
+    thread = threading.Thread(target=receive_all, daemon=True)
     thread.start()
-    async with Lag() as lag:
+    async with LagMonitor() as lag:
         endpoint = f"tcp://127.0.0.1:{port}"
         job = TransportJob(path, endpoint, nbytes, count, 0, client.server_public_key, client.secret_key)
-        done = await _generator(job, directory, say)
+        done = await _start_sender(job, directory, print_line)
     thread.join(LIMIT)
     if thread.is_alive():
         raise BenchError("the raw receiver did not get everything")
     router.close()
     context.term()
-    return done, _between(marks, lag, None)
+    return done, _figures_between(marks, lag, None)
 
 
-def _between(marks: list[tuple[float, float]], lag: Lag, high: float | None) -> Moved:
+def _figures_between(marks: list[tuple[float, float]], lag: LagMonitor, high: float | None) -> SideFigures:
     """Return the figures of the time from the first message to the last: while the generator's process starts, the loop
     idles."""
     (began, computed), (ended, computed_then) = marks[0], marks[-1]
-    return Moved(ended - began, computed_then - computed, *lag.between(began, ended), high)
+    return SideFigures(ended - began, computed_then - computed, *lag.percentiles_between(began, ended), high)
 
 
-async def _receive_whole(path: str, nbytes: int, count: int, directory: Path, say: Say) -> tuple[Moved, Moved]:
+async def _receive_whole(
+    path: str, nbytes: int, count: int, directory: Path, print_line: PrintLine
+) -> tuple[SideFigures, SideFigures]:
     settings = TransportConfig(ack_timeout=30.0, credit_bytes=max(2**26, 4 * nbytes))
     spool = Spool(directory / "spool", BufferConfig(durability="disk")) if path == "disk" else None
 
-    def take(trajectory: Trajectory, size: int) -> None:
+    def take_trajectory(trajectory: Trajectory, size: int) -> None:
         receiver.release_trajectory(trajectory.trajectory_id)
         trained.append(trajectory.group_index)
         # The warm-up message, the first that counts, and the last: reading clocks takes time, too.
@@ -249,32 +259,32 @@ async def _receive_whole(path: str, nbytes: int, count: int, directory: Path, sa
     trained: list[int] = []
     numbers = itertools.count()
     server, client = generate_keys()
-    receiver = TrajectoryReceiver("bench", settings, take, keys=server, store=spool)
+    receiver = TrajectoryReceiver("bench", settings, take_trajectory, keys=server, store=spool)
     endpoint = await receiver.start()
-    forget_peak()
+    reset_memory_peak()
     inflight = max(4, min(256, 2**25 // nbytes))
     async with contextlib.AsyncExitStack() as stack:
         if spool is not None:
-            await stack.enter_async_context(_committed(spool, trained, count))
+            await stack.enter_async_context(_commit_trained(spool, trained, count))
         stack.push_async_callback(receiver.close)
-        lag = await stack.enter_async_context(Lag())
+        lag = await stack.enter_async_context(LagMonitor())
         job = TransportJob(path, endpoint, nbytes, count, inflight, client.server_public_key, client.secret_key)
-        done = await _generator(job, directory, say)
+        done = await _start_sender(job, directory, print_line)
         high = memory_mib("VmHWM")
-    return done, _between(marks[1:], lag, high)
+    return done, _figures_between(marks[1:], lag, high)
 
 
 @contextlib.asynccontextmanager
-async def _committed(spool: Spool, trained: list[int], count: int) -> AsyncIterator[None]:
+async def _commit_trained(spool: Spool, trained: list[int], count: int) -> AsyncIterator[None]:
     """Delete trained trajectories from the spool during the block, as checkpoints do, and all of them at the end."""
 
-    async def commit() -> None:
+    async def commit_often() -> None:
         while True:
             await asyncio.sleep(0.2)
             groups, trained[:] = list(trained), []
             await spool.delete_trained(groups)
 
-    committing = asyncio.create_task(commit())
+    committing = asyncio.create_task(commit_often())
     try:
         yield
     finally:
@@ -283,7 +293,7 @@ async def _committed(spool: Spool, trained: list[int], count: int) -> AsyncItera
         await spool.close()
 
 
-class Lag:
+class LagMonitor:
     """A monitor of the event loop's lag: how late a sleep of one millisecond ends, over and over.
 
     That is how long anything else on this event loop must wait. Its own part is that in which the loop's own thread was
@@ -294,8 +304,8 @@ class Lag:
         self._ticks: list[tuple[float, float, float]] = []
         """When a sleep ended, and lag and own lag in seconds."""
 
-    async def __aenter__(self) -> Lag:
-        self._task = asyncio.create_task(self._watch())
+    async def __aenter__(self) -> LagMonitor:
+        self._task = asyncio.create_task(self._watch_loop())
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -303,7 +313,7 @@ class Lag:
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
 
-    async def _watch(self) -> None:
+    async def _watch_loop(self) -> None:
         computed = time.thread_time()
         while True:
             began = time.perf_counter()
@@ -312,34 +322,34 @@ class Lag:
             computed = time.thread_time()  # once a tick: this clock can take 50 µs to read
             self._ticks.append((ended, ended - began - TICK, computed - before))
 
-    def between(self, began: float, ended: float) -> tuple[float | None, float | None]:
+    def percentiles_between(self, began: float, ended: float) -> tuple[float | None, float | None]:
         """Return the 99th percentiles of lag and own lag of the ticks that ended in this time, in milliseconds."""
         chosen = [tick[1:] for tick in self._ticks if began <= tick[0] <= ended]
         if not chosen:
             return None, None
-        lag, own = 1e3 * np.percentile(chosen, 99, axis=0)
-        return float(lag), float(own)
+        lag, own_lag = 1e3 * np.percentile(chosen, 99, axis=0)
+        return float(lag), float(own_lag)
 
 
 # -- the generator's side, in the job's process ------------------------------------------------------------------------
 
 
-def send(job: TransportJob, directory: Path) -> Moved:
+def send_trajectories(job: TransportJob, directory: Path) -> SideFigures:
     """Send on the path that the job names."""
-    progress(directory, f"{job.path}: {job.count} x {job.nbytes:,} bytes")
+    report_progress(directory, f"{job.path}: {job.count} x {job.nbytes:,} bytes")
     return send_raw(job) if job.path.startswith("raw") else asyncio.run(send_whole(job))
 
 
-def send_raw(job: TransportJob) -> Moved:
+def send_raw(job: TransportJob) -> SideFigures:
     """Send the same frames over and over with blocking sockets and no protocol, and wait for one answer at the end."""
-    frames = encode_trajectory(specimen(job.nbytes))
+    frames = encode_trajectory(make_trajectory(job.nbytes))
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.linger = 0
     socket.sndhwm = max(4, 32 * 2**20 // job.nbytes) * len(frames)
     socket.sndtimeo = socket.rcvtimeo = int(LIMIT * 1000)
     if job.path != "raw":
-        apply_client_keys(socket, job.keys)
+        apply_client_keys(socket, job.client_keys)
     socket.connect(job.endpoint)
     socket.send(b"begin")
     socket.recv()
@@ -350,31 +360,31 @@ def send_raw(job: TransportJob) -> Moved:
     seconds, computed = time.perf_counter() - began, time.process_time() - computed
     socket.close()
     context.term()
-    return Moved(seconds, computed)
+    return SideFigures(seconds, computed)
 
 
-async def send_whole(job: TransportJob) -> Moved:
+async def send_whole(job: TransportJob) -> SideFigures:
     """Send through `TrajectorySender` with `inflight` tasks that each encode and send, as if that many episodes ended
     at once."""
     settings = TransportConfig(ack_timeout=30.0, credit_bytes=max(2**28, 4 * job.nbytes))
-    sender = TrajectorySender(job.endpoint, "bench", "bench", settings, keys=job.keys)
+    sender = TrajectorySender(job.endpoint, "bench", "bench", settings, keys=job.client_keys)
     await sender.start()
-    trajectory = specimen(job.nbytes)
+    trajectory = make_trajectory(job.nbytes)
     numbers = iter(range(job.count))
 
-    async def feed() -> None:
+    async def feed_sender() -> None:
         for i in numbers:
             await sender.send(msgspec.structs.replace(trajectory, trajectory_id=f"t{i}", group_index=i))
 
     await sender.send(msgspec.structs.replace(trajectory, trajectory_id="first", group_index=job.count))
     await sender.flush(LIMIT)
-    forget_peak()
-    async with asyncio.timeout(LIMIT), Lag() as lag:
+    reset_memory_peak()
+    async with asyncio.timeout(LIMIT), LagMonitor() as lag:
         began, computed = time.perf_counter(), time.process_time()
-        await asyncio.gather(*(feed() for _ in range(job.inflight)))
+        await asyncio.gather(*(feed_sender() for _ in range(job.inflight)))
         if await sender.flush(LIMIT):
             raise TimeoutError("not all was acknowledged")
         ended, computed = time.perf_counter(), time.process_time() - computed
     high = memory_mib("VmHWM")
     await sender.close()
-    return Moved(ended - began, computed, *lag.between(began, ended), high)
+    return SideFigures(ended - began, computed, *lag.percentiles_between(began, ended), high)

@@ -7,17 +7,17 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from dev.bench.jobs import Say, train_apart
+from dev.bench.jobs import PrintLine, train_in_process
 from dev.bench.report import Measurements
 from r3async.config import load_config
 from r3async.data.container import decode_safetensors_header
 
-TIMEOUT = 1800.0
-WARM_UP = 2
+TIMEOUT_SECONDS = 1800.0
+WARM_UP_UPDATES = 2
 """Number of updates that do not count, because processes warm up in them."""
 
 
-SETTINGS = [
+QUICKSTART_OVERRIDES = [
     "name=bench",
     "schedule.prompts_per_step=4",
     "schedule.group_size=4",
@@ -30,7 +30,7 @@ SETTINGS = [
     "model.init.expert_hidden_size=64",
 ]
 """Overrides of the quickstart; those of the command come after them."""
-PARTS = {
+PART_METRICS = {
     "snapshot": "weights/snapshot_seconds",
     "write": "weights/write_seconds",
     "transfer": "weights/transfer_seconds",
@@ -42,26 +42,26 @@ PARTS = {
 """Metrics by the name of their part of an update."""
 
 
-def run(updates: int, overrides: Sequence[str], say: Say) -> Measurements:
+def measure_weights(updates: int, overrides: Sequence[str], print_line: PrintLine) -> Measurements:
     """Make the run in a separate process, and read its metrics. Raises `BenchError`, `ConfigError`.
 
     A value is of one update; the first two, in which processes warm up, are left out.
     """
-    config = load_config("quickstart", [*SETTINGS, *overrides, f"steps={updates + WARM_UP}"])
+    config = load_config("quickstart", [*QUICKSTART_OVERRIDES, *overrides, f"steps={updates + WARM_UP_UPDATES}"])
     with tempfile.TemporaryDirectory(prefix="r3async-bench-") as scratch:
-        rows = train_apart(config, Path(scratch), timeout=TIMEOUT, say=say)[WARM_UP:]
-        tensors = sum(map(_tensors, sorted(Path(scratch).rglob("init/*.safetensors"))))
+        rows = train_in_process(config, Path(scratch), timeout=TIMEOUT_SECONDS, print_line=print_line)[WARM_UP_UPDATES:]
+        tensors = sum(map(_count_tensors, sorted(Path(scratch).rglob("init/*.safetensors"))))
     measured = Measurements()
     measured.facts = {
         "weights": f"{tensors:,} tensors, {rows[-1]['weights/bytes'] / 1e6:.1f} MB in {config.generator.dtype}",
         "engines are paused for": f"{rows[-1]['weights/paused_share']:.1%} of the time",
     }
     for row in rows:
-        for part, name in PARTS.items():
+        for part, name in PART_METRICS.items():
             each = 1e6 * row[name] / tensors if part not in ("update", "step") else None
-            measured.add(part, {"ms": 1e3 * row[name], "µs a tensor": each})
+            measured.add_figures(part, {"ms": 1e3 * row[name], "µs a tensor": each})
     return measured
 
 
-def _tensors(path: Path) -> int:
+def _count_tensors(path: Path) -> int:
     return len(decode_safetensors_header(path.read_bytes())[0])

@@ -19,15 +19,24 @@ import psutil
 import pytest
 
 from dev.bench import start, transport
-from dev.bench.conductor import Job, simulated
-from dev.bench.e2e import ComparisonPlan, compare_sides, configure, peer_job, run, seconds_to
-from dev.bench.fleet import Load
-from dev.bench.jobs import BenchError, progress, run_job
-from dev.bench.packing import CAPS, apart, dealt, efficiency, fewest_bins, lengths_like, shape_of, sums
-from dev.bench.report import Measurements, Report, build_report, render_report, summarize_values
-from dev.bench.soak import MIB, Sample, growth
-from dev.bench.step import BLOCK, WAYS, Spent, summarize
-from dev.bench.step import configure as configure_step
+from dev.bench.conductor import ConductorJob, measure_simulated
+from dev.bench.e2e import ComparisonPlan, compare_runs, compare_sides, configure_run, peer_job, seconds_to
+from dev.bench.fleet import ConductorLoad
+from dev.bench.jobs import BenchError, report_progress, run_job
+from dev.bench.packing import (
+    LENGTH_CAPS,
+    divide_then_pack,
+    draw_lengths,
+    fewest_bins,
+    pack_then_deal,
+    plan_efficiency,
+    read_model_shape,
+    sum_by_micro_batch,
+)
+from dev.bench.report import BenchReport, Measurements, build_report, render_report, summarize_values
+from dev.bench.soak import MIB, ResourceSample, find_growth
+from dev.bench.step import BLOCK, WAYS, SecondsSpent, summarize_blocks
+from dev.bench.step import configure_run as configure_step
 from dev.bench.tree_cpu import TreeCpu
 from r3async.config import ConfigError
 from r3async.learner.batch import CostModel
@@ -43,7 +52,7 @@ def cli(*words, cwd, timeout=120):
 def measure(*words, cwd, timeout=120):
     done = cli("bench", *words, "--json", cwd=cwd, timeout=timeout)
     assert done.returncode == 0, done.stderr
-    report = msgspec.json.decode(done.stdout.splitlines()[-1], type=Report)
+    report = msgspec.json.decode(done.stdout.splitlines()[-1], type=BenchReport)
     assert report.benchmark == words[0]
     assert report.facts["command"].startswith(f"python -m dev bench {words[0]}")
     return report
@@ -63,9 +72,9 @@ def test_a_figure_has_its_mean_the_interval_of_students_t_and_the_number_of_valu
 def test_rows_that_share_figures_are_one_table_and_problems_are_named():
     measured = Measurements()
     for value in (1.0, 3.0):
-        measured.add("a", {"ms": value, "none": None})
-    measured.add("b", {"ms": 2000.0, "MiB": 0.5})
-    measured.add("c", {"share": 0.25})
+        measured.add_figures("a", {"ms": value, "none": None})
+    measured.add_figures("b", {"ms": 2000.0, "MiB": 0.5})
+    measured.add_figures("c", {"share": 0.25})
     measured.problems.append("b grows")
     lines = render_report(build_report("x", measured, {"command": "y", "machine": "z"})).splitlines()
     assert [" ".join(line.split()) for line in lines] == [
@@ -103,7 +112,7 @@ def test_a_job_reports_its_progress_its_answer_and_its_failure(tmp_path, monkeyp
         "def fails(job: int, directory): raise SystemExit('no such model')\n"
         "def long(job: int, directory): print('waiting', flush=True); time.sleep(60)\n"
     )
-    options = {"answer": int, "directory": tmp_path / "job", "say": said.append}
+    options = {"answer": int, "directory": tmp_path / "job", "print_line": said.append}
     assert run_job("jobs:double", 21, timeout=60, **options) == 42
     with pytest.raises(BenchError, match=r"(?s)jobs failed with exit code 1.*no such model"):
         run_job("jobs:fails", 1, timeout=60, **options)
@@ -111,7 +120,7 @@ def test_a_job_reports_its_progress_its_answer_and_its_failure(tmp_path, monkeyp
     with pytest.raises(BenchError, match=r"(?s)jobs took longer than 1 s.*"):
         run_job("jobs:long", 1, timeout=1, **options)
     assert time.monotonic() - started < 30
-    progress(tmp_path, "half-way")
+    report_progress(tmp_path, "half-way")
     assert (tmp_path / "progress.txt").read_text() == "half-way"
 
 
@@ -119,8 +128,8 @@ def test_a_benchmark_that_is_ended_ends_what_it_started(tmp_path):
     code = """
 import sys, time
 from pathlib import Path
-from dev.bench.jobs import ended_in_order, started
-with ended_in_order(), started([sys.executable, "-c", "import time; time.sleep(60)"], Path(sys.argv[1]) / "log") as job:
+from dev.bench.jobs import end_on_sigterm, start_process
+with end_on_sigterm(), start_process([sys.executable, "-c", "import time; time.sleep(60)"], Path(sys.argv[1]) / "log") as job:
     print(job.pid, flush=True)
     time.sleep(60)
 """
@@ -148,7 +157,7 @@ def test_ratios_are_of_the_figures_that_both_sides_have():
 
 @pytest.mark.parametrize("case", ["a", "b", "c"])
 def test_the_peer_has_the_settings_of_our_run(case, tmp_path):
-    config = configure(case, PLAN, 3, tmp_path)
+    config = configure_run(case, PLAN, 3, tmp_path)
     job = peer_job(config, 2, 20)
     assert (job["groups"], job["samples"]) == (16, 8) == (config.schedule.prompts_per_step, config.schedule.group_size)
     assert (job["lr"], job["seed"], job["max_turns"]) == (
@@ -161,11 +170,11 @@ def test_the_peer_has_the_settings_of_our_run(case, tmp_path):
 
 def test_a_peer_that_is_not_there_says_how_to_make_it():
     with pytest.raises(ConfigError, match=r"PEER/bin/pip install trl"):
-        run(ComparisonPlan(["a"], [0], peer="trl"), print)
+        compare_runs(ComparisonPlan(["a"], [0], peer="trl"), print)
     with pytest.raises(ConfigError, match="there are none, trl"):
-        run(ComparisonPlan(["a"], [0], peer="another"), print)
+        compare_runs(ComparisonPlan(["a"], [0], peer="another"), print)
     with pytest.raises(ConfigError, match="there are a, b, c, own"):
-        run(ComparisonPlan(["d"], [0]), print)
+        compare_runs(ComparisonPlan(["d"], [0]), print)
 
 
 def test_processor_time_of_a_tree_is_counted_by_role_also_when_a_process_has_ended():
@@ -173,14 +182,14 @@ def test_processor_time_of_a_tree_is_counted_by_role_also_when_a_process_has_end
     with TreeCpu("mine") as cpu:
         child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         child.stdout.readline()
-        cpu.read()
+        cpu.take_reading()
         child.communicate(b"\n", timeout=60)
     # Whatever tests before this one left running is below this process too.
     first, last = cpu.readings[0], cpu.readings[-1]
     spent = last.by_role["mine"] - first.by_role.get("mine", 0.0)
     assert spent >= 0.25
     assert last.machine > 0
-    assert cpu.between(first.time, time.time())["mine"] == pytest.approx(spent)
+    assert cpu.seconds_between(first.time, time.time())["mine"] == pytest.approx(spent)
 
 
 # -- step, start, conductor --------------------------------------------------------------------------------------------
@@ -190,7 +199,9 @@ def test_ratios_of_a_way_are_of_whole_blocks():
     plain = [1.0] * 2 * BLOCK
     # Every fourth step costs 4 more: a block has one of them, so no block is unlike another.
     periodic = [1.0 + 4 * (i % BLOCK == 0) for i in range(2 * BLOCK)]
-    found = summarize(Spent({"plain": plain, "served": periodic}, {"plain": plain, "served": plain})).values
+    found = summarize_blocks(
+        SecondsSpent({"plain": plain, "served": periodic}, {"plain": plain, "served": plain})
+    ).values
     assert found["plain"]["CPU / plain"] == [1.0, 1.0]
     assert found["served"]["CPU / plain"] == [2.0, 2.0]
     assert found["served"]["wall / plain"] == [1.0, 1.0]
@@ -215,7 +226,7 @@ def test_ways_differ_in_what_their_names_say():
 def test_a_small_step(tmp_path):
     report = measure("step", "--quick", cwd=tmp_path, timeout=580)
     assert [row.case for row in report.rows] == list(WAYS)
-    assert report.find("plain")["CPU / plain"].mean == 1
+    assert report.find_figures("plain")["CPU / plain"].mean == 1
     assert all(row.figures["CPU ms"].mean > 0 for row in report.rows)
 
 
@@ -224,7 +235,7 @@ def test_a_small_step(tmp_path):
 @pytest.mark.engine
 def test_a_start_without_a_model_is_measured_by_stage_and_by_process(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    found = start.run(["none", "help"], 1, print, quick=True).values
+    found = start.measure_start(["none", "help"], 1, print, quick=True).values
     stages = [found["none"][f"until {stage}"][0] for stage in ("model", "ray", "learner", "generator", "step")]
     assert 0 < stages[0] < stages[1] < stages[3] < stages[4]
     assert found["none"]["seconds"] == [stages[4]]
@@ -236,13 +247,13 @@ def test_a_start_without_a_model_is_measured_by_stage_and_by_process(monkeypatch
 
 def test_a_case_that_there_is_not_is_refused():
     with pytest.raises(ConfigError, match="'warm': there are model, none, help"):
-        start.run(["warm"], 1, print)
+        start.measure_start(["warm"], 1, print)
 
 
 def test_a_small_conductor(tmp_path):
     report = measure("conductor", "--quick", cwd=tmp_path)
     for size in (4, 16):
-        figures = report.find(f"{size} generators, simulated")
+        figures = report.find_figures(f"{size} generators, simulated")
         assert figures["groups/s"].mean == pytest.approx(size * 64 / 8 / 4.0, rel=0.3)
         assert figures["places busy"].mean > 0.8
         assert figures["share of a core"].mean > 0
@@ -250,13 +261,13 @@ def test_a_small_conductor(tmp_path):
 
 def test_a_group_takes_few_messages_however_many_generators_there_are():
     """A call for each group, heartbeats, and what the conductor asks."""
-    load = Load(24, places=32, episode_seconds=4.0, warm_up=4.0, seconds=12.0, tensors=1)
-    few, many = (simulated(msgspec.structs.replace(load, generators=n), print) for n in (6, 48))
+    load = ConductorLoad(24, places=32, episode_seconds=4.0, warm_up=4.0, seconds=12.0, tensors=1)
+    few, many = (measure_simulated(msgspec.structs.replace(load, generators=n), print) for n in (6, 48))
     for measured in (few, many):
         assert measured.leases < 2.5 * measured.groups
         assert measured.busy > 0.75
     assert many.leases / many.groups < 1.1 * few.leases / few.groups
-    assert Job(load, "ray").way == "ray"
+    assert ConductorJob(load, "ray").way == "ray"
 
 
 # -- transport, weights, transfer --------------------------------------------------------------------------------------
@@ -297,7 +308,7 @@ def test_small_weights_have_every_part_of_an_update(tmp_path):
     assert milliseconds["load"].median < milliseconds["pause"].median < milliseconds["update"].median
     tensors = 2 * (3 * 8 + 9) + 3
     assert report.facts["weights"].startswith(f"{tensors} tensors, ")
-    each = report.find("load")["µs a tensor"]
+    each = report.find_figures("load")["µs a tensor"]
     assert each.median == pytest.approx(1e3 * milliseconds["load"].median / tensors)
 
 
@@ -306,12 +317,14 @@ def test_a_small_transfer_has_the_learners_bits_everywhere_once_a_host_in_bounde
     report = measure("transfer", "--quick", cwd=tmp_path)
     assert report.problems == []
     for engines, hosts in ((1, 1), (2, 1), (1, 2), (2, 2), (2, 3)):
-        whole, delta = (report.find(f"{engines} engines on {hosts} hosts, {form}") for form in ("whole", "delta"))
+        whole, delta = (
+            report.find_figures(f"{engines} engines on {hosts} hosts, {form}") for form in ("whole", "delta")
+        )
         assert whole["files"].mean == max(1, hosts - 1)
         assert whole["MB received"].mean >= (hosts - 1) * 4.0
         assert delta["MB received"].mean <= whole["MB received"].mean / 5
     for who in ("a rank", "an engine", "the learner"):
-        memory = report.find(f"memory of {who}, beside what it had")
+        memory = report.find_figures(f"memory of {who}, beside what it had")
         assert memory["MB"].mean < memory["limit, MB"].mean
 
 
@@ -321,8 +334,8 @@ def test_a_small_transfer_has_the_learners_bits_everywhere_once_a_host_in_bounde
 def test_efficiency_by_hand():
     """Two ranks, two rounds: the first takes 4, the second 2; 4 + 1 + 2 + 0 of 2 · 6 is useful."""
     planned = [[[0], [1]], [[2], []]]
-    assert efficiency(planned, np.asarray([4.0, 2.0, 1.0])) == pytest.approx(7 / 12)
-    assert sums(planned, np.asarray([4, 2, 1])).tolist() == [[4, 2], [1, 0]]
+    assert plan_efficiency(planned, np.asarray([4.0, 2.0, 1.0])) == pytest.approx(7 / 12)
+    assert sum_by_micro_batch(planned, np.asarray([4, 2, 1])).tolist() == [[4, 2], [1, 0]]
 
 
 @pytest.mark.parametrize(
@@ -343,46 +356,46 @@ def test_the_bound_on_micro_batches_by_hand(lengths, cap, fewest):
     assert fewest_bins(np.asarray(lengths, np.int64), cap) == fewest
 
 
-@pytest.mark.parametrize("kind", CAPS)
+@pytest.mark.parametrize("kind", LENGTH_CAPS)
 def test_lengths_are_in_their_range_and_the_same_every_time(kind):
     low = {"lognormal": 64, "bimodal": 200, "pareto": 100, "groups": 64, "cut": 64}[kind]
-    lengths = lengths_like(kind, 8192, 0)
-    assert low <= lengths.min() < lengths.max() <= CAPS[kind]
-    assert np.array_equal(lengths, lengths_like(kind, 8192, 0))
-    assert not np.array_equal(lengths, lengths_like(kind, 8192, 1))
+    lengths = draw_lengths(kind, 8192, 0)
+    assert low <= lengths.min() < lengths.max() <= LENGTH_CAPS[kind]
+    assert np.array_equal(lengths, draw_lengths(kind, 8192, 0))
+    assert not np.array_equal(lengths, draw_lengths(kind, 8192, 1))
     centre = {"cut": math.exp(8.6), "bimodal": 200 + 1300 * 0.5 / 0.7, "pareto": 500 * (2 ** (1 / 1.2) - 1)}
     assert np.median(lengths) == pytest.approx(centre.get(kind, math.exp(7)), rel=0.1)
 
 
 def test_samples_of_a_group_are_alike():
-    groups = np.log(lengths_like("groups", 8192, 0)).reshape(-1, 8)
+    groups = np.log(draw_lengths("groups", 8192, 0)).reshape(-1, 8)
     assert groups.std(1).mean() < 0.4 < groups.mean(1).std()
 
 
-@pytest.mark.parametrize("divide", [dealt, apart])
+@pytest.mark.parametrize("divide", [pack_then_deal, divide_then_pack])
 def test_the_simpler_ways_lose_nothing_either(divide):
-    lengths = lengths_like("lognormal", 100, 0)
+    lengths = draw_lengths("lognormal", 100, 0)
     planned = divide(lengths, 32768, 8, CostModel(1, 1e-4))
     assert sorted(i for mine in planned for m in mine for i in m) == list(range(100))
-    assert sums(planned, lengths).max() <= 32768
+    assert sum_by_micro_batch(planned, lengths).max() <= 32768
     assert len({len(mine) for mine in planned}) == 1
 
 
 def test_what_can_not_be_measured_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no model directory"):
-        shape_of(str(tmp_path))
+        read_model_shape(str(tmp_path))
     (tmp_path / "config.json").write_text('{"hidden_size": 4}')
-    assert shape_of(str(tmp_path)) == {"hidden_size": 4}
+    assert read_model_shape(str(tmp_path)) == {"hidden_size": 4}
 
 
 def test_a_small_packing(tmp_path):
     report = measure("packing", "--quick", "--seeds", "3,4", cwd=tmp_path)
-    assert [row.case for row in report.rows] == [*CAPS, "all", "planning 256 samples", "planning 1,024 samples"]
-    for kind in (*CAPS, "all"):
-        figures = report.find(kind)
+    assert [row.case for row in report.rows] == [*LENGTH_CAPS, "all", "planning 256 samples", "planning 1,024 samples"]
+    for kind in (*LENGTH_CAPS, "all"):
+        figures = report.find_figures(kind)
         assert figures["lockstep"].n == 2
         assert figures["dealt"].mean < figures["lockstep"].mean <= figures["ceiling"].mean <= 1
-    every = report.find("all")
+    every = report.find_figures("all")
     assert every["apart"].mean < every["lockstep"].mean
     assert every["share with fewest micro-batches"].mean >= 23 / 30
 
@@ -397,12 +410,12 @@ def samples(*, slope=0.0, noise=0.5, warm_up=0.0, files=lambda i: 40, count=360)
     for i in range(count):
         at = 5.0 * i
         mib = 300 + slope * at / 3600 + min(warm_up, warm_up * at / 300) + rng.gauss(0, noise)
-        made.append(Sample(at, int(mib * MIB), files(i)))
+        made.append(ResourceSample(at, int(mib * MIB), files(i)))
     return made
 
 
 def test_noise_and_what_warms_up_is_no_growth():
-    figures, grows = growth(samples(warm_up=50))
+    figures, grows = find_growth(samples(warm_up=50))
     assert not grows
     assert abs(figures["growth MiB"]) < 0.5
     assert 0.2 < figures["scatter MiB"] < 0.6
@@ -410,22 +423,22 @@ def test_noise_and_what_warms_up_is_no_growth():
 
 @pytest.mark.parametrize("slope", [20.0, 60.0])
 def test_a_leak_is_found_beside_the_noise(slope):
-    figures, grows = growth(samples(slope=slope))
+    figures, grows = find_growth(samples(slope=slope))
     assert grows
     assert figures["MiB/h"] == pytest.approx(slope, rel=0.1)
 
 
 def test_memory_that_jumps_about_is_not_a_leak():
-    assert not growth(samples(noise=8.0))[1]
+    assert not find_growth(samples(noise=8.0))[1]
 
 
 def test_files_that_stay_open_are_found_and_those_that_come_and_go_are_not():
-    assert not growth(samples(files=lambda i: 40 + i % 3))[1]
-    figures, grows = growth(samples(files=lambda i: 40 + i // 60))
+    assert not find_growth(samples(files=lambda i: 40 + i % 3))[1]
+    figures, grows = find_growth(samples(files=lambda i: 40 + i // 60))
     assert grows
     assert figures["open files, last"] > figures["open files, first"]
 
 
 def test_too_short_a_run_shows_nothing():
     with pytest.raises(BenchError, match="measure for longer"):
-        growth(samples(count=11))
+        find_growth(samples(count=11))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
-from dev.bench.packing import shape_of
+from dev.bench.packing import read_model_shape
 from r3async.learner.batch import CostModel, build_cost_model
 
 SMALL = {
@@ -23,7 +23,7 @@ SMALL = {
 
 def test_qwen3_30b_a3b_by_hand():
     per_layer = 2048 * 4096 * 2 + 2048 * 512 * 2 + 8 * 3 * 2048 * 768 + 2048 * 128
-    cost = build_cost_model(shape_of("Qwen3-30B-A3B"))
+    cost = build_cost_model(read_model_shape("Qwen3-30B-A3B"))
     assert cost.linear == 2 * (48 * per_layer + 2048 * 151936)
     assert cost.quadratic == 48 * 32 * (128 + 128)
     assert cost.linear / 2 == pytest.approx(3.04e9, rel=0.01)  # the name says 3 B active

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from dev.bench.packing import CAPS, apart, dealt, efficiency, fewest_bins, lengths_like, shape_of
+from dev.bench.packing import (
+    LENGTH_CAPS,
+    divide_then_pack,
+    draw_lengths,
+    fewest_bins,
+    pack_then_deal,
+    plan_efficiency,
+    read_model_shape,
+)
 from r3async.learner.batch import (
     CostModel,
     PackingError,
@@ -149,16 +157,16 @@ def test_one_giant_sample_is_alone_where_the_cost_is_quadratic():
 @pytest.mark.parametrize(("samples", "seed", "fewest"), [(256, 0, 42), (1024, 2, 194)])
 def test_gaps_are_filled_exactly_where_that_spares_a_micro_batch(samples, seed, fewest):
     """First-fit decreasing alone needs one more here."""
-    lengths = lengths_like("bimodal", samples, seed)
+    lengths = draw_lengths("bimodal", samples, seed)
     planned = plan_micro_batches(lengths.tolist(), max_tokens=32768)
     assert len(planned[0]) == fewest_bins(lengths, 32768) == fewest
 
 
 @pytest.mark.parametrize("kind", ["lognormal", "bimodal", "pareto", "groups"])
 def test_plans_of_the_benchmark_are_near_the_bounds(kind):
-    cost, cap = build_cost_model(shape_of("Qwen3-30B-A3B")), 65536 if kind == "pareto" else 32768
+    cost, cap = build_cost_model(read_model_shape("Qwen3-30B-A3B")), 65536 if kind == "pareto" else 32768
     for n, ranks in [(256, 8), (1024, 8), (1024, 64)]:
-        lengths = lengths_like(kind, n, seed=0)
+        lengths = draw_lengths(kind, n, seed=0)
         each = cost.estimate_costs(lengths)
         found = costs_of(plan_micro_batches(lengths.tolist(), max_tokens=cap, ranks=ranks, cost=cost), lengths, cost)
         assert found.shape[1] == -(-fewest_bins(lengths, cap) // ranks)
@@ -184,13 +192,13 @@ def test_what_makes_no_sense_is_refused():
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 64])
-@pytest.mark.parametrize("kind", CAPS)
+@pytest.mark.parametrize("kind", LENGTH_CAPS)
 def test_no_plan_is_below_a_simpler_way(kind, ranks):
     """Of batches that the planner was not tuned on."""
-    cost, cap = build_cost_model(shape_of("Qwen3-30B-A3B")), CAPS[kind]
+    cost, cap = build_cost_model(read_model_shape("Qwen3-30B-A3B")), LENGTH_CAPS[kind]
     for n, seed in itertools.product([50, 200, 800], range(100, 103)):
-        lengths = lengths_like(kind, n, seed)
+        lengths = draw_lengths(kind, n, seed)
         each = cost.estimate_costs(lengths)
-        found = efficiency(plan_micro_batches(lengths.tolist(), max_tokens=cap, ranks=ranks, cost=cost), each)
-        for simpler in (apart, dealt):
-            assert found >= efficiency(simpler(lengths, cap, ranks, cost), each) * (1 - 1e-9)
+        found = plan_efficiency(plan_micro_batches(lengths.tolist(), max_tokens=cap, ranks=ranks, cost=cost), each)
+        for simpler in (divide_then_pack, pack_then_deal):
+            assert found >= plan_efficiency(simpler(lengths, cap, ranks, cost), each) * (1 - 1e-9)

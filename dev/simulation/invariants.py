@@ -507,11 +507,11 @@ def equal_steps_make_equal_weights(state: ObservedState, event: WeightsPublished
 @add_rule(TRAINING_RULES, "version", WeightsInstalled)
 def engines_install_what_was_published(state: ObservedState, event: WeightsInstalled) -> str:
     """An engine installs only newer weights, of its run's lineage, that were published under this name."""
-    engine, name = state.generators[event.generator], f"version {event.version} of lineage {event.lineage}"
+    generator, name = state.generators[event.generator], f"version {event.version} of lineage {event.lineage}"
     if event.lineage != state.lineage:
         return f"{event.generator} installs {name}, and the run is of lineage {state.lineage}"
-    if engine.versions and event.version < engine.versions[-1]:
-        return f"{event.generator} installs {name} after version {engine.versions[-1]}"
+    if generator.versions and event.version < generator.versions[-1]:
+        return f"{event.generator} installs {name} after version {generator.versions[-1]}"
     if (weights := state.published_keys.get((event.lineage, event.version))) is None:
         return f"{event.generator} installs {name}, which was not published"
     if weights != event.weights:
@@ -522,11 +522,11 @@ def engines_install_what_was_published(state: ObservedState, event: WeightsInsta
 @add_rule(TRAINING_RULES, "generator", TrajectorySent)
 def sent_as_sampled(state: ObservedState, event: TrajectorySent) -> str:
     """A generator sends only what was sampled by weights that its current process had installed, in their lineage."""
-    f, engine = event.trajectory, state.generators[event.generator]
+    f, generator = event.trajectory, state.generators[event.generator]
     if f.lineage != state.lineage:
         return f"{event.generator} sends {f.trajectory_id} of lineage {f.lineage}, in a run of lineage {state.lineage}"
-    if strange := [v for v in f.versions if v not in engine.versions]:
-        return f"{event.generator} sends {f.trajectory_id} of versions {strange}, and it has had {engine.versions}"
+    if strange := [v for v in f.versions if v not in generator.versions]:
+        return f"{event.generator} sends {f.trajectory_id} of versions {strange}, and it has had {generator.versions}"
     return f"{event.generator} sends {f.trajectory_id}: {f.wrong}" if f.wrong else ""
 
 
@@ -553,7 +553,7 @@ def hosts_have_what_was_published(state: ObservedState, event: VersionArrived) -
 def what_is_used_stays(state: ObservedState, event: VersionRemoved) -> str:
     """The file of a version stays on its host while a process uses it, that is, until the process has fetched another
     version or has ended."""
-    if users := sorted(name for name, engine in state.generators.items() if engine.used_file == event.file):
+    if users := sorted(name for name, generator in state.generators.items() if generator.used_file == event.file):
         return f"{event.generator} removes {event.file}, which {', '.join(users)} uses"
     return ""
 
@@ -569,9 +569,10 @@ def nobody_gets_a_parent_that_failed_it(state: ObservedState, event: ParentAssig
 @add_rule(WEIGHT_RULES, "current", PlayRequested)
 def nobody_begins_to_play_with_old_weights(state: ObservedState, event: PlayRequested) -> str:
     """A process begins to play with weights at least as new as those that others had when it installed them."""
-    engine = state.generators[event.generator]
-    if engine.versions and engine.versions[-1] < engine.newest_of_others:
-        return f"{event.generator} begins to play with version {engine.versions[-1]}, and others had {engine.newest_of_others}"
+    generator = state.generators[event.generator]
+    newest = generator.newest_of_others
+    if generator.versions and generator.versions[-1] < newest:
+        return f"{event.generator} begins to play with version {generator.versions[-1]}, and others had {newest}"
     return ""
 
 
@@ -580,21 +581,26 @@ def weights_come_soon(state: ObservedState, event: TimePassed) -> str:
     """An installation ends within `install_seconds`, and a generator that plays has the newest version within twice
     that, when the effects of the last fault are over."""
     limit = state.guarantees.install_seconds
-    for name, engine in state.generators.items():
-        if engine.installing_since is not None and event.at > max(engine.installing_since, state.calm_since) + limit:
-            return f"{name} installs a version since {engine.installing_since:.3f} s"
-        if engine.playing_since is None or not engine.versions or engine.versions[-1] >= state.newest_version:
+    for name, generator in state.generators.items():
+        if (
+            generator.installing_since is not None
+            and event.at > max(generator.installing_since, state.calm_since) + limit
+        ):
+            return f"{name} installs a version since {generator.installing_since:.3f} s"
+        if generator.playing_since is None or not generator.versions or generator.versions[-1] >= state.newest_version:
             continue
-        if event.at > max(engine.playing_since, state.newest_at, state.calm_since) + 2 * limit:
-            return f"{name} has version {engine.versions[-1]}, and {state.newest_version} since {state.newest_at:.3f} s"
+        if event.at > max(generator.playing_since, state.newest_at, state.calm_since) + 2 * limit:
+            return (
+                f"{name} has version {generator.versions[-1]}, and {state.newest_version} since {state.newest_at:.3f} s"
+            )
     return ""
 
 
 @add_rule(WEIGHT_RULES, "prompt", TimePassed)
 def who_gets_nothing_looks_again(state: ObservedState, event: TimePassed) -> str:
     """A host that gets no weights from its source asks for another one, whatever is wrong with the source."""
-    for name, engine in state.generators.items():
-        since = math.inf if engine.fetching_since is None or name in event.frozen else engine.fetching_since
+    for name, generator in state.generators.items():
+        since = math.inf if generator.fetching_since is None or name in event.frozen else generator.fetching_since
         if event.at > since + state.guarantees.fetch_seconds:
             return f"{name} waits for weights since {since:.3f} s, and does not look for them anywhere else"
     return ""

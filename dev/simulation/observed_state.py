@@ -234,7 +234,7 @@ class ObservedState:
         self.safe_steps = 0
         """Steps of the newest checkpoint that survives whatever this run promises to survive."""
         self.max_untrained = 0
-        """Maximum head of any branch."""
+        """Maximum `oldest_untrained` of any branch."""
         self.generators: dict[str, GeneratorState] = defaultdict(GeneratorState)
         self.published_keys: dict[tuple[int, int], int] = {}
         """Keys that identify published weights, by lineage and version."""
@@ -383,8 +383,8 @@ class ObservedState:
         self.cut_short = False
         if self.guarantees.durable != "power":  # the end of a process undoes no rename
             self.safe_steps = max(self.safe_steps, event.step)
-        for engine in self.generators.values():
-            engine.begin_lineage()
+        for generator in self.generators.values():
+            generator.begin_lineage()
         self.newest_version, self.newest_at = -1, math.inf
         for steps in (
             self.skipped_evaluations,
@@ -407,12 +407,12 @@ class ObservedState:
         trainable = [name for name, playings in self.unsaved_rollouts.items() if self.may_train(playings, branch)]
         self.present_since = dict.fromkeys(trainable, -math.inf)
         # Trained only in a checkpoint that is not safe: the training may be rolled back once more.
-        untrainable = [
+        trained_unsafely = [
             name
             for name, playings in self.unsaved_rollouts.items()
             if branch.step_by_group.get(playings[0].group, 0) > self.safe_steps
         ]
-        self.unsaved_rollouts = {name: self.unsaved_rollouts[name] for name in (*trainable, *untrainable)}
+        self.unsaved_rollouts = {name: self.unsaved_rollouts[name] for name in (*trainable, *trained_unsafely)}
         self.newest_leased = max(
             [-1, *branch.step_by_group, *(playings[0].group for playings in self.unsaved_rollouts.values())]
         )
@@ -431,10 +431,10 @@ class ObservedState:
             self.spool_files.clear()
 
     def _on_groups_leased(self, event: GroupsLeased) -> None:
-        engine = self.generators[event.generator]
-        if event.at - engine.last_answer > self.guarantees.silence_seconds:
-            engine.loose_before = event.at
-        engine.last_answer = event.at
+        generator = self.generators[event.generator]
+        if event.at - generator.last_answer > self.guarantees.silence_seconds:
+            generator.loose_before = event.at
+        generator.last_answer = event.at
         if event.at - self._last_answer > PAUSE_SECONDS:
             self.answering_since = event.at
         self._last_answer = event.at
@@ -442,7 +442,7 @@ class ObservedState:
             self.newest_leased = max(self.newest_leased, group)
             for episode in episodes:
                 self.leases[group, episode] = EpisodeLease(
-                    event.generator, engine.ended_processes - event.ended, event.at
+                    event.generator, generator.ended_processes - event.ended, event.at
                 )
 
     def _on_missing_reported(self, event: MissingReported) -> None:
@@ -466,31 +466,31 @@ class ObservedState:
         self.generators[event.generator].installing_since = event.at
 
     def _on_weights_installed(self, event: WeightsInstalled) -> None:
-        engine = self.generators[event.generator]
-        engine.versions.append(event.version)
-        engine.newest_version = max(engine.newest_version, event.version)
-        engine.installing_since, engine.last_report = None, event.at
+        generator = self.generators[event.generator]
+        generator.versions.append(event.version)
+        generator.newest_version = max(generator.newest_version, event.version)
+        generator.installing_since, generator.last_report = None, event.at
         others = (other for name, other in self.generators.items() if name != event.generator)
-        engine.newest_of_others = max((other.versions[-1] for other in others if other.versions), default=-1)
+        generator.newest_of_others = max((other.versions[-1] for other in others if other.versions), default=-1)
 
     def _on_parent_requested(self, event: ParentRequested) -> None:
         self.generators[event.generator].fetching_since = event.at
 
     def _on_gave_up(self, event: GaveUp) -> None:
-        engine = self.generators[event.generator]
-        engine.installing_since = engine.fetching_since = None
+        generator = self.generators[event.generator]
+        generator.installing_since = generator.fetching_since = None
 
     def _on_parent_assigned(self, event: ParentAssigned) -> None:
-        engine = self.generators[event.generator]
-        if engine.fetching_since is not None:  # otherwise the answer is late
-            engine.fetching_since = event.at
+        generator = self.generators[event.generator]
+        if generator.fetching_since is not None:  # otherwise the answer is late
+            generator.fetching_since = event.at
 
     def _on_version_arrived(self, event: VersionArrived) -> None:
         self.generators[event.generator].fetching_since = None
 
     def _on_version_fetched(self, event: VersionFetched) -> None:
-        engine = self.generators[event.generator]
-        engine.used_file, engine.fetching_since = event.file, None
+        generator = self.generators[event.generator]
+        generator.used_file, generator.fetching_since = event.file, None
 
     def _on_time_passed(self, event: TimePassed) -> None:
         for name in event.frozen:

@@ -29,6 +29,7 @@ from r3async.world.stages import create_stage_task, stage
 from .delivery import choose_weight_backend, zero_delivery_metrics
 from .fleet import Fleet, LearnerAddress
 from .installer import VersionInstaller
+from .learner import TrainStepResult
 from .leasing import LeaseAnswer, LeaseCall, LeaseDispatcher
 from .membership import FleetMembership
 from .placement import check_shares_run_directory
@@ -237,19 +238,19 @@ class Conductor:
                     # If a generator is due to be probed with this version, the learner scores the probe's text with it, too.
                     scored = installer.needs_probe_scores(next_version)
                     # Train one step; meanwhile a failure of a background task ends the run.
-                    step = await await_guarded(
+                    step: TrainStepResult | None = await await_guarded(
                         self.learner.call("train_step", is_last=last, with_probe_scores=scored), background
                     )
                     # The learner was interrupted while it waited for groups: a stop was requested.
                     if step is None:
                         break
-                    self.step, self.version = self.step + 1, step["version"]
+                    self.step, self.version = self.step + 1, step.version
                     # The leases of these groups are over; their slots stay taken until the version is published.
-                    self.admission.step_trained(self.version, step["groups"])
+                    self.admission.step_trained(self.version, step.groups)
                     # Rewards of a task decide how often it is posed again (`schedule.difficulty`).
-                    self.task_source.record_scores(step["groups"], step["scores"])
+                    self.task_source.record_scores(step.groups, step.scores)
                     # Free the slots before the weights arrive: new leases begin at once and wait for them at their engine.
-                    if step["new_weights"]:
+                    if step.has_new_weights:
                         self.admission.version_published(self.version)
                     # Serve the generators that wait for leases.
                     self.fleet.leases_due.set()
@@ -258,7 +259,7 @@ class Conductor:
                     # An evaluation runs beside training, so it only begins here.
                     self.evaluator.evaluate_if_due(self.step, self.version)
                     # Without new weights, the next step is part of the same version.
-                    if step["new_weights"]:
+                    if step.has_new_weights:
                         next_version = self.version + 1
                         # At most one copy waits: the learner has written it before it copied the next, so this wait is short.
                         if publishing is not None:
@@ -379,11 +380,11 @@ class Conductor:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def _add_row(self, step: dict[str, Any]) -> None:
+    def _add_row(self, step: TrainStepResult) -> None:
         """Add the row of a step. Raises `RunFailed` if too many steps in a row were skipped."""
         # Who waited for whom in this step.
-        metrics = step["metrics"] | self.pacing.record_step(self.step, len(step["groups"]), step["metrics"])
-        self.step_rows.add(self.step, self.version, metrics, step["previews"])
+        metrics = step.metrics | self.pacing.record_step(self.step, len(step.groups), step.metrics)
+        self.step_rows.add(self.step, self.version, metrics, step.previews)
         if reason := self._update_monitor.record_step(self.step, metrics):
             raise RunFailed(reason)
 

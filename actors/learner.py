@@ -37,7 +37,14 @@ from r3async.record.writer import (
 from r3async.rollout.episode import EpisodeTask, build_failed_trajectory
 from r3async.schedule.admission import compute_staleness_bound, count_slots, max_groups_for_step
 from r3async.schedule.groups import GroupBuffer, max_trajectory_bytes
-from r3async.schedule.tasks import EpisodeEnd, FailureSource, TaskFailures, TrajectoryQuarantine, score_groups
+from r3async.schedule.tasks import (
+    EpisodeEnd,
+    FailureSource,
+    TaskFailures,
+    TaskScore,
+    TrajectoryQuarantine,
+    score_groups,
+)
 from r3async.schedule.validation import check_staleness, compute_staleness_metrics, find_invalid, validate_trajectories
 from r3async.transport.receiver import RejectionError, TrajectoryLedger, TrajectoryReceiver
 from r3async.transport.spool import Spool
@@ -277,15 +284,10 @@ class TrajectoryInbox:
             "buffer/ready_groups": self.buffer.count_ready_groups(),
         }
 
-    def get_status(self) -> dict[str, Any]:
-        """Return the inbox's part of `LearnerActor.get_status`."""
+    def missing_in_next_groups(self) -> dict[int, list[int]]:
+        """Return the episodes that the groups of the next step lack, by group."""
         schedule = self._config.schedule
-        return {
-            "received": self.receiver.received,
-            "ready_groups": self.buffer.count_ready_groups(),
-            "lacking": self.buffer.missing_episodes(max(schedule.prompts_per_step, schedule.window)),
-            "storing": self.spool.wait_state if self.spool is not None else None,
-        }
+        return self.buffer.missing_episodes(max(schedule.prompts_per_step, schedule.window))
 
     def missing_episodes(self, group_indices: Sequence[int]) -> dict[int, list[int]]:
         """Return the episodes of these groups that have not arrived, by group."""
@@ -401,6 +403,53 @@ class LearnerComponents:
     next_step: NextStep[PreparedStep]
     checkpoints: CheckpointWriter
     version_writer: VersionWriter
+
+
+class TrainStepResult(msgspec.Struct, frozen=True):
+    """The result of `LearnerActor.train_step`, for the conductor.
+
+    Attributes:
+        metrics: Metrics of the step, by name.
+        version: Version of the weights that the step made, or has a part in.
+        has_new_weights: This version is complete: `write_version` has to be called.
+        groups: Indices of the groups that the step consumed.
+        scores: Mean rewards of the tasks that these groups played.
+        previews: Conversations of a few episodes; see `select_previews`.
+    """
+
+    metrics: dict[str, Any]
+    version: int
+    has_new_weights: bool
+    groups: list[int]
+    scores: list[TaskScore] = []
+    previews: list[dict[str, Any]] = []
+
+
+class LearnerStatus(msgspec.Struct):
+    """The status that the learner reports to `StallMonitor`. The defaults stand for a learner that has not answered yet.
+
+    Attributes:
+        pid: Process id of the learner, on the host `host`.
+        doing: "waiting" for groups, "training", or "between steps".
+        steps: Number of steps made.
+        writing: True while a version for the engines is not written yet.
+        weights_wait: Why the disk does not take this version; see `DiskRetrier.current_wait`.
+        received: Number of trajectories received.
+        ready_groups: Number of groups that are complete.
+        lacking: Episodes that the groups of the next step lack, by group.
+        storing: Why trajectories are not acknowledged; see `Spool.wait_state`.
+    """
+
+    pid: int = 0
+    host: str = ""
+    doing: str = ""
+    steps: int = 0
+    writing: bool = False
+    weights_wait: dict[str, Any] | None = None
+    received: int = 0
+    ready_groups: int = 0
+    lacking: dict[int, list[int]] = {}
+    storing: dict[str, Any] | None = None
 
 
 class LearnerActor:
@@ -560,21 +609,20 @@ class LearnerActor:
 
     # -- status ----------------------------------------------------------------------------------------------------
 
-    def get_status(self) -> dict[str, Any]:
-        """Return the learner's status for `StallMonitor`. The call is cheap.
-
-        `writing` is True while a version for the engines is not written yet. `weights_wait` says why the disk does not
-        take it; see `DiskRetrier.current_wait`. For `storing` see `Spool.wait_state`.
-        """
-        work = self.components
-        return {
+    def get_status(self) -> LearnerStatus:
+        """Return the learner's status for `StallMonitor`. The call is cheap."""
+        inbox, writer = self.components.inbox, self.components.version_writer
+        return LearnerStatus(
             **describe_process(self.world),
-            "doing": self._activity,
-            "steps": self.model.counts.steps,
-            "writing": work.version_writer.is_writing,
-            "weights_wait": work.version_writer.disk_wait.current_wait,
-            **work.inbox.get_status(),
-        }
+            doing=self._activity,
+            steps=self.model.counts.steps,
+            writing=writer.is_writing,
+            weights_wait=writer.disk_wait.current_wait,
+            received=inbox.receiver.received,
+            ready_groups=inbox.buffer.count_ready_groups(),
+            lacking=inbox.missing_in_next_groups(),
+            storing=inbox.spool.wait_state if inbox.spool is not None else None,
+        )
 
     async def dump_stacks(self, reason: str) -> str:
         """Write the stacks of this process to `stacks/learner.txt` and return the path. Its ranks write theirs to their
@@ -594,17 +642,15 @@ class LearnerActor:
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    async def train_step(self, is_last: bool = False, with_probe_scores: bool = False) -> dict[str, Any] | None:
+    async def train_step(self, is_last: bool = False, with_probe_scores: bool = False) -> TrainStepResult | None:
         """Wait for the next groups, train one step on them, and copy the new weights when a version is due.
 
         Args:
             is_last: This is the last step, which makes a version in any case.
             with_probe_scores: The new weights score the probe's text.
 
-        Returns metrics, whether there are new weights (then `write_version` has to be called), the groups consumed, and
-        episode previews; None if interrupted while waiting. The wait has no time limit here: `StallMonitor`
-        (`actors/stalls.py`) judges it. Raises `StalenessError`, without training, if a token is older than the schedule
-        allows.
+        Returns None if interrupted while waiting. The wait has no time limit here: `StallMonitor` (`actors/stalls.py`)
+        judges it. Raises `StalenessError`, without training, if a token is older than the schedule allows.
         """
         clock, counts, inbox = self.world.clock.monotonic, self.model.counts, self.components.inbox
         self._activity, waited_from = "waiting", clock()
@@ -656,14 +702,14 @@ class LearnerActor:
                         await writer.copy_weights(counts.version, with_probe_scores=with_probe_scores)
                 metrics = self._complete_metrics(metrics, trained, waited_from, step_from, trained_at)
                 # With this the conductor frees slots, records the step and has a new version written.
-                return {
-                    "metrics": metrics,
-                    "new_weights": due,
-                    "version": version + 1,
-                    "groups": indices,
-                    "scores": score_groups(groups),
-                    "previews": select_previews([t for group in groups for t in group], self._env_labels),
-                }
+                return TrainStepResult(
+                    metrics=metrics,
+                    version=version + 1,
+                    has_new_weights=due,
+                    groups=indices,
+                    scores=score_groups(groups),
+                    previews=select_previews([t for group in groups for t in group], self._env_labels),
+                )
         finally:
             self._activity = "between steps"
 

@@ -20,6 +20,7 @@ from r3async.world import ActorRef, World
 
 from .fleet import Fleet, FleetGenerator
 from .installer import VersionInstaller
+from .learner import LearnerStatus
 from .leasing import LeaseDispatcher
 from .process import RPC_SECONDS, PolledCall, ProcessLost, RunFailed, end_process
 from .tasks import Evaluator
@@ -67,7 +68,7 @@ class StallMonitor:
         self.world, self.config, self.run_dir, self.events = world, config, run_dir, events
         self._fleet, self._dispatcher, self._installer, self._evaluator = fleet, dispatcher, installer, evaluator
         self._learner, self._stop_requested, self._clock = learner, stop_requested, world.clock.monotonic
-        self._learner_status: dict[str, Any] = {}
+        self._learner_status = LearnerStatus()
         """Status that the learner reported last."""
         self._status_call = PolledCall(partial(learner.call, "get_status"))
         self._requeue_task: asyncio.Task[None] | None = None
@@ -131,28 +132,26 @@ class StallMonitor:
     def observe_stages(self) -> None:
         """Report to the watchdog what each stage has done, and what waits for it."""
         status = self._learner_status
-        storing = status.get("storing")
         for left in self._observed_ids.keys() - self._fleet.generators.keys():
             self._forget_generator(left)
         self._observed_ids = dict.fromkeys(self._fleet.generators)
         for generator in self._fleet:
-            self._observe_generator(generator, may_send=storing is None and not self._status_call.is_pending)
+            self._observe_generator(generator, may_send=status.storing is None and not self._status_call.is_pending)
         # A spool that is full waits for a checkpoint, which training brings.
-        waits = storing is not None and not storing["full"]
-        self.watchdog.observe_stage(STORING_STAGE, status.get("received", 0), int(waits))
-        doing = status.get("doing")
+        waits = status.storing is not None and not status.storing["full"]
+        self.watchdog.observe_stage(STORING_STAGE, status.received, int(waits))
         self.watchdog.observe_stage(
             LEARNER_ANSWERING, self._status_call.answer_count, int(self._status_call.is_pending)
         )
-        weights_wait = bool(status.get("weights_wait"))  # then nothing is published, and a step waits for it
+        weights_wait = bool(status.weights_wait)  # then nothing is published, and a step waits for it
         newest_version = self._installer.newest_published.version
         self.watchdog.observe_stage(f"{STORING_STAGE}/weights", newest_version, int(weights_wait))
-        self.watchdog.observe_stage("training", status.get("steps", 0), int(doing == "training" and not weights_wait))
-        self.watchdog.observe_stage("publishing", newest_version, int(bool(status.get("writing")) and not weights_wait))
+        self.watchdog.observe_stage("training", status.steps, int(status.doing == "training" and not weights_wait))
+        self.watchdog.observe_stage("publishing", newest_version, int(status.writing and not weights_wait))
         done, with_work = self.watchdog.total_others(besides=RUN_STAGE)
         # Nobody has work although the learner waits for groups: an episode was lost, or somebody does not continue.
         loading = any(not g.is_live for g in self._fleet)
-        stuck = not with_work and doing == "waiting" and not loading and not self._is_resting
+        stuck = not with_work and status.doing == "waiting" and not loading and not self._is_resting
         self.watchdog.observe_stage(RUN_STAGE, done, int(stuck))
 
     def _forget_generator(self, name: str) -> None:
@@ -221,7 +220,7 @@ class StallMonitor:
         if action == "abort":
             raise RunFailed(
                 f"the run stalled: {describe_stall(stall)} (supervise.on_stall = {self.config.supervise.on_stall!r}). Missing by "
-                f"group: {self._learner_status.get('lacking', {})}. What every process was doing is in {self.run_dir}/stacks"
+                f"group: {self._learner_status.lacking}. What every process was doing is in {self.run_dir}/stacks"
                 + (f", and in {self.run_dir}/logs for {', '.join(silent)}, which did not answer" if silent else "")
             )
         if action == "restart":
@@ -241,7 +240,7 @@ class StallMonitor:
         with contextlib.suppress(OSError):
             self.world.processes.dump_stacks(self.run_dir / "stacks" / "conductor.txt", reason)
         status = self._learner_status
-        asked = {"learner": (self._learner, status.get("pid", 0), status.get("host", ""))}
+        asked = {"learner": (self._learner, status.pid, status.host)}
         asked |= {g.generator_id: (g.handle, *g.process) for g in self._fleet if g.state is not HealthState.LOST}
         answers = await asyncio.gather(
             *(actor.call("dump_stacks", reason, timeout=DUMP_TIMEOUT_SECONDS) for actor, _, _ in asked.values()),
@@ -257,8 +256,8 @@ class StallMonitor:
     async def _end_learner(self, stall: Stall) -> None:
         """End the learner's process: the run restarts from its newest checkpoint, as for any loss of it."""
         self.world.actors.kill_actor(self._learner)
-        if pid := self._learner_status.get("pid"):
-            self.world.processes.kill_process(pid, self._learner_status["host"])
+        if self._learner_status.pid:
+            self.world.processes.kill_process(self._learner_status.pid, self._learner_status.host)
         raise ProcessLost(f"{describe_stall(stall)}; its process was ended")
 
     async def _end_generator(self, generator: FleetGenerator) -> None:

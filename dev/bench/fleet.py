@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from r3async.actors.delivery import Published
+from r3async.actors.learner import LearnerStatus, TrainStepResult
 from r3async.actors.leasing import LeaseClient, VersionGate
 from r3async.actors.process import describe_process
 from r3async.config import Config, config_from_dict
@@ -341,7 +342,7 @@ class CountingLearner:
         tensors = {f"model.layers.{i}.mlp.experts.down_proj.weight": entry for i in range(self._load.tensors)}
         return Published(TransferOffer(WeightManifest(self._steps, "", tensors, nbytes=0)))
 
-    async def train_step(self, is_last: bool, with_probe_scores: bool) -> dict[str, Any]:
+    async def train_step(self, is_last: bool, with_probe_scores: bool) -> TrainStepResult:
         self.asked += 1
         clock, groups = self._world.clock.monotonic, self._config.schedule.prompts_per_step
         began = clock()
@@ -359,22 +360,16 @@ class CountingLearner:
         self._steps += 1
         waited = clock() - began
         metrics = {"transport/received": self._received, "learner/wait_seconds": waited, "batch/trained_tokens": 0}
-        return {
-            "metrics": metrics,
-            "new_weights": True,
-            "version": self._steps,
-            "groups": chosen,
-            "previews": [],
-            "scores": [],
-        }
+        return TrainStepResult(metrics, self._steps, has_new_weights=True, groups=chosen)
 
     def missing_episodes(self, groups: list[int]) -> dict[int, list[int]]:
         self.asked += 1
         return {group: [] for group in groups}
 
-    def get_status(self) -> dict[str, Any]:
+    def get_status(self) -> LearnerStatus:
         self.asked += 1
-        return {**describe_process(self._world), "doing": "waiting", "steps": self._steps, "received": self._received}
+        process = describe_process(self._world)
+        return LearnerStatus(**process, doing="waiting", steps=self._steps, received=self._received)
 
     def interrupt_wait(self) -> None:
         self.asked += 1

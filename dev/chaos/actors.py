@@ -18,7 +18,7 @@ from dev.chaos.accounting import AcknowledgedRecord, DamageRecord, RelayRecord, 
 from dev.chaos.relay import Direction, MessageRelay, NoiseRates, TcpProxy
 from r3async.actors.driver import RunHandle, RunLauncher
 from r3async.actors.generator import GeneratorActor
-from r3async.actors.learner import LearnerActor
+from r3async.actors.learner import LearnerActor, TrainStepResult
 from r3async.data.tokens import Trajectory
 from r3async.data.wire import Ack, Deliver, WireError, decode_control, decode_trajectory, join_item_frames
 from r3async.record.writer import checksum_tokens
@@ -174,12 +174,12 @@ class AckBeforeSpool(LearnerActor):
 class UnlinkBeforeCommit(LearnerActor):
     """A faulty learner that deletes trained groups from the spool before a checkpoint has them."""
 
-    async def train_step(self, is_last: bool = False, with_probe_scores: bool = False) -> dict[str, Any] | None:
+    async def train_step(self, is_last: bool = False, with_probe_scores: bool = False) -> TrainStepResult | None:
         result = await super().train_step(is_last, with_probe_scores)
         if result is not None:
             spool = self.components.inbox.spool
             assert spool is not None, "buffer.durability = disk"
-            await spool.delete_trained(result["groups"])
+            await spool.delete_trained(result.groups)
         return result
 
 

@@ -270,7 +270,7 @@ def version_counted_twice(train_step: Any) -> Any:
 
     async def count_twice(self: LearnerActor, *args: Any, **facts: Any) -> Any:
         result = await train_step(self, *args, **facts)
-        if result is not None and result["new_weights"]:
+        if result is not None and result.has_new_weights:
             self.model.counts.version += 1
         return result
 

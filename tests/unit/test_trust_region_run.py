@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from r3async.actors.learner import LearnerActor
+from r3async.actors.learner import LearnerActor, TrainStepResult
 from r3async.actors.ranks import LocalRank
 from r3async.config import Config, config_from_dict, config_to_dict
 from r3async.data.tokens import Sample, Trajectory, Turn
@@ -247,7 +247,7 @@ def test_the_actor_trains_around_a_poisoned_group_and_its_events_say_why(model_p
     actor = LearnerActor(REAL_WORLD, "run", plain, str(model_path), str(tmp_path))
     given = [batches[0], shifted(batches[1]), batches[1]]
 
-    async def run() -> list[dict[str, Any]]:
+    async def run() -> list[tuple[TrainStepResult, int]]:
         await actor.start()
         await actor.start_listening(None, "shared_memory")
         try:
@@ -259,21 +259,25 @@ def test_the_actor_trains_around_a_poisoned_group_and_its_events_say_why(model_p
                 assert step is not None
                 await asyncio.wait_for(actor.write_version(), 60)  # as the conductor asks for, beside the next step
                 assert isinstance(actor.model.ranks, LocalRank)
-                steps.append(step | {"updates": actor.model.ranks.backend.update_count})
+                steps.append((step, actor.model.ranks.backend.update_count))
             return steps
         finally:
             await actor.stop()
 
     steps = asyncio.run(run())
-    assert [s["metrics"]["optimizer/broken"] for s in steps] == [0, 1, 0]
-    assert [s["updates"] for s in steps] == [1, 1, 2]
-    assert [s["version"] for s in steps] == [1, 2, 3]  # a step without an update is published, and frees its slots
+    assert [step.metrics["optimizer/broken"] for step, _ in steps] == [0, 1, 0]
+    assert [updates for _, updates in steps] == [1, 1, 2]
+    assert [step.version for step, _ in steps] == [
+        1,
+        2,
+        3,
+    ]  # a step without an update is published, and frees its slots
     broken, skipped = (
         [e for e in read_json_objects(tmp_path / "events.jsonl") if e["event"] == name]
         for name in ("trust_region_broke", "step_skipped")
     )
     assert [e["step"] for e in broken] == [e["step"] for e in skipped] == [2]
     assert broken[0]["level"] == "error"
-    assert broken[0]["measured"] == pytest.approx(steps[1]["metrics"]["rollout_kl/served_k3"])
+    assert broken[0]["measured"] == pytest.approx(steps[1][0].metrics["rollout_kl/served_k3"])
     assert broken[0]["measured"] > broken[0]["allowed"] == LIMIT
     assert "algorithm.rollout_kl.max" in broken[0]["hint"]

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from r3async.actors.fleet import Fleet
+from r3async.actors.learner import LearnerStatus
 from r3async.actors.leasing import LeaseDispatcher
 from r3async.actors.process import ProcessLost, RunFailed
 from r3async.actors.stalls import StallMonitor
@@ -31,14 +32,7 @@ class Actor(StandIn):
 
     def __init__(self):
         self.deaf, self.reasons = False, []
-        self.says = {
-            "doing": "between steps",
-            "steps": 0,
-            "writing": False,
-            "lacking": {4: [1]},
-            "pid": 11,
-            "host": "far",
-        }
+        self.says = LearnerStatus(pid=11, host="far", doing="between steps", lacking={4: [1]})
 
     async def answer(self, name, *args):
         if self.deaf:
@@ -162,7 +156,7 @@ def test_a_generator_that_is_restarted_has_not_stalled(run, state):
     }[state]:
         getattr(run.first.health, step)()
     run.loads.pop("generator-0")  # as the conductor does
-    run.learner.says["doing"] = "waiting"
+    run.learner.says.doing = "waiting"
     assert run.after(10 * STALL) == []
 
 
@@ -174,9 +168,9 @@ def test_trajectories_that_nobody_acknowledges_are_a_stall_of_sending(run):
 @pytest.mark.parametrize("stage", ["training", "publishing", "installing"])
 def test_what_has_a_limit_of_its_own_is_given_that(run, stage):
     if stage == "training":
-        run.learner.says["doing"] = "training"
+        run.learner.says.doing = "training"
     elif stage == "publishing":
-        run.learner.says["writing"] = True
+        run.learner.says.writing = True
     else:
         run.first.open_calls, run.first.answer_seconds = 1, 150.0
     name = "installing/generator-0" if stage == "installing" else stage
@@ -185,7 +179,7 @@ def test_what_has_a_limit_of_its_own_is_given_that(run, stage):
 
 
 def test_a_learner_that_waits_while_nobody_has_work_is_a_stall_of_the_run(run):
-    run.learner.says["doing"] = "waiting"
+    run.learner.says.doing = "waiting"
     run.evaluator.is_running = True
     assert run.after(3 * STALL) == []  # an evaluation
     run.evaluator.is_running = False
@@ -253,7 +247,7 @@ async def test_a_warning_only_says_it_with_queues_and_stacks(tmp_path):
     ((event, facts),) = run.events
     assert (event, facts["stage"], facts["seconds"], facts["action"]) == ("stalled", "training", 123.4, "warn")
     assert facts["queues"]["playing/generator-0"]["waiting"] == 1
-    assert facts["learner"]["lacking"] == {4: [1]}
+    assert facts["learner"].lacking == {4: [1]}
     assert [g["state"] for g in facts["generators"]] == ["healthy", "healthy"]
     assert "test_a_warning_only_says_it" in (tmp_path / "stacks" / "conductor.txt").read_text()
     assert all(actor.reasons == ["training did nothing for 123 s"] for actor in (run.learner, *run.handles))
@@ -316,7 +310,8 @@ async def test_a_learner_that_does_not_answer_is_ended_and_the_run_restarts_from
 async def test_while_storage_waits_no_generator_is_blamed_and_the_run_waits(run, full):
     """It was `sending` that stalled, and generators were killed for it one after the other."""
     run.loads["generator-0"] = run.loads["generator-1"] = run.load(unacknowledged=3)
-    run.learner.says |= {"doing": "waiting", "storing": {"why": "No space left", "seconds": 1.0, "full": full}}
+    run.learner.says.doing = "waiting"
+    run.learner.says.storing = {"why": "No space left", "seconds": 1.0, "full": full}
     run.evaluator.is_running = full  # then a checkpoint is on its way
     assert run.after(STALL - 10) == []
     assert run.after(20) == ([] if full else ["storing"])
@@ -325,7 +320,7 @@ async def test_while_storage_waits_no_generator_is_blamed_and_the_run_waits(run,
         assert [(event, facts["stage"], facts["action"]) for event, facts in run.events] == [
             ("stalled", "storing", "warn")
         ]
-    run.learner.says |= {"storing": None, "doing": "training"}
+    run.learner.says.storing, run.learner.says.doing = None, "training"
     assert run.after(STALL + 10) == ["sending/generator-0", "sending/generator-1"]
 
 

@@ -16,7 +16,15 @@ from r3async.actors.conductor import Conductor
 from r3async.actors.delivery import Published, VersionWriter
 from r3async.actors.fleet import LearnerAddress
 from r3async.actors.installer import VersionInstaller
-from r3async.actors.learner import LearnerActor, LearnerComponents, LearnerModel, NextStep, StepCounts
+from r3async.actors.learner import (
+    LearnerActor,
+    LearnerComponents,
+    LearnerModel,
+    LearnerStatus,
+    NextStep,
+    StepCounts,
+    TrainStepResult,
+)
 from r3async.actors.process import RunFailed
 from r3async.actors.ranks import LocalRank
 from r3async.config import config_to_dict, load_config
@@ -144,7 +152,7 @@ def learner(tmp_path, monkeypatch):
 
 async def test_the_next_step_runs_while_a_version_is_written_and_the_one_after_it_waits(learner):
     backend = learner.model.ranks
-    assert (await learner.train_step())["new_weights"]
+    assert (await learner.train_step()).has_new_weights
     first = asyncio.create_task(learner.write_version())
     second_step = asyncio.create_task(learner.train_step())
     while learner.model.counts.steps < 2:  # noqa: ASYNC110 - it offers nothing to wait on
@@ -157,8 +165,8 @@ async def test_the_next_step_runs_while_a_version_is_written_and_the_one_after_i
     result = await asyncio.wait_for(second_step, LIMIT)
     assert written.version == 1
     assert written.seconds > 0.1
-    assert result["version"] == 2
-    assert result["metrics"]["weights/snapshot_seconds"] > 0.05
+    assert result.version == 2
+    assert result.metrics["weights/snapshot_seconds"] > 0.05
     await asyncio.wait_for(learner.write_version(), LIMIT)
     assert backend.happened == ["copied 1", "written 1", "copied 2", "written 2"]
 
@@ -169,7 +177,7 @@ async def test_a_version_that_cannot_be_written_raises_and_holds_nothing_up(lear
     learner.model.ranks.may_write.release()
     with pytest.raises(ValueError, match="no such tensor"):
         await asyncio.wait_for(learner.write_version(), LIMIT)
-    assert (await asyncio.wait_for(learner.train_step(), LIMIT))["version"] == 2
+    assert (await asyncio.wait_for(learner.train_step(), LIMIT)).version == 2
 
 
 async def test_a_version_that_is_not_written_in_time_is_named_with_the_setting(learner):
@@ -196,14 +204,7 @@ class RemoteLearner(StandIn):
         metrics = {"batch/trained_tokens": 1, "weights/write_seconds": 0.0}
         metrics |= {"transport/received": self.steps, "learner/wait_seconds": 0.0}
         groups = [self.steps - 1]
-        return {
-            "version": self.steps,
-            "metrics": metrics,
-            "previews": [],
-            "new_weights": True,
-            "groups": groups,
-            "scores": [],
-        }
+        return TrainStepResult(metrics, self.steps, has_new_weights=True, groups=groups)
 
     async def begin_checkpoint(self, state):
         return 0.0
@@ -215,7 +216,7 @@ class RemoteLearner(StandIn):
         pass
 
     async def get_status(self):
-        return {}
+        return LearnerStatus()
 
     async def stop(self):
         pass

@@ -336,13 +336,13 @@ class Conductor:
         self.task_source.set_task_counts(infos[0]["tasks"])
         hosts = {i["host"] for i in infos} | {info["host"]}
         backend = choose_weight_backend(config, hosts, info["gpus"], [i["gpus"] for i in infos])
-        tokens = await self.fleet.encode_probe_text()
-        listening = await self.learner.call("start_listening", infos[0]["routing"], backend, tokens)
-        way = LearnerAddress(listening["endpoint"], backend, listening["keys"])
+        probe_tokens = await self.fleet.encode_probe_text()
+        listening = await self.learner.call("start_listening", infos[0]["routing"], backend, probe_tokens)
+        learner_address = LearnerAddress(listening["endpoint"], backend, listening["keys"])
         if self._resume_state is not None or listening["newest_group"] >= 0:
             await self._resume_run(listening["newest_group"])
         self.task_source.extend_quarantine(self.admission.groups_leased)
-        installer = await self._deliver_first_version(way, tokens)
+        installer = await self._deliver_first_version(learner_address, probe_tokens)
         self.membership.begin_membership(installer, self.world.actors.current_actor(), infos[0], hosts)
         return installer
 
@@ -365,14 +365,30 @@ class Conductor:
         again = self.admission.requeue_after_resume(newest_group, lambda g: missing.get(g, []))
         if state is not None:
             self.step_rows.restore_pending(state.pending_rows, state.generated_tokens)
-        where = {"step": self.step, "version": self.version, "lineage": self.lineage.number}
-        self.events.warning("resumed", **where, checkpoint=state is not None, groups_played_again=again)
+        self.events.warning(
+            "resumed",
+            step=self.step,
+            version=self.version,
+            lineage=self.lineage.number,
+            checkpoint=state is not None,
+            groups_played_again=again,
+        )
 
-    async def _deliver_first_version(self, way: LearnerAddress, tokens: list[int] | None) -> VersionInstaller:
+    async def _deliver_first_version(
+        self, learner_address: LearnerAddress, probe_tokens: list[int] | None
+    ) -> VersionInstaller:
         self._phase = "delivering weights"
         published = await self.learner.call("publish_version")
-        known = self.config, self.events, self.fleet, self.learner, way, tokens, published
-        installer = VersionInstaller(*known, world=self.world)
+        installer = VersionInstaller(
+            self.config,
+            self.events,
+            self.fleet,
+            self.learner,
+            learner_address=learner_address,
+            probe_tokens=probe_tokens,
+            newest_published=published,
+            world=self.world,
+        )
         await installer.install_first_version()
         self.admission.version_published(published.version)
         self._write_delivered_rows(published.version, zero_delivery_metrics())  # of a resumed run's last step

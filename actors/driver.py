@@ -131,16 +131,34 @@ class RunLauncher:
         parts = [GeneratorFactories(make_environment=self.make_environment)] if self.make_environment else []
 
         def spawn(name: str, place: ActorOptions) -> ActorRef:
-            given = self._offer_model() if len(actors.list_nodes()) > 1 else model
-            plays = (name, self.run_id, with_secrets, given, directory, lineage.number, *parts)
-            return actors.spawn_actor(self.generator_class, *plays, name=name, actor_options=place)
+            return actors.spawn_actor(
+                self.generator_class,
+                name,
+                self.run_id,
+                with_secrets,
+                self._offer_model() if len(actors.list_nodes()) > 1 else model,
+                directory,
+                lineage.number,
+                *parts,
+                name=name,
+                actor_options=place,
+            )
 
         home = places.layout.rank_hosts()
         crew = FleetScaler(self.world, config, self.run_dir, self.events, spawn, places.engines, home)
-        leads = (self.run_id, plain, directory, learner, crew.generators, resume.state if resume else None, lineage)
-        # On the driver's node, because both write the run's records.
-        placement = ActorOptions(0, max_concurrency=max(1000, 4 * count), same_node=True)
-        conductor = actors.spawn_actor(self.conductor_class, *leads, name="conductor", actor_options=placement)
+        conductor = actors.spawn_actor(
+            self.conductor_class,
+            self.run_id,
+            plain,
+            directory,
+            learner,
+            crew.generators,
+            resume.state if resume else None,
+            lineage,
+            name="conductor",
+            # On the driver's node, because both write the run's records.
+            actor_options=ActorOptions(0, max_concurrency=max(1000, 4 * count), same_node=True),
+        )
         return RunHandle(self, conductor, learner, crew, places.reservation)
 
     def _offer_model(self) -> RemoteModelFiles:

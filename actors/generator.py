@@ -199,14 +199,22 @@ class GeneratorActor:
         """
         self._require_ready(self._loaded)
         world, transport = self.world, self.config.transport
-        known = resolve_generator_keys(transport, keys, world.files)
+        client_keys = resolve_generator_keys(transport, keys, world.files)
         share = f"{self.run_id}-{self.lineage}-{world.processes.host}"
-        weights = await world.threads.run(
-            build_weight_receiver, self.config, backend, self.generator_id, share, known, world
+        weight_receiver = await world.threads.run(
+            build_weight_receiver, self.config, backend, self.generator_id, share, client_keys, world
         )
-        make = partial(self._parts.make_sender, endpoint, self.generator_id, self.run_id, transport, keys=known)
-        sender = make(validate=self._find_invalid, on_reject=self._replace_rejected, world=world)
-        self._connection = LearnerConnection(sender, weights)
+        sender = self._parts.make_sender(
+            endpoint,
+            self.generator_id,
+            self.run_id,
+            transport,
+            keys=client_keys,
+            validate=self._find_invalid,
+            on_reject=self._replace_rejected,
+            world=world,
+        )
+        self._connection = LearnerConnection(sender, weight_receiver)
         await sender.start()
 
     async def stop(self) -> None:
@@ -441,10 +449,14 @@ class GeneratorActor:
     def _find_invalid(self, trajectories: Sequence[Trajectory]) -> dict[int, str]:
         """Return the reasons, by index, why the learner would not take trajectories, as far as its checks can be made
         here."""
-        engine, config = self._engine, self.config
-        most, size = config.learner.max_tokens_per_micro_batch, config.schedule.group_size
-        known: dict[str, Any] = {"learner_version": engine.version, "max_tokens": most, "group_size": size}
-        check = partial(validate_trajectories, vocab_size=None, routing=engine.routing, **known)
+        check = partial(
+            validate_trajectories,
+            vocab_size=None,
+            learner_version=self._engine.version,
+            max_tokens=self.config.learner.max_tokens_per_micro_batch,
+            routing=self._engine.routing,
+            group_size=self.config.schedule.group_size,
+        )
         return {
             at: f"{self.generator_id} made it wrong: {error}" for at, error in find_invalid(trajectories, check).items()
         }
@@ -486,10 +498,16 @@ class GeneratorActor:
         Returns an `Evaluation`. Raises what an episode failed with after its retries, and `TimeoutError` after
         `evaluation.timeout`.
         """
-        threads, telling = self.world.threads, self._events.warning
-        known: dict[str, Any] = {"generator_id": self.generator_id, "report": telling, "world": self.world}
-        given = self.config, lambda env: threads.run(self._get_env_factory, env), self._engine, self._renderer
-        evaluating = evaluate_sets(*given, trained_env=self.config.env, **known)
+        evaluating = evaluate_sets(
+            self.config,
+            lambda env: self.world.threads.run(self._get_env_factory, env),
+            self._engine,
+            self._renderer,
+            trained_env=self.config.env,
+            generator_id=self.generator_id,
+            report=self._events.warning,
+            world=self.world,
+        )
         playing = create_stage_task("evaluation", evaluating)
         self._evaluation_tasks.append(playing)
         try:

@@ -81,13 +81,8 @@ class VersionInstaller:
         newest_published: Published,
         world: World = REAL_WORLD,
     ):
-        self._config, self._events, self.fleet, self._learner, self.learner_address = (
-            config,
-            events,
-            fleet,
-            learner,
-            learner_address,
-        )
+        self._config, self._events, self.fleet = config, events, fleet
+        self._learner, self.learner_address = learner, learner_address
         self._probe_tokens, self.newest_published = probe_tokens, newest_published
         self._world, self._clock = world, world.clock.monotonic
         self._shared_offer: tuple[Published, Any] | None = None
@@ -224,8 +219,10 @@ class VersionInstaller:
         version = published.version
         self._readers[version] += 1
         try:
-            given = generator, "install_version", self._put_offer(published)
-            report: InstallReport = await self._retry_disk_trouble(generator, self._call_generator, *given)
+            offer = self._put_offer(published)
+            report: InstallReport = await self._retry_disk_trouble(
+                generator, self._call_generator, generator, "install_version", offer
+            )
             if report.version != version:
                 raise RunFailed(
                     f"{generator.generator_id} was given version {version} of the weights, but it has version "
@@ -257,8 +254,9 @@ class VersionInstaller:
         """
         waited_for = generator.is_live or not generator.restarts
         began, limit = self._clock(), self._install_seconds(generator)
-        told, name = self._events.warning, generator.generator_id
-        wait = DiskRetrier(self._world, told, "weights_stalled", "weights_go_on", generator=name)
+        wait = DiskRetrier(
+            self._world, self._events.warning, "weights_stalled", "weights_go_on", generator=generator.generator_id
+        )
 
         async def attempt() -> T:
             try:
@@ -319,10 +317,13 @@ class VersionInstaller:
         if self._config.generator.engine == "scripted":
             return
         version, manifest = published.version, published.publication.manifest
-        given = self._config, "weights.write_timeout", self._learner, "save_failed_version", manifest
         try:
             await call_with_limit(
-                *given,
+                self._config,
+                "weights.write_timeout",
+                self._learner,
+                "save_failed_version",
+                manifest,
                 failure="it was not written",
                 seconds=self._config.weights.resolve_write_timeout(manifest.nbytes),
             )

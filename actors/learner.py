@@ -521,9 +521,14 @@ class LearnerActor:
         self._lag_meter.start()
         self._loaded = model = await self._torch_lane.run(self._load_model)
         gpus = await self._torch_lane.run(model.ranks.list_gpus)
-        facts = {"backend": self.config.learner.backend, "step": model.counts.steps, "lineage": self.lineage.number}
-        ranks = [pid for pid, _ in model.ranks.processes]
-        self.events.info("learner_started", pid=self.world.processes.pid, ranks=ranks, **facts)
+        self.events.info(
+            "learner_started",
+            pid=self.world.processes.pid,
+            ranks=[pid for pid, _ in model.ranks.processes],
+            backend=self.config.learner.backend,
+            step=model.counts.steps,
+            lineage=self.lineage.number,
+        )
         sees = shares_run_directory(self.run_dir, self.lineage.number, self.world.files)
         return {**describe_process(self.world), "gpus": gpus, "sees_run": sees, "written": self._write_sizes}
 
@@ -552,7 +557,7 @@ class LearnerActor:
         is here (-1: none).
         """
         model, config, world = self.model, self.config, self.world
-        reception = self.inbox_class(
+        inbox = self.inbox_class(
             world,
             self.run_id,
             config,
@@ -567,23 +572,29 @@ class LearnerActor:
         from r3async.learner.trainer import Trainer  # loads torch, which this process has by now
 
         tracer = RouteFileTracer(self.run_dir, config, self.events.warning, world=world)
-        trainer = Trainer(config, model.cost, model.ranks, tracer, self.events, reception.make_stand_in)
+        trainer = Trainer(config, model.cost, model.ranks, tracer, self.events, inbox.make_stand_in)
         checkpoints = CheckpointWriter(config, self.run_id, self.model_path, self.run_dir, self.events, world=world)
-        text = None if probe_tokens is None else np.asarray(probe_tokens, np.int32)
-        given = build_weight_server(config, transport, reception.keys, world)
-        lanes = self._torch_lane, self._writer_lane
-        seconds = config.weights.resolve_write_timeout(self._write_sizes.version_bytes)
-        known = world, config, self.lineage, self._timeline, model.ranks, *lanes, text, seconds, given
-        publishing = VersionWriter(*known, self.events.warning)
-        await publishing.disk_wait.run_with_retries(
+        version_writer = VersionWriter(
+            world,
+            config,
+            self.lineage,
+            self._timeline,
+            model.ranks,
+            torch_lane=self._torch_lane,
+            writer_lane=self._writer_lane,
+            probe_tokens=None if probe_tokens is None else np.asarray(probe_tokens, np.int32),
+            write_seconds=config.weights.resolve_write_timeout(self._write_sizes.version_bytes),
+            server=build_weight_server(config, transport, inbox.keys, world),
+            report_event=self.events.warning,
+        )
+        await version_writer.disk_wait.run_with_retries(
             WRITE_DISK_HINT, self._torch_lane.run, model.ranks.set_weight_transport, transport
         )
-        self._components = LearnerComponents(
-            reception, trainer, NextStep(reception, self._packer_lane, trainer.prepare_step), checkpoints, publishing
-        )
-        found = {"endpoint": await reception.start(), "keys": reception.keys_for_generators}
+        next_step = NextStep(inbox, self._packer_lane, trainer.prepare_step)
+        self._components = LearnerComponents(inbox, trainer, next_step, checkpoints, version_writer)
+        endpoint = await inbox.start()
         self._last_step_end, _ = self._read_clocks(), self._stage_seconds.read_increment()
-        return {**found, "newest_group": reception.buffer.newest_group}
+        return {"endpoint": endpoint, "keys": inbox.keys_for_generators, "newest_group": inbox.buffer.newest_group}
 
     def interrupt_wait(self) -> None:
         """Make a `train_step` that waits for groups return None."""

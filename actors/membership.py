@@ -191,8 +191,14 @@ class FleetMembership:
         again = await self._dispatcher.requeue_lost(generator)
         self._drop_generator(generator)
         seconds_taken = round(self._clock() - before, 2)
-        facts = {"pid": generator.pid, "finished": finished, "leased_again": again, "seconds": seconds_taken}
-        self._events.info("generator_left", generator=generator_id, **facts)
+        self._events.info(
+            "generator_left",
+            generator=generator_id,
+            pid=generator.pid,
+            finished=finished,
+            leased_again=again,
+            seconds=seconds_taken,
+        )
 
     def _drop_generator(self, generator: FleetGenerator) -> None:
         self._play_tasks.pop(generator.generator_id, None)

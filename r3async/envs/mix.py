@@ -97,6 +97,6 @@ def add_default_evaluation_sets(config: Config) -> Config:
     sets = {}
     for each in resolve_envs(config):
         env = select_held_out_rows(each.env)
-        given = {name: getattr(env, name) for name in EnvConfig.__struct_fields__}
-        sets[each.label] = EvaluationSetConfig(env=EvaluationEnvConfig(**given))
+        fields = {name: getattr(env, name) for name in EnvConfig.__struct_fields__}
+        sets[each.label] = EvaluationSetConfig(env=EvaluationEnvConfig(**fields))
     return msgspec.structs.replace(config, evaluation=msgspec.structs.replace(settings, sets=sets))

@@ -11,7 +11,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -239,11 +238,6 @@ def _check_turns(
                 f"sample {name}: a token of turn {index} outside of tokens {turn.start}:{turn.stop} of sample {turn.sample}, "
                 "where that turn is"
             )
-
-
-def validate_trajectory(trajectory: Trajectory, **known: Any) -> None:
-    """Check one trajectory as `validate_trajectories` does."""
-    validate_trajectories([trajectory], **known)
 
 
 def validate_trajectories(

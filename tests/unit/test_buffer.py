@@ -6,7 +6,7 @@ import pytest
 from r3async.data.models import RoutingShape
 from r3async.data.tokens import Sample, TokenTable, Trajectory, Turn
 from r3async.schedule.groups import GroupBuffer
-from r3async.schedule.validation import InvalidTrajectory, validate_trajectory
+from r3async.schedule.validation import InvalidTrajectory, validate_trajectories
 
 ROUTING = RoutingShape(layers=2, top_k=2, num_experts=8)
 
@@ -81,7 +81,7 @@ def test_a_window_lets_complete_groups_overtake_a_late_one_by_so_many_places():
 
 def check(trajectory, **changes):
     limits = {"vocab_size": 10, "learner_version": 3, "max_tokens": 8, "routing": ROUTING, **changes}
-    validate_trajectory(trajectory, **limits)
+    validate_trajectories([trajectory], **limits)
 
 
 def test_a_sound_trajectory_passes_also_with_a_log_prob_that_is_not_finite():

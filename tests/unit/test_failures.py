@@ -26,7 +26,7 @@ from r3async.rollout.episode import (
 from r3async.rollout.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.schedule.groups import GroupBuffer
 from r3async.schedule.tasks import MIN_COUNTED_TASKS, RECENT_TASKS, EpisodeEnd, FailedTask, TaskCursor, TaskFailures
-from r3async.schedule.validation import check_staleness, compute_staleness_metrics, validate_trajectory
+from r3async.schedule.validation import check_staleness, compute_staleness_metrics, validate_trajectories
 from r3async.tools.init_model import build_byte_tokenizer
 from r3async.weights.manifest import WeightManifest
 from tests.helpers import torch as ht
@@ -192,7 +192,7 @@ async def test_a_group_with_a_failed_episode_is_complete_and_arrives_whole(engin
     assert [e.failed_by for e in ends] == ["environment", None, None]
     buffer = GroupBuffer(3)
     for trajectory in delivered:
-        validate_trajectory(trajectory, vocab_size=300, learner_version=0, max_tokens=100, routing=SCRIPTED_ROUTING)
+        validate_trajectories([trajectory], vocab_size=300, learner_version=0, max_tokens=100, routing=SCRIPTED_ROUTING)
         assert buffer.add(trajectory, 1)
     assert buffer.missing_in_group(0) == []
 

@@ -9,7 +9,7 @@ from r3async.config import EpisodeConfig
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask, build_failed_trajectory
 from r3async.rollout.scripted import SCRIPTED_ROUTING, ScriptedEngine, scripted_supports
-from r3async.schedule.validation import InvalidTrajectory, validate_trajectory
+from r3async.schedule.validation import InvalidTrajectory, validate_trajectories
 from r3async.tools.init_model import build_byte_tokenizer
 from r3async.weights.manifest import WeightManifest
 from tests.unit.test_episodes import Talker, encode
@@ -31,8 +31,8 @@ async def played(chat, **settings):
 
 
 def validate(trajectory, masked):
-    validate_trajectory(
-        trajectory, vocab_size=264, learner_version=0, max_tokens=128, routing=SCRIPTED_ROUTING, needs_supports=masked
+    validate_trajectories(
+        [trajectory], vocab_size=264, learner_version=0, max_tokens=128, routing=SCRIPTED_ROUTING, needs_supports=masked
     )
 
 

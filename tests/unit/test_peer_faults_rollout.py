@@ -20,7 +20,7 @@ from r3async.rollout.engine import Generation
 from r3async.rollout.samples import SampleBuilder
 from r3async.rollout.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.rollout.vllm.engine import RunningRequest, VllmEngine
-from r3async.schedule.validation import validate_trajectory
+from r3async.schedule.validation import validate_trajectories
 from tests.helpers.engine import prompt, request
 from tests.helpers.wire import make_table, make_trajectory
 
@@ -67,7 +67,7 @@ def to_the_batch(
         sent = Trajectory(f"t{i}", 0, i, 0, "g", "turns", turns_of(table), [Sample(f"s{i}", table)])
         frames = [bytes(frame) for frame in encode_trajectory(sent, schema)]
         received = decode_trajectory(frames, schema)
-        validate_trajectory(received, vocab_size=300, learner_version=0, max_tokens=10_000, routing=shape)
+        validate_trajectories([received], vocab_size=300, learner_version=0, max_tokens=10_000, routing=shape)
         samples += received.samples
     return pack_samples(samples, max_tokens)
 

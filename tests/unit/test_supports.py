@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from r3async.data.supports import FORM_BITS, FORM_EXCEPT, FORM_LISTED, SupportSets
 from r3async.data.tokens import SCHEMA, Sample, SchemaError, TokenTable, Trajectory, Turn
 from r3async.data.wire import WireError, decode_trajectory, encode_trajectory
-from r3async.schedule.validation import InvalidTrajectory, check_trajectory, validate_trajectory
+from r3async.schedule.validation import InvalidTrajectory, check_trajectory, validate_trajectories
 from tests.helpers.wire import make_trajectory
 
 SIZES = st.sampled_from([1, 7, 8, 9, 264, 1000, 40_000])
@@ -125,7 +125,7 @@ def trajectory(*tables: TokenTable):
 
 
 def validate_table(sent: Trajectory, masked: bool) -> None:
-    validate_trajectory(sent, vocab_size=20, learner_version=0, max_tokens=99, routing=None, needs_supports=masked)
+    validate_trajectories([sent], vocab_size=20, learner_version=0, max_tokens=99, routing=None, needs_supports=masked)
 
 
 GOOD = SupportSets.from_parts(3, [(1, SupportSets.from_id_lists(np.array([3, 4, 4, 9]), np.array([0, 2, 4])))])

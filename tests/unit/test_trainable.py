@@ -27,7 +27,6 @@ from r3async.schedule.validation import (
     check_trajectory,
     find_invalid,
     validate_trajectories,
-    validate_trajectory,
 )
 from r3async.weights.publish import SharedMemoryReceiver
 from r3async.world.real import REAL_WORLD
@@ -94,7 +93,7 @@ POISON = {
 def test_poison_is_refused_before_anything_is_stored(name: str) -> None:
     trajectory, reason = POISON[name]
     with pytest.raises(InvalidTrajectory, match=reason):
-        validate_trajectory(trajectory, vocab_size=10, learner_version=3, max_tokens=8, routing=ROUTING)
+        validate_trajectories([trajectory], vocab_size=10, learner_version=3, max_tokens=8, routing=ROUTING)
 
 
 @pytest.mark.parametrize("logprob", [0.0, -0.0, 1e-9, 1e-5, -0.5, -40.0, -1e4, np.nan, -np.inf, np.inf])

@@ -46,7 +46,7 @@ from r3async.schedule.tasks import (
     score_groups,
 )
 from r3async.schedule.validation import check_staleness, compute_staleness_metrics, find_invalid, validate_trajectories
-from r3async.transport.receiver import RejectionError, TrajectoryLedger, TrajectoryReceiver
+from r3async.transport.receiver import RejectionError, TrajectoryConsumer, TrajectoryLedger, TrajectoryReceiver
 from r3async.transport.spool import Spool
 from r3async.untrusted import decode_python_json
 from r3async.weights.manifest import WeightManifest
@@ -77,7 +77,7 @@ ARRIVAL_POLL_SECONDS = 1.0
 COMMIT_CLOSE_SECONDS = 5.0
 
 
-class TrajectoryInbox:
+class TrajectoryInbox(TrajectoryConsumer):
     """The trajectories that the learner has received. It owns the receiver, the spool and the quarantine. All methods
     belong to the event loop.
 
@@ -125,19 +125,15 @@ class TrajectoryInbox:
         self.receiver = TrajectoryReceiver(
             run_id,
             config.transport,
-            self._add_arrival,
+            self,
             keys=self.keys,
-            is_expected=lambda group, name: is_trajectory_of_group(group, name, schedule.group_size),
             max_trajectory_bytes=max_trajectory_bytes(config, routing),
-            validate=self._find_invalid,
-            admit=self._admit_trajectory,
             store=self.spool,
             # A step may wait for this many groups, counted from the oldest that is not trained.
             window=(self._slot_count if schedule.takes_extra_groups else schedule.prompts_per_step)
             + schedule.window
             - 1,
             ledger=TrajectoryLedger(buffer.consumed),
-            on_reject=self._report_rejection,
             world=world,
         )
         self._is_recovering = False
@@ -160,7 +156,10 @@ class TrajectoryInbox:
 
     # -- called by the receiver ------------------------------------------------------------------------------------
 
-    def _find_invalid(self, trajectories: Sequence[Trajectory]) -> dict[int, str]:
+    def is_expected(self, group_index: int, trajectory_id: str) -> bool:
+        return is_trajectory_of_group(group_index, trajectory_id, self._config.schedule.group_size)
+
+    def find_invalid(self, trajectories: Sequence[Trajectory]) -> dict[int, str]:
         """Return the reasons, by index, why trajectories cannot be trained. Called off the event loop if they are
         long."""
         check = partial(
@@ -177,7 +176,7 @@ class TrajectoryInbox:
         )
         return {at: str(error) for at, error in find_invalid(trajectories, check).items()}
 
-    def _admit_trajectory(self, trajectory: Trajectory) -> bool:
+    def admit_trajectory(self, trajectory: Trajectory) -> bool:
         """Return True if the buffer needs this episode. Called before the trajectory is stored. Raises `RejectionError`
         for a group that cannot have a slot."""
         beyond = len(self.buffer.consumed) + self._slot_count
@@ -186,13 +185,13 @@ class TrajectoryInbox:
             raise RejectionError(f"group {trajectory.group_index} cannot have a slot: only groups before {beyond} can")
         return self.buffer.needs_trajectory(trajectory)
 
-    def _add_arrival(self, trajectory: Trajectory, nbytes: int) -> None:
+    def take_trajectory(self, trajectory: Trajectory, nbytes: int) -> None:
         if not self.buffer.add(trajectory, nbytes):
             self.receiver.release_trajectory(trajectory.trajectory_id)
         elif self.buffer.is_complete(trajectory.group_index):
             self.wake_waiters()
 
-    def _report_rejection(self, trajectory_id: str, reason: str) -> None:
+    def report_rejection(self, trajectory_id: str, reason: str) -> None:
         self._events.error("trajectory_refused", trajectory_id=trajectory_id, reason=reason)
 
     # -- called by a step ------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from r3async.config import BufferConfig, TransportConfig
 from r3async.data.packed import RouteForm
 from r3async.data.tokens import Sample, TokenTable, Trajectory, Turn
 from r3async.data.wire import decode_trajectory, encode_trajectory
-from r3async.transport import TrajectoryReceiver, TrajectorySender
+from r3async.transport import TrajectoryConsumer, TrajectoryReceiver, TrajectorySender
 from r3async.transport.spool import Spool
 from r3async.world.sockets import ClientKeys, apply_client_keys, apply_server_keys, generate_keys
 
@@ -248,18 +248,19 @@ async def _receive_whole(
     settings = TransportConfig(ack_timeout=30.0, credit_bytes=max(2**26, 4 * nbytes))
     spool = Spool(directory / "spool", BufferConfig(durability="disk")) if path == "disk" else None
 
-    def take_trajectory(trajectory: Trajectory, size: int) -> None:
-        receiver.release_trajectory(trajectory.trajectory_id)
-        trained.append(trajectory.group_index)
-        # The warm-up message, the first that counts, and the last: reading clocks takes time, too.
-        if next(numbers) in (0, 1, count):
-            marks.append((time.perf_counter(), time.process_time()))
+    class Timer(TrajectoryConsumer):
+        def take_trajectory(self, trajectory: Trajectory, nbytes: int) -> None:
+            receiver.release_trajectory(trajectory.trajectory_id)
+            trained.append(trajectory.group_index)
+            # The warm-up message, the first that counts, and the last: reading clocks takes time, too.
+            if next(numbers) in (0, 1, count):
+                marks.append((time.perf_counter(), time.process_time()))
 
     marks: list[tuple[float, float]] = []
     trained: list[int] = []
     numbers = itertools.count()
     server, client = generate_keys()
-    receiver = TrajectoryReceiver("bench", settings, take_trajectory, keys=server, store=spool)
+    receiver = TrajectoryReceiver("bench", settings, Timer(), keys=server, store=spool)
     endpoint = await receiver.start()
     reset_memory_peak()
     inflight = max(4, min(256, 2**25 // nbytes))

@@ -14,7 +14,7 @@ from r3async.config import BufferConfig, TransportConfig
 from r3async.data import wire
 from r3async.data.packed import RouteForm
 from r3async.data.tokens import SCHEMA, Trajectory
-from r3async.transport import TrajectoryReceiver
+from r3async.transport import TrajectoryConsumer, TrajectoryReceiver
 from r3async.transport.sockets import NullSocket
 from r3async.transport.spool import SPOOL_FORMAT, Spool
 from r3async.world import MessageHandler
@@ -112,19 +112,20 @@ async def fuzz_receiver(count: int, seed: int) -> FuzzReport:
     fits = False
     socket = AnswerSocket()
 
-    def take_trajectory(trajectory: Trajectory, nbytes: int) -> None:
-        if fits:  # with a valid checksum it may be another trajectory, but a valid one
-            decoded = wire.decode_trajectory(wire.encode_trajectory(trajectory))
-            for sample in decoded.samples:  # routes are unpacked when they are read
-                assert all(len(column) == len(sample.table) for _, column in sample.table.items())
-        else:
-            assert trajectory == by_id.get(trajectory.trajectory_id), "taken for another trajectory"
-        receiver.release_trajectory(trajectory.trajectory_id)
-        receiver.ledger.discard(trajectory.group_index, trajectory.trajectory_id)
+    class Checker(TrajectoryConsumer):
+        def take_trajectory(self, trajectory: Trajectory, nbytes: int) -> None:
+            if fits:  # with a valid checksum it may be another trajectory, but a valid one
+                decoded = wire.decode_trajectory(wire.encode_trajectory(trajectory))
+                for sample in decoded.samples:  # routes are unpacked when they are read
+                    assert all(len(column) == len(sample.table) for _, column in sample.table.items())
+            else:
+                assert trajectory == by_id.get(trajectory.trajectory_id), "taken for another trajectory"
+            receiver.release_trajectory(trajectory.trajectory_id)
+            receiver.ledger.discard(trajectory.group_index, trajectory.trajectory_id)
 
     settings = TransportConfig(max_message_bytes=2**20, credit_bytes=2**20)
     receiver = TrajectoryReceiver(
-        "run", settings, take_trajectory, keys=generate_keys()[0], window=0, world=AnswerWorld(socket)
+        "run", settings, Checker(), keys=generate_keys()[0], window=0, world=AnswerWorld(socket)
     )
     await receiver.start()
     failures: list[str] = []

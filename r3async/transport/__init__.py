@@ -1,7 +1,13 @@
 """Transport of trajectories from generators to the learner: delivered at least once, trained once."""
 
 from r3async.data.wire import WireError, decode_trajectory, encode_trajectory
-from r3async.transport.receiver import RejectionError, TrajectoryLedger, TrajectoryReceiver, TrajectoryStore
+from r3async.transport.receiver import (
+    RejectionError,
+    TrajectoryConsumer,
+    TrajectoryLedger,
+    TrajectoryReceiver,
+    TrajectoryStore,
+)
 from r3async.transport.sender import TrajectorySender
 from r3async.transport.sockets import SenderRefusedError
 from r3async.world.sockets import TransportError
@@ -9,6 +15,7 @@ from r3async.world.sockets import TransportError
 __all__ = [
     "RejectionError",
     "SenderRefusedError",
+    "TrajectoryConsumer",
     "TrajectoryLedger",
     "TrajectoryReceiver",
     "TrajectorySender",

@@ -8,7 +8,7 @@ import logging
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -34,13 +34,13 @@ from r3async.data.wire import (
     encode_control,
     join_item_frames,
 )
-from r3async.transport.sockets import OFFLOAD_BYTES, NullSocket, TrajectoryValidator, run_off_loop
+from r3async.transport.sockets import OFFLOAD_BYTES, NullSocket, run_off_loop
 from r3async.world import TURN_SECONDS, MessageSocket, World
 from r3async.world.real import REAL_WORLD
 from r3async.world.sockets import ServerKeys, TransportError
 from r3async.world.stages import in_stage
 
-__all__ = ["RejectionError", "TrajectoryReceiver"]
+__all__ = ["RejectionError", "TrajectoryConsumer", "TrajectoryReceiver"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,31 +65,52 @@ class SenderSession:
     last_message_at: float
 
 
+class TrajectoryConsumer:
+    """The consumer of what a receiver accepts, which the receiver asks what to accept. This base accepts everything
+    and keeps nothing. All methods but `find_invalid` are called on the event loop."""
+
+    def is_expected(self, group_index: int, trajectory_id: str) -> bool:
+        """Return True if a group has such a trajectory."""
+        return True
+
+    def find_invalid(self, trajectories: Sequence[Trajectory]) -> Mapping[int, str]:
+        """Return the reasons, by index, why trajectories are rejected. Called in a thread if the payload is large."""
+        return {}
+
+    def admit_trajectory(self, trajectory: Trajectory) -> bool:
+        """Return False for a duplicate. Raises `RejectionError` for a trajectory that will never be accepted."""
+        return True
+
+    def take_trajectory(self, trajectory: Trajectory, nbytes: int) -> None:
+        """Take a trajectory, which holds `nbytes` of memory. The consumer owns it (read-only arrays) from then on."""
+
+    def report_rejection(self, trajectory_id: str, reason: str) -> None:
+        """Report a rejected message. `trajectory_id` is empty for one that is not a trajectory."""
+
+
 class TrajectoryReceiver:
-    """The learner's end of the transport: accepts each trajectory once and hands it to
-    `on_trajectory(trajectory, nbytes)`.
+    """The learner's end of the transport: accepts each trajectory once and hands it to its consumer.
 
     A trajectory takes these steps, in this order:
 
-    * `validate(trajectories)`, for several at once, off the event loop if the payload is large.
-    * `admit(trajectory)`, on the event loop; it returns False for a duplicate.
+    * `consumer.find_invalid`, for several at once, off the event loop if the payload is large.
+    * `consumer.admit_trajectory`, on the event loop; it returns False for a duplicate.
     * `store.put_trajectory`, if there is a store.
-    * `on_trajectory`, on the event loop; it owns the trajectory (read-only arrays) from then on.
+    * `consumer.take_trajectory`, on the event loop.
     * The acknowledgement, after which the sender forgets the trajectory. What has to survive a crash is in the store by
       then.
 
-    If `validate` names a reason or `admit` raises `RejectionError`, the trajectory is rejected with that reason, and
-    nothing of it is stored. Any other exception is logged and rejects it too, for a message that triggers a defect must
-    neither stop the receiver nor be resent for ever.
+    If `find_invalid` names a reason or `admit_trajectory` raises `RejectionError`, the trajectory is rejected with that
+    reason, and nothing of it is stored. Any other exception is logged and rejects it too, for a message that triggers a
+    defect must neither stop the receiver nor be resent for ever.
 
     Memory: trajectories that arrived and are not released take at most `settings.credit_bytes`, and beyond that only
     what the next `window` groups take, which are accepted whatever else is held; `MemoryBudget` has the rule and
     explains why it cannot deadlock. Any other trajectory that arrives while there is no free memory is dropped at once:
-    its sender keeps it, and is told when to send it again. Claims of senders are limited:
-    `is_expected(group, trajectory_id)` says whether a group has such a trajectory, and no trajectory takes more than
-    `max_trajectory_bytes` bytes. So memory is bounded whatever senders claim, by
-    `max(credit_bytes, largest) + window * (trajectories that claims lets a group have) * largest`. At most half of
-    `credit_bytes` is in flight to the receiver, or one trajectory of each sender.
+    its sender keeps it, and is told when to send it again. Claims of senders are limited: `consumer.is_expected` says
+    whether a group has such a trajectory, and no trajectory takes more than `max_trajectory_bytes` bytes. So memory is
+    bounded whatever senders claim, by `max(credit_bytes, largest) + window * (trajectories that claims lets a group
+    have) * largest`. At most half of `credit_bytes` is in flight to the receiver, or one trajectory of each sender.
 
     Call `release_trajectory` for each trajectory that is no longer held in memory, or `forget_group` for a whole group,
     in the order of groups as far as possible. With a store, a trajectory that would exceed `store.memory_bytes` is
@@ -109,18 +130,14 @@ class TrajectoryReceiver:
         self,
         run_id: str,
         settings: TransportConfig,
-        on_trajectory: Callable[[Trajectory, int], None],
+        consumer: TrajectoryConsumer,
         *,
         keys: ServerKeys,
-        is_expected: Callable[[int, str], bool] | None = None,
         max_trajectory_bytes: int | None = None,
-        validate: TrajectoryValidator | None = None,
-        admit: Callable[[Trajectory], bool] | None = None,
         store: TrajectoryStore | None = None,
         window: int = 1,
         port: int = 0,
         ledger: TrajectoryLedger | None = None,
-        on_reject: Callable[[str, str], None] | None = None,
         world: World = REAL_WORLD,
     ):
         self.run_id = run_id
@@ -143,11 +160,10 @@ class TrajectoryReceiver:
         self.refused_peers: Counter[str] = Counter()
         """Number of times that peers were not let in, by reason."""
         self._keys = keys
-        self._is_expected = is_expected
+        self._consumer = consumer
         limits = (settings.max_message_bytes, max_trajectory_bytes)
         self._max_trajectory_bytes = min(limit for limit in limits if limit is not None)
         self._store = store
-        self._on_reject = on_reject
         self._port = port
         self._clock = world.clock.monotonic
         self._memory = MemoryBudget(settings.credit_bytes, window)
@@ -160,9 +176,7 @@ class TrajectoryReceiver:
         self._heartbeat_seconds = settings.ack_timeout / 4
         self._heartbeat_due_at = 0.0
         self._announce_scheduled = False
-        self._intake = TrajectoryIntake(
-            self.ledger, self._memory, on_trajectory, validate, admit, store, self._answer_sender, world
-        )
+        self._intake = TrajectoryIntake(self.ledger, self._memory, consumer, store, world)
         self._sockets = world.open_sockets()
         self._socket: MessageSocket = NullSocket()
         self._tasks: list[asyncio.Task[None]] = []
@@ -197,7 +211,7 @@ class TrajectoryReceiver:
             await self.close()
             raise TransportError(f"cannot listen on {address}: {error.strerror}") from error
         self._tasks = [
-            asyncio.create_task(in_stage("intake", self._intake.run()), name="transport-receiver"),
+            asyncio.create_task(in_stage("intake", self._answer_arrivals()), name="transport-receiver"),
             asyncio.create_task(in_stage("messages", self._run_heartbeat()), name="transport-heartbeat"),
         ]
         return self._socket.endpoint
@@ -317,7 +331,7 @@ class TrajectoryReceiver:
         trajectory_id, group_index, nbytes = item.trajectory_id, item.group_index, item.nbytes
         if nbytes > self._max_trajectory_bytes:
             return f"{nbytes} bytes, more than {self._max_trajectory_bytes}"
-        if group_index < 0 or (self._is_expected is not None and not self._is_expected(group_index, trajectory_id)):
+        if group_index < 0 or not self._consumer.is_expected(group_index, trajectory_id):
             return f"group {group_index} has no trajectory {trajectory_id!r}"
         if (there := sum(map(len, pieces))) > nbytes:
             return f"{there} bytes came, and {nbytes} were announced"
@@ -327,6 +341,14 @@ class TrajectoryReceiver:
     def _free_disk_bytes(self) -> float:
         """The free bytes of the store, less those in hand, which are not in it yet."""
         return math.inf if self._store is None else self._store.free_bytes - self._intake.unanswered_bytes
+
+    async def _answer_arrivals(self) -> None:
+        """Answer the sender of each trajectory that the intake has done with."""
+        async for arrival, outcome in self._intake.process_arrivals():
+            try:
+                self._answer_sender(arrival, outcome)
+            except Exception:
+                logger.exception("the trajectory receiver continues after an error")
 
     def _answer_sender(self, arrival: IncomingTrajectory, outcome: IntakeOutcome) -> None:
         name, (identity, *others) = arrival.trajectory_id, arrival.sender_identities
@@ -366,8 +388,7 @@ class TrajectoryReceiver:
         self.rejected += 1
         reason = reason[:MAX_REASON_CHARS]
         self._send_message(identity, Reject(trajectory_id, reason))
-        if self._on_reject is not None:
-            self._on_reject(trajectory_id, reason)
+        self._consumer.report_rejection(trajectory_id, reason)
 
     def _reject_damaged(self, identity: bytes, trajectory_id: str, reason: str) -> None:
         self.damaged += 1
@@ -426,8 +447,8 @@ INTAKE_BATCH = 16
 
 
 class RejectionError(ValueError):
-    """Rejection by `admit` of a trajectory that will never be accepted. The message is the reason that its sender
-    gets."""
+    """Rejection by `TrajectoryConsumer.admit_trajectory` of a trajectory that will never be accepted. The message is
+    the reason that its sender gets."""
 
 
 class DecodedTrajectory(NamedTuple):
@@ -508,25 +529,17 @@ class IncomingTrajectory:
 
 class TrajectoryIntake:
     """A queue that takes in one trajectory after the other, small ones a few at a time, so that answers come in the
-    order of deliveries.
-
-    `on_outcome(arrival, outcome)` is called on the event loop when all is done.
-    """
+    order of deliveries."""
 
     def __init__(
         self,
         ledger: TrajectoryLedger,
         capacity: MemoryBudget,
-        on_trajectory: Callable[[Trajectory, int], None],
-        validate: TrajectoryValidator | None,
-        admit: Callable[[Trajectory], bool] | None,
+        consumer: TrajectoryConsumer,
         store: TrajectoryStore | None,
-        on_outcome: Callable[[IncomingTrajectory, IntakeOutcome], None],
-        world: World = REAL_WORLD,
+        world: World,
     ):
-        self._ledger, self._capacity = ledger, capacity
-        self._on_trajectory, self._validate, self._admit, self._store = on_trajectory, validate, admit, store
-        self._on_outcome = on_outcome
+        self._ledger, self._capacity, self._consumer, self._store = ledger, capacity, consumer, store
         self._clock, self._threads = world.clock.monotonic, world.threads
         self.unanswered_bytes = 0
         """Bytes of the trajectories that arrived and are not answered yet."""
@@ -553,8 +566,8 @@ class TrajectoryIntake:
         self.unanswered_bytes += arrival.nbytes
         self._inbox.put_nowait(arrival)
 
-    async def run(self) -> None:
-        """Process trajectories until cancelled. Those in hand then are not answered."""
+    async def process_arrivals(self) -> AsyncIterator[tuple[IncomingTrajectory, IntakeOutcome]]:
+        """Take in trajectories until cancelled, and yield each with its outcome, for the answer."""
         turn = self._clock()
         while True:
             if self._inbox.empty() or self._clock() - turn > TURN_SECONDS:
@@ -569,10 +582,7 @@ class TrajectoryIntake:
                 finally:
                     del self._unanswered[arrival.trajectory_id]
                     self.unanswered_bytes -= arrival.nbytes
-                try:
-                    self._on_outcome(arrival, outcome)
-                except Exception:
-                    logger.exception("the trajectory receiver continues after an error")
+                yield arrival, outcome
 
     def _next_batch(self, arrival: IncomingTrajectory) -> list[IncomingTrajectory]:
         """Return a trajectory and those behind it that are decoded with it: small ones, which cost less together."""
@@ -605,7 +615,7 @@ class TrajectoryIntake:
                 )
                 for error in wrong.values():
                     raise error
-                if not self._is_admitted(trajectory):
+                if not self._consumer.admit_trajectory(trajectory):
                     raise RejectionError("its episode is here already")
                 self._hand_over(trajectory, kept.nbytes)
             except Exception as error:
@@ -625,7 +635,8 @@ class TrajectoryIntake:
             if isinstance(decoded, Exception):
                 raise decoded
             trajectory, nbytes = decoded
-            if self._ledger.is_group_consumed(arrival.item.group_index) or not self._is_admitted(trajectory):
+            is_over = self._ledger.is_group_consumed(arrival.item.group_index)
+            if is_over or not self._consumer.admit_trajectory(trajectory):
                 self._capacity.release_trajectory(arrival.trajectory_id)
                 return IntakeOutcome("over")
             if self._store is not None:
@@ -676,28 +687,25 @@ class TrajectoryIntake:
         return DecodedTrajectory(trajectory, nbytes)
 
     def _find_rejections(self, trajectories: Sequence[Trajectory]) -> dict[int, Exception]:
-        """Return, by position, why trajectories are not accepted: the reason, or the error that `validate` raised for
-        that one alone."""
-        if self._validate is None or not trajectories:
+        """Return, by position, why trajectories are not accepted: the reason, or the error that `find_invalid` raised
+        for that one alone."""
+        if not trajectories:
             return {}
         try:
-            return {at: RejectionError(reason) for at, reason in self._validate(trajectories).items()}
+            return {at: RejectionError(reason) for at, reason in self._consumer.find_invalid(trajectories).items()}
         except Exception as error:
             if len(trajectories) == 1:
                 return {0: error}
         return {at: error for at, t in enumerate(trajectories) for error in self._find_rejections([t]).values()}
 
-    def _is_admitted(self, trajectory: Trajectory) -> bool:
-        return self._admit is None or self._admit(trajectory)
-
     def _hand_over(self, trajectory: Trajectory, nbytes: int) -> None:
-        """Hand a trajectory to `on_trajectory`. Raises whatever that raises, and then nothing is held."""
+        """Hand a trajectory to the consumer. Raises whatever that raises, and then nothing is held."""
         group_index, trajectory_id = trajectory.group_index, trajectory.trajectory_id
         self._capacity.set_reserved(trajectory_id, nbytes)
         # Before the call, so that it may forget the group that this trajectory completes.
         self._ledger.add(group_index, trajectory_id)
         try:
-            self._on_trajectory(trajectory, nbytes)
+            self._consumer.take_trajectory(trajectory, nbytes)
         except Exception:
             self._ledger.discard(group_index, trajectory_id)
             self._capacity.release_trajectory(trajectory_id)

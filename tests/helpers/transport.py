@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,8 @@ from zmq.utils import z85
 from r3async.config import TransportConfig
 from r3async.data import wire
 from r3async.data.tokens import SCHEMA, Sample, TokenTable, Trajectory
-from r3async.transport import TrajectoryReceiver, TrajectorySender
+from r3async.transport import TrajectoryConsumer, TrajectoryReceiver, TrajectorySender
+from r3async.transport.sockets import TrajectoryValidator
 from r3async.world.sockets import ClientKeys, ServerKeys, apply_client_keys
 
 FAST = TransportConfig(ack_timeout=0.3)
@@ -73,17 +74,30 @@ async def until(condition: Callable[[], Any], limit: float = LIMIT) -> None:
             await asyncio.sleep(0.01)
 
 
-class Inbox:
-    """A consumer that counts what it received and, unless `hold` is set, releases it at once."""
+class Inbox(TrajectoryConsumer):
+    """A consumer that counts what it received and, unless `hold` is set, releases it at once. `validate` and `claims`
+    take the place of `find_invalid` and `is_expected`."""
 
-    def __init__(self, *, hold: bool = False):
-        self.hold = hold
+    def __init__(
+        self,
+        *,
+        hold: bool = False,
+        validate: TrajectoryValidator = lambda trajectories: {},
+        claims: Callable[[int, str], bool] = lambda group, name: True,
+    ):
+        self.hold, self.validate, self.claims = hold, validate, claims
         self.seen: Counter[str] = Counter()
         self.trajectories: list[Trajectory] = []
         self.receiver: TrajectoryReceiver | None = None
         self.highest = 0
 
-    def __call__(self, trajectory: Trajectory, nbytes: int) -> None:
+    def find_invalid(self, trajectories: Sequence[Trajectory]) -> Mapping[int, str]:
+        return self.validate(trajectories)
+
+    def is_expected(self, group_index: int, trajectory_id: str) -> bool:
+        return self.claims(group_index, trajectory_id)
+
+    def take_trajectory(self, trajectory: Trajectory, nbytes: int) -> None:
         self.seen[trajectory.trajectory_id] += 1
         self.trajectories.append(trajectory)
         assert self.receiver is not None

@@ -22,7 +22,13 @@ from r3async.config import TransportConfig
 from r3async.data import wire
 from r3async.data.tokens import Trajectory
 from r3async.data.versions import ConsumedGroups
-from r3async.transport import TrajectoryLedger, TrajectoryReceiver, TrajectorySender, decode_trajectory
+from r3async.transport import (
+    TrajectoryConsumer,
+    TrajectoryLedger,
+    TrajectoryReceiver,
+    TrajectorySender,
+    decode_trajectory,
+)
 from r3async.world import World
 from tests.helpers.transport import CLIENT_KEYS, SERVER_KEYS, make_trajectory
 
@@ -80,7 +86,7 @@ class Shelf:
         return len(rejected)
 
 
-class Learner:
+class Learner(TrajectoryConsumer):
     """Of one process: receives, and trains the next group when it is complete."""
 
     def __init__(self, delivery: Delivery, process: HostProcess):
@@ -90,15 +96,13 @@ class Learner:
         self.receiver = delivery.receiver_kind(
             "run",
             delivery.settings,
-            self._take,
+            self,
             keys=SERVER_KEYS,
-            is_expected=lambda group, name: name in delivery.work and delivery.work[name].group_index == group,
             max_trajectory_bytes=delivery.largest,
             store=self.store,
             window=WINDOW,
             port=5555,
             ledger=delivery.ledger_kind(ConsumedGroups(head=len(delivery.trained))),
-            on_reject=lambda name, reason: name and delivery.violate(f"{name} was rejected: {reason}"),
             world=process.world,
         )
 
@@ -113,7 +117,15 @@ class Learner:
                 self.receiver.forget_group(group)
                 await self.store.delete_trained([group])
 
-    def _take(self, trajectory: Trajectory, nbytes: int) -> None:
+    def is_expected(self, group_index: int, trajectory_id: str) -> bool:
+        work = self.delivery.work
+        return trajectory_id in work and work[trajectory_id].group_index == group_index
+
+    def report_rejection(self, trajectory_id: str, reason: str) -> None:
+        if trajectory_id:
+            self.delivery.violate(f"{trajectory_id} was rejected: {reason}")
+
+    def take_trajectory(self, trajectory: Trajectory, nbytes: int) -> None:
         name, group = trajectory.trajectory_id, trajectory.group_index
         there = self.arrived.setdefault(group, {})
         if name in there or group < len(self.delivery.trained):

@@ -28,13 +28,13 @@ class Dislikes(TrajectoryInbox):
 
     groups = 4
 
-    def _find_invalid(self, trajectories):
+    def find_invalid(self, trajectories):
         disliked = {
             at: "not to my liking"
             for at, t in enumerate(trajectories)
             if t.turns and t.episode_index == 1 and t.group_index % self.groups == 0
         }
-        return super()._find_invalid(trajectories) | disliked
+        return super().find_invalid(trajectories) | disliked
 
 
 class DislikesAll(Dislikes):

@@ -58,7 +58,7 @@ async def steps(arrivals: list[list[int]], window: int, tokens: int, ahead: bool
     trained: list[list[int]] = []
     for before, meanwhile in zip(arrivals[::2], arrivals[1::2], strict=False):
         for group in before:
-            reception._add_arrival(make_trajectory(group), 1)
+            reception.take_trajectory(make_trajectory(group), 1)
         indices = reception.buffer.choose_groups(2, 2 if not tokens else 4, tokens)
         if not indices:
             indices = reception.buffer.choose_groups(1, 1, 0)
@@ -70,7 +70,7 @@ async def steps(arrivals: list[list[int]], window: int, tokens: int, ahead: bool
         looking = asyncio.create_task(guess.prefetch((0, 0), never)) if ahead else None
         await asyncio.sleep(0)
         for group in meanwhile:
-            reception._add_arrival(make_trajectory(group), 1)
+            reception.take_trajectory(make_trajectory(group), 1)
         for _ in range(4):
             await asyncio.sleep(0)
         if looking is not None:
@@ -107,7 +107,7 @@ def test_a_guess_that_comes_true_is_made_once_and_one_that_does_not_is_made_agai
 async def test_what_was_prepared_ahead_is_not_taken():
     reception, lane = Received(1, 1), AtOnce()
     guess = NextStep(reception, lane, len)
-    reception._add_arrival(make_trajectory(0), 1)
+    reception.take_trajectory(make_trajectory(0), 1)
     await asyncio.wait_for(guess.prefetch((0, 0), asyncio.Event()), LIMIT)
     await asyncio.sleep(0)
     assert lane.calls == [[0]]
@@ -121,7 +121,7 @@ async def test_a_defect_found_ahead_is_raised_in_its_own_step():
 
     reception = Received(1, 1)
     guess = NextStep(reception, REAL_WORLD.threads.new_worker("packer"), broken)
-    reception._add_arrival(make_trajectory(0), 1)
+    reception.take_trajectory(make_trajectory(0), 1)
     await asyncio.wait_for(guess.prefetch((0, 0), asyncio.Event()), LIMIT)
     groups, _ = reception.buffer.take_groups([0])
     with pytest.raises(ValueError, match="cannot be packed"):

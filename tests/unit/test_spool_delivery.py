@@ -99,16 +99,16 @@ async def test_what_is_not_valid_is_neither_kept_nor_taken_again(tmp_path, caplo
         return {at: "not today" for at, t in enumerate(trajectories) if t.trajectory_id in bad}
 
     bad = {"t1"}
-    inbox, spool = Inbox(), Spool(tmp_path, DISK)
+    inbox, spool = Inbox(validate=validate), Spool(tmp_path, DISK)
     heard: list[tuple[str, str]] = []
-    async with receiving(inbox, store=spool, validate=validate) as (receiver, endpoint):
+    async with receiving(inbox, store=spool) as (receiver, endpoint):
         async with sending(endpoint, on_reject=lambda t, why: heard.append((t.trajectory_id, why))) as sender:
             await deliver_all(sender, [sampled(i) for i in range(3)])
     await spool.close()
     assert heard == [("t1", "not today")]
     bad.add("t2")
-    again, spool = Inbox(), Spool(tmp_path, DISK)
-    async with receiving(again, store=spool, validate=validate) as (receiver, _):
+    again, spool = Inbox(validate=validate), Spool(tmp_path, DISK)
+    async with receiving(again, store=spool) as (receiver, _):
         assert [t.trajectory_id for t in again.trajectories] == ["t0"]
         assert (receiver.recovered, receiver.rejected, receiver.unreleased_bytes) == (2, 1, 0)
         assert (0, "t2") not in receiver.ledger
@@ -206,15 +206,14 @@ from pathlib import Path
 from r3async.transport.spool import Spool
 from r3async.config import BufferConfig, TransportConfig
 from r3async.transport import TrajectoryReceiver
-from tests.helpers.transport import SERVER_KEYS
+from tests.helpers.transport import SERVER_KEYS, Inbox
 
 async def main(directory, port):
-    def take(trajectory, nbytes):
-        receiver.release_trajectory(trajectory.trajectory_id)
-
-    spool = Spool(Path(directory), BufferConfig(durability="disk"))
+    inbox, spool = Inbox(), Spool(Path(directory), BufferConfig(durability="disk"))
     settings = TransportConfig(ack_timeout=0.3)
-    receiver = TrajectoryReceiver("run", settings, take, keys=SERVER_KEYS, port=int(port), store=spool)
+    receiver = inbox.receiver = TrajectoryReceiver(
+        "run", settings, inbox, keys=SERVER_KEYS, port=int(port), store=spool
+    )
     await receiver.start()
     await asyncio.sleep(60)
 

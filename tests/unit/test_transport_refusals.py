@@ -14,6 +14,7 @@ from r3async.data.wire import align_offset
 from r3async.transport import (
     RejectionError,
     SenderRefusedError,
+    TrajectoryConsumer,
     TrajectoryReceiver,
     TrajectorySender,
     TransportError,
@@ -49,9 +50,9 @@ async def test_what_validation_refuses_or_fails_on_is_nobody_elses_matter(caplog
             raise KeyError("oops")
         return {at: "not today" for at, name in enumerate(names) if name == "t1"}
 
-    inbox = Inbox()
+    inbox = Inbox(validate=validate)
     heard: list[tuple[str, str]] = []
-    async with receiving(inbox, SLOW, validate=validate) as (receiver, endpoint):
+    async with receiving(inbox, SLOW) as (receiver, endpoint):
         async with sending(endpoint, SLOW, on_reject=lambda t, why: heard.append((t.trajectory_id, why))) as sender:
             await deliver_all(sender, [make_trajectory(i, 50 if i else 20_000) for i in range(20)])
         assert inbox.once({f"t{i}" for i in range(20)} - {"t1", "t2"})
@@ -62,17 +63,21 @@ async def test_what_validation_refuses_or_fails_on_is_nobody_elses_matter(caplog
 
 async def test_consumer_refuses_and_consumer_fails(caplog):
     taken = []
-
-    def take(trajectory: Trajectory, nbytes: int) -> None:
-        if trajectory.trajectory_id == "t1":
-            raise RejectionError("expert id 9 of 8")
-        if trajectory.trajectory_id == "t2":
-            raise KeyError("oops")
-        taken.append(trajectory.trajectory_id)
-
     told: list[tuple[str, str]] = []
+
+    class Failing(TrajectoryConsumer):
+        def take_trajectory(self, trajectory: Trajectory, nbytes: int) -> None:
+            if trajectory.trajectory_id == "t1":
+                raise RejectionError("expert id 9 of 8")
+            if trajectory.trajectory_id == "t2":
+                raise KeyError("oops")
+            taken.append(trajectory.trajectory_id)
+
+        def report_rejection(self, trajectory_id: str, reason: str) -> None:
+            told.append((trajectory_id, reason))
+
     heard: list[tuple[str, str]] = []
-    receiver = TrajectoryReceiver("run", FAST, take, keys=SERVER_KEYS, on_reject=lambda *args: told.append(args))
+    receiver = TrajectoryReceiver("run", FAST, Failing(), keys=SERVER_KEYS)
     async with sending(await receiver.start(), on_reject=lambda t, why: heard.append((t, why))) as sender:
         await deliver_all(sender, [make_trajectory(i) for i in range(4)])
         await receiver.close()

@@ -266,10 +266,9 @@ def test_what_senders_make_a_learner_hold_is_bounded_whatever_they_claim(rng, ac
     receiver = TrajectoryReceiver(
         "run",
         TransportConfig(credit_bytes=CREDIT),
-        lambda trajectory, nbytes: None,
+        Inbox(claims=functools.partial(is_trajectory_of_group, group_size=SAMPLES)),
         keys=SERVER_KEYS,
         window=WINDOW,
-        is_expected=lambda group, name: is_trajectory_of_group(group, name, SAMPLES),
         max_trajectory_bytes=LARGEST,
     )
     capacity, oldest, most = receiver._memory, 0, max(CREDIT, LARGEST) + WINDOW * SAMPLES * LARGEST
@@ -301,17 +300,13 @@ def test_what_senders_make_a_learner_hold_is_bounded_whatever_they_claim(rng, ac
 async def test_a_sender_that_says_group_0_over_and_over_takes_no_more_than_its_episodes_may():
     """As it was seen: 12.5 GiB were granted of a credit of 0.25."""
     settings = TransportConfig(ack_timeout=60.0, credit_bytes=2**20, max_message_bytes=2**20)
-    claims = functools.partial(is_trajectory_of_group, group_size=4)
-    inbox = Inbox(hold=True)
 
     def never(trajectories: Sequence[Trajectory]) -> dict[int, str]:
         raise AssertionError("nothing of it can be read")
 
+    inbox = Inbox(hold=True, validate=never, claims=functools.partial(is_trajectory_of_group, group_size=4))
     async with (
-        receiving(inbox, settings, window=1, is_expected=lambda *named: claims(*named), validate=never) as (
-            receiver,
-            endpoint,
-        ),
+        receiving(inbox, settings, window=1) as (receiver, endpoint),
         raw_dealer(endpoint) as greedy,
     ):
         most = 0
@@ -325,9 +320,9 @@ async def test_a_sender_that_says_group_0_over_and_over_takes_no_more_than_its_e
 
 
 async def test_a_name_that_is_not_of_the_group_is_refused_with_the_reason():
-    claims = functools.partial(is_trajectory_of_group, group_size=4)
+    inbox = Inbox(claims=functools.partial(is_trajectory_of_group, group_size=4))
     async with (
-        receiving(Inbox(), is_expected=lambda group, name: claims(group, name)) as (_, endpoint),
+        receiving(inbox) as (_, endpoint),
         raw_dealer(endpoint) as peer,
     ):
         await peer.send(HELLO)

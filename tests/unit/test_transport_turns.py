@@ -75,9 +75,9 @@ async def test_of_a_message_of_several_a_bad_one_is_refused_alone():
     def validate(trajectories: Sequence[Trajectory]) -> dict[int, str]:
         return {i: "no such expert" for i, t in enumerate(trajectories) if t.trajectory_id == "t2"}
 
-    inbox = Inbox()
+    inbox = Inbox(validate=validate, claims=lambda group, name: group == 0)
     async with (
-        receiving(inbox, SLOW, validate=validate, is_expected=lambda group, name: group == 0) as (receiver, endpoint),
+        receiving(inbox, SLOW) as (receiver, endpoint),
         raw_dealer(endpoint) as peer,
     ):
         await peer.send(HELLO)

@@ -7,7 +7,7 @@ import pytest
 
 from r3async.config import ScheduleConfig
 from r3async.record.timeline import LAG_WINDOW_SAMPLES, LagMeter
-from r3async.schedule.admission import ConcurrencyLimiter, IdleShareMeter, PaceAnalyzer, StepPace, useful_concurrency
+from r3async.schedule.pace import ConcurrencyLimiter, IdleShareMeter, PaceAnalyzer, StepPace, useful_concurrency
 from r3async.schedule.tasks import TaskCursor
 
 

@@ -13,7 +13,7 @@ from r3async.config.algorithm import CorrectionConfig, ReferenceKLConfig, Rollou
 from r3async.config.operation import DifficultyConfig
 from r3async.learner.drift import TrustRegion, compute_correction_weights
 from r3async.learner.loss import compute_reference_kl, compute_rollout_kl
-from r3async.schedule.admission import PaceMonitor
+from r3async.schedule.pace import PaceMonitor
 from r3async.schedule.tasks import TaskHistory
 from tests.helpers.algorithms import algorithm, make_samples, run
 

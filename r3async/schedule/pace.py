@@ -1,0 +1,313 @@
+"""The balance of generation and training, and the number of episodes that a generator plays at once.
+
+The balance is measured over the last steps. The learner is idle while it waits for groups (the buffer ran dry). A
+generator's places are idle while they are empty because no slot is free (the buffer is full); places that slots could
+never fill (`useful_concurrency`) do not count. The throughput of a side that never waited would be its output over the
+share of time in which it worked:
+
+ratio = (episodes finished / (1 - idle share of generation)) / (episodes trained / (1 - idle share of training))
+
+Below 1, generation is the slower side; above 1, training is. Pure: the clock is an argument.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from r3async.config import ScheduleConfig
+
+PACE_STEPS = 16
+"""Number of the latest steps that are evaluated together."""
+IDLE_THRESHOLD = 0.3
+"""Idle share from which a side counts as waiting."""
+ONE_SIDED_RATIO = 2.0
+"""Factor by which one side must be idle longer than the other to be waiting for it, and not both for a slot."""
+
+
+def useful_concurrency(schedule: ScheduleConfig, generators: int) -> float:
+    """Return how many episodes the slots let each generator play while the groups of one version are being trained.
+
+    This is `max(S, 1) * P * K * G / generators`. Places beyond it cannot be filled for long, and do not count as idle.
+    """
+    groups = max(schedule.max_staleness, 1) * schedule.prompts_per_step * schedule.steps_per_publication
+    return groups * schedule.group_size / generators
+
+
+class StepPace(msgspec.Struct, frozen=True):
+    """Report of one step. Times are in seconds, and for generation summed over all places for episodes."""
+
+    seconds: float
+    """Time from the end of the step before to the end of this one."""
+    waited_seconds: float
+    """Part of this time in which the learner waited for groups."""
+    finished_episodes: int
+    """Episodes that arrived."""
+    trained_episodes: int
+    """Episodes that were trained."""
+    idle_share: float
+    """Idle share of generation: places times time empty because no slot was free, over all places times time."""
+
+
+class PaceVerdict(msgspec.Struct, frozen=True):
+    """An event about the side that is waited for: its name, and figures and advice for the user."""
+
+    event: str
+    facts: dict[str, float | str]
+
+
+class IdleShareMeter:
+    """Meter of the idle share of something that every generator has (places for episodes, an engine)."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[float, float]] = {}
+        self._idle = self._total = 0.0
+
+    def add_counters(self, owner: str, idle: float, total: float) -> None:
+        """Add the counters of an owner.
+
+        They count seconds since its process began, times the number of places or engines. Counters that are smaller
+        than before come from a new process.
+        """
+        before = self._seen.get(owner, (0.0, 0.0))
+        if total < before[1]:
+            before = (0.0, 0.0)
+        self._idle += idle - before[0]
+        self._total += total - before[1]
+        self._seen[owner] = (idle, total)
+
+    @property
+    def has_reports(self) -> bool:
+        """True if any counters were added since the last `take_share`."""
+        return self._total > 0
+
+    def take_share(self) -> float:
+        """Return the share that was idle since the last call."""
+        share = self._idle / self._total if self._total > 0 else 0.0
+        self._idle = self._total = 0.0
+        return min(1.0, max(0.0, share))
+
+
+class IdleTimeCounter:
+    """Counter of a generator's idle time since the counter's creation.
+
+    It counts places for episodes times seconds (all, and those empty because no slot was free), and seconds (all, and
+    those in which the engine had no request).
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._total = self._empty = self._seconds = self._engine_idle = 0.0
+        self._at = clock()
+
+    def add_interval(self, places: float, empty: float, running_requests: float) -> None:
+        """Count the time since the last call, with the places, empty places and running requests there were in it."""
+        now = self._clock()
+        seconds, self._at = now - self._at, now
+        self._total += places * seconds
+        self._empty += empty * seconds
+        self._seconds += seconds
+        self._engine_idle += 0.0 if running_requests else seconds
+
+    def read_counters(self, paused_seconds: float) -> dict[str, float]:
+        """Return the counters, with metrics of the engine's wall time.
+
+        `paused_seconds` is the time for which the engine was paused for new weights.
+        """
+        return {
+            "places_all": self._total,
+            "places_empty": self._empty,
+            "engine_all": self._seconds,
+            "engine_idle": self._engine_idle,
+            "wall/engine_idle_seconds": self._engine_idle,
+            "wall/engine_install_seconds": paused_seconds,
+            "wall/engine_steps_seconds": max(0.0, self._seconds - self._engine_idle - paused_seconds),
+        }
+
+
+class PaceAnalyzer:
+    """Analyzer of the last steps, which finds the side that is waited for.
+
+    A verdict needs at least `patience` seconds of observed steps, and is given once until it changes.
+    """
+
+    def __init__(self, patience: float):
+        self._patience = patience
+        self._steps: deque[StepPace] = deque(maxlen=PACE_STEPS)
+        self._last_event = ""
+
+    def observe_step(self, step: StepPace) -> tuple[dict[str, float], PaceVerdict | None]:
+        """Add a step, and return the metrics as of this step, and a verdict if there is a new one."""
+        self._steps.append(step)
+        metrics = self.compute_metrics()
+        verdict = self._find_verdict(metrics)
+        last, self._last_event = self._last_event, verdict.event if verdict else ""
+        return metrics, verdict if verdict and verdict.event != last else None
+
+    def compute_metrics(self) -> dict[str, float]:
+        """Return `pace/ratio`, `learner/idle_share` and `generator/idle_share` over the latest steps."""
+        seconds = max(sum(s.seconds for s in self._steps), 1e-9)
+        learner = min(1.0, sum(s.waited_seconds for s in self._steps) / seconds)
+        generator = min(1.0, sum(s.idle_share * s.seconds for s in self._steps) / seconds)
+        generation = sum(s.finished_episodes for s in self._steps) / max(1 - generator, 1e-3)
+        training = sum(s.trained_episodes for s in self._steps) / max(1 - learner, 1e-3)
+        return {
+            "pace/ratio": generation / max(training, 1e-9),
+            "learner/idle_share": learner,
+            "generator/idle_share": generator,
+        }
+
+    def _find_verdict(self, metrics: dict[str, float]) -> PaceVerdict | None:
+        seconds = sum(s.seconds for s in self._steps)
+        if len(self._steps) < PACE_STEPS // 2 or seconds < self._patience:
+            return None
+        ratio = metrics["pace/ratio"]
+        learner, generator = metrics["learner/idle_share"], metrics["generator/idle_share"]
+        if learner >= IDLE_THRESHOLD and learner >= ONE_SIDED_RATIO * generator:
+            event, hint = (
+                "pace_generation_bound",
+                (
+                    f"the learner waited for {learner:.0%} of the last {seconds:.0f} s: give generation more (generator.count, "
+                    f"generator.concurrency, faster engines), about {1 / max(ratio, 1e-3):.1f} times what it has, or the "
+                    "learner less"
+                ),
+            )
+        elif generator >= IDLE_THRESHOLD and generator >= ONE_SIDED_RATIO * learner:
+            event, hint = (
+                "pace_training_bound",
+                (
+                    f"{generator:.0%} of the generators' places stood empty for the last {seconds:.0f} s because every slot was "
+                    f"taken: give the learner more (learner.parallel, learner.threads), about {max(ratio, 1e-3):.1f} times what "
+                    "it has, or generation less"
+                ),
+            )
+        elif min(generator, learner) >= IDLE_THRESHOLD:
+            event, hint = (
+                "pace_slots_bound",
+                (
+                    f"the learner waited for {learner:.0%} of the last {seconds:.0f} s, and {generator:.0%} of the generators' "
+                    "places stood empty because every slot was taken: more resources help neither; a larger "
+                    "schedule.window (if single episodes are late) or schedule.max_staleness does"
+                ),
+            )
+        else:
+            return None
+        numbers = {name: round(value, 3) for name, value in metrics.items()}
+        return PaceVerdict(event, {**numbers, "seconds": round(seconds, 1), "hint": hint})
+
+
+class PaceMonitor:
+    """Monitor that gathers the reports of generators and steps, and finds the side that waits for the other.
+
+    `report_warning(event, **facts)` is called if that lasts.
+    """
+
+    def __init__(
+        self,
+        schedule: ScheduleConfig,
+        report_warning: Callable[..., object],
+        clock: Callable[[], float],
+    ):
+        self._schedule, self._report_warning, self._clock = schedule, report_warning, clock
+        self._places, self._engines = IdleShareMeter(), IdleShareMeter()
+        self._pace = PaceAnalyzer(schedule.pace_seconds)
+        self._last_step_end: float | None = None
+        self._idle_share = self._engine_idle_share = 0.0
+        self._last_received = 0
+        """Trajectories that the learner had received when the last step ended."""
+
+    def report_generator(self, generator_id: str, stats: Mapping[str, float]) -> None:
+        """Add the counters of a generator's places and of its engine."""
+        self._places.add_counters(generator_id, stats["places_empty"], stats["places_all"])
+        self._engines.add_counters(generator_id, stats["engine_idle"], stats["engine_all"])
+
+    def record_step(self, step: int, groups: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Record a step that has just ended, and return its metrics.
+
+        The first step is left out, because it waited for the run to begin.
+
+        Args:
+            step: Number of the step.
+            groups: Number of groups that it consumed.
+            metrics: Metrics that the learner reported of it.
+        """
+        now, before = self._clock(), self._last_step_end
+        received, known = int(metrics["transport/received"]), self._last_received
+        self._last_step_end, self._last_received = now, received
+        if self._places.has_reports:  # otherwise, between two reports, the last value stays
+            self._idle_share = self._places.take_share()
+        if self._engines.has_reports:
+            self._engine_idle_share = self._engines.take_share()
+        engines = {"generator/engine_idle_share": self._engine_idle_share}
+        if before is None:
+            return engines
+        figures, verdict = self._pace.observe_step(
+            StepPace(
+                seconds=now - before,
+                waited_seconds=metrics["learner/wait_seconds"],
+                finished_episodes=received - known,
+                trained_episodes=groups * self._schedule.group_size,
+                idle_share=self._idle_share,
+            )
+        )
+        # Without staleness the two sides take turns, as configured.
+        expected = self._schedule.max_staleness == 0 and verdict is not None and verdict.event == "pace_slots_bound"
+        if verdict is not None and not expected:
+            self._report_warning(verdict.event, step=step, **verdict.facts)
+        return figures | engines
+
+
+HIGH_CACHE_USAGE = 0.95
+"""Share of the KV cache above which the limit is lowered, if requests wait in the engine's queue."""
+LOW_CACHE_USAGE = 0.85
+"""Share of the KV cache below which the limit may rise."""
+DECREASE_FACTOR = 0.75
+INCREASE_SHARE = 1 / 16
+"""Share of the maximum number of episodes by which the limit may rise at each look at the engine."""
+MIN_CHANGE_SECONDS = 2.0
+"""Minimum seconds between two changes, so that the last one has had its effect on the engine."""
+
+
+class ConcurrencyLimiter:
+    """Controller of the number of episodes that a generator plays at once.
+
+    The limit is between `min_limit` and `max_limit`, and begins at `max_limit`. It follows additive increase,
+    multiplicative decrease, as TCP finds the width of a path (Chiu and Jain 1989). An engine whose cache is full
+    preempts requests and computes them again: the work is done twice, and answers grow old. An engine that reports no
+    `kv_cache_usage` is left at `max_limit`.
+    """
+
+    def __init__(self, min_limit: int, max_limit: int, clock: Callable[[], float]):
+        self.min_limit, self.max_limit, self.limit = min_limit, max_limit, max_limit
+        self._clock = clock
+        self._changed_at = clock()
+        self._preemptions = 0.0
+        self._has_preempted = False
+        """True if requests were preempted since the last look that could change the limit."""
+
+    def update_limit(self, stats: Mapping[str, float], playing: int) -> int:
+        """Look at the engine while `playing` episodes run, and return the limit from now on.
+
+        `stats` has `kv_cache_usage` (0..1), `preemptions` (a counter) and `waiting` (requests in the engine's queue).
+        """
+        usage, preemptions = stats.get("kv_cache_usage"), stats.get("preemptions", 0)
+        if usage is None:
+            return self.limit
+        self._has_preempted |= preemptions > self._preemptions
+        self._preemptions = preemptions
+        now = self._clock()
+        if now - self._changed_at < MIN_CHANGE_SECONDS:
+            return self.limit
+        pressed, self._has_preempted = self._has_preempted, False
+        old = self.limit
+        if playing > self.limit:
+            pass  # the last cut has not taken effect yet
+        elif pressed or (usage > HIGH_CACHE_USAGE and stats.get("waiting", 0) > 0):
+            self.limit = max(self.min_limit, int(playing * DECREASE_FACTOR))
+        elif usage < LOW_CACHE_USAGE and playing >= self.limit:
+            self.limit = min(self.max_limit, self.limit + max(1, int(self.max_limit * INCREASE_SHARE)))
+        if self.limit != old:
+            self._changed_at = now
+        return self.limit

@@ -94,12 +94,24 @@ class RunLauncher:
     learner_class: type[LearnerActor] = LearnerActor
     generator_class: type[GeneratorActor] = GeneratorActor
     conductor_class: type[Conductor] = Conductor
-    make_environment: Callable[[EnvConfig], EnvironmentFactory] | None = None
-    """Function that makes the generators' environments, if they are not made from the configuration alone
-    (`envs/factory.py`)."""
 
-    def __init__(self, world: World, config: Config, model_path: Path, run_dir: Path, resume: Checkpoint | None = None):
-        """Prepare a start in `run_dir`; `start` starts it. `resume` is the checkpoint that the run resumes from."""
+    def __init__(
+        self,
+        world: World,
+        config: Config,
+        model_path: Path,
+        run_dir: Path,
+        resume: Checkpoint | None = None,
+        make_environment: Callable[[EnvConfig], EnvironmentFactory] | None = None,
+    ):
+        """Prepare a start in `run_dir`; `start` starts it.
+
+        Args:
+            resume: The checkpoint that the run resumes from.
+            make_environment: Makes the generators' environments, if they are not made from the configuration alone
+                (`envs/factory.py`).
+        """
+        self.make_environment = make_environment
         self.world, self.config, self.model_path, self.run_dir, self.resume = world, config, model_path, run_dir, resume
         self._offered_model: RemoteModelFiles | None = None
         self.run_id = f"{run_dir.name}-{world.unique_id()[:8]}"
@@ -355,11 +367,11 @@ async def supervise_run(
     model_path: Path,
     run: RunDirectory,
     ui: DriverUI,
-    launcher_class: type[RunLauncher] = RunLauncher,
+    make_launcher: Callable[..., RunLauncher] = RunLauncher,
 ) -> None:
     """Make the run, and restart it from its newest checkpoint if a process that it cannot do without is lost.
 
-    `launcher_class` may start other classes of actors than usual. Raises `RunFailed` with what to do about it, or one
+    `make_launcher` may return a launcher of other actors than usual. Raises `RunFailed` with what to do about it, or one
     of its subclasses `NotTrained` (no step made an update) and `StoppedBeforeStep`; and what `restart_run` raises.
     """
     allowed = config.supervise.max_run_restarts
@@ -368,7 +380,7 @@ async def supervise_run(
     while True:
         wanted = with_requested_scale(config, run.path, files=world.files)
         try:
-            return await _run_start(launcher_class(world, wanted, model_path, run.path, run.resume_from), ui)
+            return await _run_start(make_launcher(world, wanted, model_path, run.path, run.resume_from), ui)
         except ProcessLost as error:
             if ui.stop_requested or restarts == allowed:
                 raise

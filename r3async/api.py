@@ -50,21 +50,22 @@ def train(
     """
     from r3async.actors.driver import RunLauncher
     from r3async.tools.train import StopRequest
-    from r3async.tools.train import train as run
+    from r3async.tools.train import train as train_config
 
-    given, objects = _spelled(environment, reward, settings)
+    named_settings, objects = _name_objects(environment, reward, settings)
     register_objects(objects)
-    kind = (
-        type("Pipeline", (RunLauncher,), {"make_environment": partial(build_factory_with_objects, objects)})
-        if objects
-        else RunLauncher
-    )
-    name = "config" if isinstance(config, Config) else str(config)
+    make_environment = partial(build_factory_with_objects, objects) if objects else None
     request = StopRequest()
-    made = partial(
-        run, _config(config, given), name, root=_runs(runs), pipeline=kind, callbacks=callbacks, request=request
+    run_training = partial(
+        train_config,
+        _build_config(config, named_settings),
+        preset="config" if isinstance(config, Config) else str(config),
+        root=_resolve_runs_directory(runs),
+        make_launcher=partial(RunLauncher, make_environment=make_environment),
+        callbacks=callbacks,
+        request=request,
     )
-    return _blocking(made, partial(setattr, request, "requested", True))
+    return _run_blocking(run_training, stop=partial(setattr, request, "requested", True))
 
 
 def evaluate(
@@ -100,61 +101,66 @@ def evaluate(
     """
     from r3async.tools.eval import choose_target, run_evaluation
 
-    given, objects = _spelled(None, reward, settings)
-    if (played := env if environment is None else environment) is not None and not isinstance(played, str):
-        names, more = extract_objects({"environment": played})
-        played, objects = names["environment"], objects | more
+    named_settings, objects = _name_objects(None, reward, settings)
+    env_name = env if environment is None else environment
+    if env_name is not None and not isinstance(env_name, str):
+        names, env_objects = extract_objects({"environment": env_name})
+        env_name, objects = names["environment"], objects | env_objects
     register_objects(objects)
-    chosen = choose_target(None if target is None else str(target), preset, played, given, policy, _runs(runs))
-    return _blocking(
-        lambda: run_on_shared_loop(run_evaluation(chosen.with_tasks(tasks, seed), policy=policy)), lambda: None
+    chosen = choose_target(
+        None if target is None else str(target), preset, env_name, named_settings, policy, _resolve_runs_directory(runs)
+    )
+    return _run_blocking(
+        lambda: run_on_shared_loop(run_evaluation(chosen.with_tasks(tasks, seed), policy=policy)), stop=lambda: None
     )
 
 
-def _runs(runs: str | Path | None) -> Path:
+def _resolve_runs_directory(runs: str | Path | None) -> Path:
     from r3async.tools.runs import get_runs_directory
 
     return get_runs_directory() if runs is None else Path(runs)
 
 
-def _spelled(environment: Any, reward: Any, settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
+def _name_objects(
+    environment: Any, reward: Any, settings: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return all arguments as settings, with names in place of objects, and the pickled objects by name."""
-    words = {"environment": environment, "reward": reward}
-    given, objects = extract_objects(
-        {**settings, **{word: value for word, value in words.items() if value is not None}}
+    arguments = {"environment": environment, "reward": reward}
+    named_settings, objects = extract_objects(
+        {**settings, **{name: value for name, value in arguments.items() if value is not None}}
     )
-    if "environment" in given:
-        given["env.name"] = given.pop("environment")
-    return given, objects
+    if "environment" in named_settings:
+        named_settings["env.name"] = named_settings.pop("environment")
+    return named_settings, objects
 
 
-def _config(preset: str | Path | Config, settings: Mapping[str, Any]) -> Config:
+def _build_config(preset: str | Path | Config, settings: Mapping[str, Any]) -> Config:
     if not isinstance(preset, Config):
         return load_config(str(preset), settings)
     return apply_overrides(preset, settings, "train")
 
 
-def _blocking(call: Callable[[], T], stop: Callable[[], object]) -> T:
+def _run_blocking(call: Callable[[], T], *, stop: Callable[[], object]) -> T:
     """Run `call`, which runs an event loop. If a loop is running in this thread, as in a notebook, it runs in
     another thread; a first Ctrl-C then calls `stop`, and a second one stops waiting at once."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return call()
-    made: Future[T] = Future()
+    result: Future[T] = Future()
     context = contextvars.copy_context()
 
     def work() -> None:
         try:
-            made.set_result(context.run(call))
+            result.set_result(context.run(call))
         except BaseException as error:
-            made.set_exception(error)
+            result.set_exception(error)
 
     threading.Thread(target=work, name="r3async", daemon=True).start()
     try:
-        return made.result()
+        return result.result()
     except KeyboardInterrupt:
-        if made.done():
+        if result.done():
             raise
         stop()
-        return made.result()
+        return result.result()

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -123,14 +123,14 @@ def train(
     preset: str,
     console: Console | None = None,
     root: Path = Path("runs"),
-    pipeline: type[RunLauncher] | None = None,
+    make_launcher: Callable[..., RunLauncher] | None = None,
     callbacks: Sequence[Any] = (),
     request: StopRequest | None = None,
 ) -> Path:
     """Run to the end and return the run directory.
 
     Args:
-        pipeline: Launcher with other actors than usual.
+        make_launcher: Takes the arguments of `RunLauncher`, and returns one that starts other actors than usual.
         callbacks: Callbacks as in `CallbackRunner`.
         request: The request through which another thread may ask for a stop.
 
@@ -144,7 +144,7 @@ def train(
     with handle_stop_signals(request), LiveView(console, config.steps) as view:
         try:
             try:
-                path = _prepare_and_train(config, preset, view, root, pipeline, request, heard)
+                path = _prepare_and_train(config, preset, view, root, make_launcher, request, heard)
             except StoppedWhileLoading:
                 path = root / config.name
                 name = f" with name={config.name}" if config.name else ""
@@ -165,7 +165,7 @@ def _prepare_and_train(
     preset: str,
     view: LiveView,
     root: Path,
-    pipeline: type[RunLauncher] | None,
+    make_launcher: Callable[..., RunLauncher] | None,
     request: StopRequest,
     callbacks: CallbackRunner,
 ) -> Path:
@@ -201,7 +201,7 @@ def _prepare_and_train(
             callbacks.begin_run(config, run.path, step)
             front = TerminalUI(view, outlets, request, callbacks)
             try:
-                asyncio.run(supervise_run(REAL_WORLD, config, model_path, run, front, pipeline or RunLauncher))
+                asyncio.run(supervise_run(REAL_WORLD, config, model_path, run, front, make_launcher or RunLauncher))
             except RunFailed:
                 diagnose_failed_run(run.path, view.print_line, view.show_phase)
                 raise

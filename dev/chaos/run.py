@@ -203,7 +203,7 @@ class ScenarioRun:
                 self.preset,
                 self.console,
                 self.root,
-                pipeline=make_chaos_launcher(self.fault, scenario.begin_disturbing),
+                make_launcher=make_chaos_launcher(self.fault, scenario.begin_disturbing),
             )
         finally:
             scenario.stop_disturbing()

@@ -16,7 +16,7 @@ import pytest
 
 import r3async
 from r3async import ConfigError, load_config
-from r3async.api import _blocking
+from r3async.api import _run_blocking
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,13 +110,13 @@ async def test_a_first_interrupt_within_a_running_loop_stops_in_order_and_a_seco
         go.set()
 
     interrupts = [1]
-    assert _blocking(lambda: go.wait(5) and "in order", stop) == "in order"
+    assert _run_blocking(lambda: go.wait(5) and "in order", stop=stop) == "in order"
     assert stopped == [1]
     go.clear()
     waited.clear()
     interrupts.append(2)
     with pytest.raises(KeyboardInterrupt):
-        _blocking(lambda: go.wait(5), lambda: None)
+        _run_blocking(lambda: go.wait(5), stop=lambda: None)
     go.set()
 
 

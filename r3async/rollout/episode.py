@@ -165,11 +165,8 @@ class EpisodePlayer:
     ):
         """Prepare to play `task`. `blocking_detector` is shared by all episodes of this generator."""
         self.task, self.settings = task, settings
-        self._env, self._renderer, self._blocking_detector = (
-            env,
-            renderer,
-            blocking_detector or BlockingDetector(report, clock),
-        )
+        self._env, self._renderer = env, renderer
+        self._blocking_detector = blocking_detector or BlockingDetector(report, clock)
         self._generator_id, self._clock = generator_id, clock
         self._samples = EpisodeSamples(engine.routing, settings.rows, settings.needs_sampling_mask)
         name = task.trajectory_id
@@ -204,13 +201,16 @@ class EpisodePlayer:
 
     async def _play_turns(self) -> str:
         """Play all turns and return the stop reason."""
-        name, settings = self.task.trajectory_id, self.settings
-        env, watched = self._env, self._blocking_detector.run
-        messages = coerce_messages(await watched(env, "reset", env.reset(self.task.task_seed)))
-        talk = Conversation(self._renderer, messages, getattr(self._env, "tools", ()))
+        name, settings, env = self.task.trajectory_id, self.settings, self._env
+        run_watched = self._blocking_detector.run
+        # The environment poses its task.
+        messages = coerce_messages(await run_watched(env, "reset", env.reset(self.task.task_seed)))
+        conversation = Conversation(self._renderer, messages, getattr(env, "tools", ()))
         for index in range(settings.max_turns):
+            # The prompt keeps the tokens of earlier turns: what was sampled is never tokenized again.
             with stage("tokens"):
-                prompt = talk.build_prompt()
+                prompt = conversation.build_prompt()
+            # Without room for an answer the episode ends; without room for the first one, the task is too long.
             if not (capacity := answer_capacity(len(prompt.token_ids), settings)):
                 if index == 0:
                     raise PromptTooLongError(
@@ -219,28 +219,36 @@ class EpisodePlayer:
                         "episode.max_total_tokens) or shorten the task"
                     )
                 return "length"
+            # Continue the sample that the prompt extends, or begin another one, and have the engine answer.
             call = self._samples.start_call(prompt.token_ids, prompt.shared_turn, prompt.shared_tokens)
             generation = await self._retrying_engine.generate_answer(call, capacity)
             turn = self._samples.finish_call(call, generation)
+            # The environment gets the answer as text, and as tokens only if it takes them.
             token_ids = generation.token_ids.tolist()
             with stage("tokens"):
-                text = talk.add_answer(token_ids, turn=turn)
-            told = token_ids if getattr(self._env, "takes_tokens", False) else []
-            action = Action(text, generation.stop_reason, told, prompt.opens_thought)
-            result = require_step_result(await watched(env, "step", env.step(action)))
+                text = conversation.add_answer(token_ids, turn=turn)
+            token_ids_for_env = token_ids if getattr(env, "takes_tokens", False) else []
+            action = Action(text, generation.stop_reason, token_ids_for_env, prompt.opens_thought)
+            result = require_step_result(await run_watched(env, "step", env.step(action)))
+            # From here on the turn has a reward, so it is trained even if time runs out in a later one.
             self._samples.add_reward(turn, result.reward)
             self._env_metrics.append(result.metrics)
             self._rewarded_turns = turn + 1
+            # The first episode of a group is shown to people.
             if self.task.episode_index == 0:
                 self._preview += [{"role": m.role, "content": m.content} for m in messages]
                 self._preview.append({"role": "assistant", "content": text})
             if result.done:
                 return "env_done"
-            told, messages = messages, coerce_messages(result.messages)
+            # The environment continues the conversation, or puts another one in its place.
+            previous_messages, messages = messages, coerce_messages(result.messages)
             if not result.rewrites:
-                refuse_repeated_messages(told, messages)
+                refuse_repeated_messages(previous_messages, messages)
             with stage("tokens"):
-                (talk.replace_messages if result.rewrites else talk.add_messages)(messages)
+                if result.rewrites:
+                    conversation.replace_messages(messages)
+                else:
+                    conversation.add_messages(messages)
         return "turns"
 
     def build_trajectory(self, stop_reason: str) -> Trajectory:

@@ -891,43 +891,70 @@ class _DemonstrationWriter:
         """
         renderer = self._renderer
         prompt = renderer.render(before, self._tools)
-        whole = renderer.render_finished([*before, answer], self._tools)
-        while not (prompt.startswith(kept := "".join(text for text, _ in self._pieces)) and whole.startswith(kept)):
-            self._pieces.pop()
-        shared = opened = len(prompt)
-        if not whole.startswith(prompt):  # the generation prompt differs from how the template begins this answer
-            opened = _common_prefix_length(prompt, renderer.render_finished(before, self._tools))
-            shared = _common_prefix_length(prompt, whole)
-            if shared < opened:
-                raise TemplateError("the chat template writes the messages before an answer otherwise when it is there")
-        if not renderer.stop_pattern.search(whole, shared):
-            whole += self._find_end_behind(whole, before, answer, behind)
-        if ended := renderer.stop_pattern.search(whole, shared):
-            whole = whole[: ended.end()]
-        _check_written_answer(renderer, answer, whole[opened:])
-        given, said = renderer.encode(prompt[len(kept) :]), renderer.encode(whole[shared:])
-        if shared < len(prompt):  # keep the common prefix of both, in whole tokens
-            told = renderer.encode(whole[len(kept) :])
-            common = _common_prefix_length(given, told)
-            self.unwritten_prompt_end = self.unwritten_prompt_end or renderer.decode(given[common:])
-            given, said = told[:common], told[common:]
-        if [i for i, token in enumerate(said) if token in renderer.stop_token_ids] != [len(said) - 1]:
-            raise TemplateError(f"the tokenizer does not find the end of the answer in {whole[shared:]!r:.200}")
-        seen = [token for _, ids in self._pieces for token in ids]
-        if shared < len(prompt):
-            self._pieces.append((whole[len(kept) :], [*given, *said]))
+        written = renderer.render_finished([*before, answer], self._tools)
+        # Turns that the template writes as before keep their tokens.
+        kept_length = self._drop_rewritten_turns(prompt, written)
+        # The answer begins behind the prompt, unless the template begins it in another way than the generation prompt.
+        common_length = answer_start = len(prompt)
+        is_prefix = written.startswith(prompt)
+        if not is_prefix:
+            common_length, answer_start = self._compare_beginnings(prompt, written, before)
+        # It ends with its stop token, which the template may leave to the start of the next message.
+        if not renderer.stop_pattern.search(written, common_length):
+            written += self._find_end_behind(written, before, answer, behind)
+        if answer_end := renderer.stop_pattern.search(written, common_length):
+            written = written[: answer_end.end()]
+        _check_written_answer(renderer, answer, written[answer_start:])
+        # Prompt and answer are encoded separately, as in an episode, and so are kept separately.
+        prompt_tokens = renderer.encode(prompt[kept_length:])
+        if is_prefix:
+            answer_tokens = renderer.encode(written[common_length:])
+            pieces = [(prompt[kept_length:], prompt_tokens), (written[common_length:], answer_tokens)]
         else:
-            self._pieces += [(prompt[len(kept) :], given), (whole[shared:], said)]
-        return [*seen, *given], said
+            prompt_tokens, answer_tokens = self._split_common_tokens(prompt_tokens, written[kept_length:])
+            pieces = [(written[kept_length:], [*prompt_tokens, *answer_tokens])]
+        # A model that learns the answer must learn to end it, once.
+        if [i for i, token in enumerate(answer_tokens) if token in renderer.stop_token_ids] != [len(answer_tokens) - 1]:
+            raise TemplateError(
+                f"the tokenizer does not find the end of the answer in {written[common_length:]!r:.200}"
+            )
+        kept_tokens = [token for _, tokens in self._pieces for token in tokens]
+        self._pieces += pieces
+        return [*kept_tokens, *prompt_tokens], answer_tokens
+
+    def _drop_rewritten_turns(self, prompt: str, written: str) -> int:
+        """Drop the last turns until both texts begin with those that are left. Returns the length of their text."""
+        while True:
+            kept_text = "".join(text for text, _ in self._pieces)
+            if prompt.startswith(kept_text) and written.startswith(kept_text):
+                return len(kept_text)
+            self._pieces.pop()
+
+    def _compare_beginnings(self, prompt: str, written: str, before: Sequence[Message]) -> tuple[int, int]:
+        """Return the length of the text that `prompt` and `written` share, and where the generation prompt begins.
+        Raises `TemplateError` if they differ before that."""
+        generation_start = _common_prefix_length(prompt, self._renderer.render_finished(before, self._tools))
+        common_length = _common_prefix_length(prompt, written)
+        if common_length < generation_start:
+            raise TemplateError("the chat template writes the messages before an answer otherwise when it is there")
+        return common_length, generation_start
+
+    def _split_common_tokens(self, prompt_tokens: list[int], written: str) -> tuple[list[int], list[int]]:
+        """Return the tokens of `written` that the prompt has, too, and the others, in whole tokens."""
+        written_tokens = self._renderer.encode(written)
+        common_count = _common_prefix_length(prompt_tokens, written_tokens)
+        if not self.unwritten_prompt_end:
+            self.unwritten_prompt_end = self._renderer.decode(prompt_tokens[common_count:])
+        return written_tokens[:common_count], written_tokens[common_count:]
 
     def _find_end_behind(
-        self, whole: str, before: Sequence[Message], answer: Message, behind: Sequence[Message]
+        self, written: str, before: Sequence[Message], answer: Message, behind: Sequence[Message]
     ) -> str:
         """Return the token that ends the answer if the template leaves that to the start of the next message."""
         if behind:
             longer = self._renderer.render([*before, answer, *behind], self._tools)
-            if longer.startswith(whole):
-                return self._renderer.match_special_token(longer[len(whole) :])
+            if longer.startswith(written):
+                return self._renderer.match_special_token(longer[len(written) :])
         return self._renderer.find_answer_end(behind[0].role if behind else "user")
 
 

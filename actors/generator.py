@@ -27,7 +27,7 @@ from r3async.rollout.agents import is_agent, open_agent_player
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engine import CorruptWeightsError, Engine, InstallReport, sample_probe
 from r3async.rollout.episode import EpisodeTask, RetryingPlayer, build_failed_trajectory
-from r3async.rollout.evaluation import Evaluation, count_tasks_by_part, drop_long_prompts, evaluate_sets
+from r3async.rollout.evaluation import Evaluation, EvaluationPlayer, count_tasks_by_part, drop_long_prompts
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import EpisodeEnd
 from r3async.schedule.validation import find_invalid, validate_trajectories
@@ -498,17 +498,17 @@ class GeneratorActor:
         Returns an `Evaluation`. Raises what an episode failed with after its retries, and `TimeoutError` after
         `evaluation.timeout`.
         """
-        evaluating = evaluate_sets(
+        player = EvaluationPlayer(
             self.config,
-            lambda env: self.world.threads.run(self._get_env_factory, env),
             self._engine,
             self._renderer,
+            make_factory=lambda env: self.world.threads.run(self._get_env_factory, env),
             trained_env=self.config.env,
             generator_id=self.generator_id,
             report=self._events.warning,
             world=self.world,
         )
-        playing = create_stage_task("evaluation", evaluating)
+        playing = create_stage_task("evaluation", player.play_sets())
         self._evaluation_tasks.append(playing)
         try:
             return msgspec.to_builtins(await asyncio.wait_for(playing, self.config.evaluation.timeout))

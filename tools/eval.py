@@ -25,8 +25,8 @@ from r3async.rollout.evaluation import (
     BaselinePolicy,
     EpisodeOutcome,
     Evaluation,
+    EvaluationPlayer,
     drop_long_prompts,
-    evaluate_sets,
     evaluate_without_model,
     join_sets,
     refuse_shared_prompts,
@@ -244,16 +244,17 @@ async def run_evaluation(
     try:
         await engine.start()
         show_phase("playing")
-        return await evaluate_sets(
+        player = EvaluationPlayer(
             config,
-            factory_of,
             engine,
             renderer,
+            make_factory=factory_of,
             trained_env=target.trained_env,
             generator_id="eval",
             report=report_event,
             progress=on_outcome,
         )
+        return await player.play_sets()
     except Exception as error:
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]

@@ -7,6 +7,7 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -19,7 +20,6 @@ from r3async.config import (
     EnvConfig,
     EpisodeConfig,
     EvaluationConfig,
-    ServingConfig,
     collect_secrets,
     parse_mix_entries,
     refuse_lost_secret,
@@ -225,106 +225,84 @@ def _load_task_count(env: EnvConfig) -> int | None:
     return getattr(build_environment_factory(env)(), "size", None)
 
 
-async def evaluate_sets(
-    config: Config,
-    make_factory: Callable[[EnvConfig], Awaitable[EnvironmentFactory | None]],
-    engine: Engine,
-    renderer: ChatRenderer,
-    *,
-    trained_env: EnvConfig | None,
-    generator_id: str = "",
-    report: Callable[..., object] = lambda event, **fields: None,
-    progress: Callable[[EpisodeOutcome], object] = lambda outcome: None,
-    world: World = REAL_WORLD,
-) -> Evaluation:
-    """Play the sets of `config.evaluation` one after the other; see `evaluate_set`.
+@dataclass(frozen=True)
+class EvaluationPlayer:
+    """A player of evaluations on one engine.
 
-    `make_factory(env)` returns the factory of an environment, or None for an agent.
-    """
-    sets = {}
-    for name, settings in config.evaluation.resolve_sets().items():
-        env = resolve_evaluation_env(config, settings)
-        sets[name] = await evaluate_set(
-            env,
-            await make_factory(env),
-            engine,
-            renderer,
-            next((each.episode for each in resolve_envs(config) if each.label == name), config.episode),
-            config.serving,
-            settings,
-            trained_env=trained_env,
-            concurrency=config.generator.concurrency,
-            generator_id=generator_id,
-            report=report,
-            progress=progress,
-            world=world,
-        )
-    return join_sets(sets)
-
-
-async def evaluate_set(
-    env: EnvConfig,
-    factory: EnvironmentFactory | None,
-    engine: Engine,
-    renderer: ChatRenderer,
-    episode: EpisodeConfig,
-    serving: ServingConfig,
-    settings: EvaluationConfig,
-    *,
-    trained_env: EnvConfig | None,
-    concurrency: int,
-    generator_id: str = "",
-    report: Callable[..., object] = lambda event, **fields: None,
-    progress: Callable[[EpisodeOutcome], object] = lambda outcome: None,
-    world: World = REAL_WORLD,
-) -> Evaluation:
-    """Play one set (`EvaluationConfig.resolve_sets`), at most `concurrency` episodes at once.
-
-    An episode that fails is retried `episode.retries` times; then its error is raised and the others are cancelled.
-    Raises `ConfigError` where `build_evaluation_tasks` does.
-
-    Args:
-        factory: Makes the environments of `env`; None for an agent.
+    Attributes:
+        make_factory: `make_factory(env)` returns the factory of an environment, or None for an agent.
         trained_env: The environment that the run trains; see `build_evaluation_tasks`.
         report: `report(event, **fields)` gets failed attempts.
         progress: Gets each outcome.
     """
-    if settings.temperature == 0:
-        episode = msgspec.structs.replace(episode, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-    elif settings.temperature is not None:
-        episode = msgspec.structs.replace(episode, temperature=settings.temperature)
-    tasks = build_evaluation_tasks(env, await count_tasks(factory), settings, trained_env)
-    outcomes: list[EpisodeOutcome] = []
 
-    clock = world.clock
-    began = clock.monotonic()
-    # The run's endpoint for outside agents is not opened a second time.
-    private = msgspec.structs.replace(serving, enabled=False, port=0)
-    async with open_agent_player(
-        env, engine, renderer, episode, private, generator_id=generator_id, report=report, world=world
-    ) as play:
-        player = RetryingPlayer(
-            factory=factory,
-            engine=engine,
-            renderer=renderer,
-            settings=episode,
-            generator_id=generator_id,
-            report=report,
-            play_episode=play,
-            clock=clock.time,
-        )
-        capacity = asyncio.Semaphore(concurrency)
+    config: Config
+    engine: Engine
+    renderer: ChatRenderer
+    make_factory: Callable[[EnvConfig], Awaitable[EnvironmentFactory | None]]
+    trained_env: EnvConfig | None
+    generator_id: str = ""
+    report: Callable[..., object] = lambda event, **fields: None
+    progress: Callable[[EpisodeOutcome], object] = lambda outcome: None
+    world: World = REAL_WORLD
 
-        async def play_task(task: EpisodeTask) -> None:
-            async with capacity:
-                played = await player.play(task)
-            outcomes.append(summarize_trajectory(played.trajectory))
-            progress(outcomes[-1])
+    async def play_sets(self) -> Evaluation:
+        """Play the sets of `config.evaluation` one after the other; see `play_set`."""
+        episodes = {each.label: each.episode for each in resolve_envs(self.config)}
+        sets = {}
+        for name, settings in self.config.evaluation.resolve_sets().items():
+            env = resolve_evaluation_env(self.config, settings)
+            sets[name] = await self.play_set(env, settings, episodes.get(name, self.config.episode))
+        return join_sets(sets)
 
-        async with asyncio.TaskGroup() as group:
-            for task in tasks:
-                group.create_task(play_task(task))
-    return summarize_outcomes(outcomes, clock.monotonic() - began, settings.pass_reward)
+    async def play_set(self, env: EnvConfig, settings: EvaluationConfig, episode: EpisodeConfig) -> Evaluation:
+        """Play one set, at most `generator.concurrency` episodes at once.
+
+        An episode that fails is retried `episode.retries` times; then its error is raised and the others are cancelled.
+        Raises `ConfigError` where `build_evaluation_tasks` does.
+        """
+        if settings.temperature == 0:
+            episode = msgspec.structs.replace(episode, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+        elif settings.temperature is not None:
+            episode = msgspec.structs.replace(episode, temperature=settings.temperature)
+        factory = await self.make_factory(env)
+        tasks = build_evaluation_tasks(env, await count_tasks(factory), settings, self.trained_env)
+        outcomes: list[EpisodeOutcome] = []
+        clock = self.world.clock
+        began = clock.monotonic()
+        async with open_agent_player(
+            env,
+            self.engine,
+            self.renderer,
+            episode,
+            # The run's endpoint for outside agents is not opened a second time.
+            msgspec.structs.replace(self.config.serving, enabled=False, port=0),
+            generator_id=self.generator_id,
+            report=self.report,
+            world=self.world,
+        ) as play_episode:
+            player = RetryingPlayer(
+                factory=factory,
+                engine=self.engine,
+                renderer=self.renderer,
+                settings=episode,
+                generator_id=self.generator_id,
+                report=self.report,
+                play_episode=play_episode,
+                clock=clock.time,
+            )
+            capacity = asyncio.Semaphore(self.config.generator.concurrency)
+
+            async def play_task(task: EpisodeTask) -> None:
+                async with capacity:
+                    played = await player.play(task)
+                outcomes.append(summarize_trajectory(played.trajectory))
+                self.progress(outcomes[-1])
+
+            async with asyncio.TaskGroup() as group:
+                for task in tasks:
+                    group.create_task(play_task(task))
+        return summarize_outcomes(outcomes, clock.monotonic() - began, settings.pass_reward)
 
 
 async def evaluate_without_model(

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r3async.config import ConfigError, EnvConfig, EpisodeConfig, EvaluationConfig, ServingConfig
+from r3async.config import Config, ConfigError, EnvConfig, EpisodeConfig, EvaluationConfig
 from r3async.envs.factory import build_environment_factory
 from r3async.rollout.evaluation import (
     EpisodeOutcome,
+    EvaluationPlayer,
     build_evaluation_tasks,
-    evaluate_set,
     evaluate_without_model,
     flatten_evaluation,
     join_sets,
@@ -78,9 +78,12 @@ async def test_the_oracle_earns_all_the_policy_what_its_answers_are_worth_and_al
             return await self.env.step(action)
 
     engine = await ready(answer_ids(chat, "zzzz"))
-    values = {"trained_env": REVERSE, "concurrency": 2, "progress": said_so_far.append}
-    tasks = EvaluationConfig(tasks=5, seed=1)
-    result = await evaluate_set(REVERSE, Watched, engine, chat, EPISODE, ServingConfig(), tasks, **values)
+
+    async def make_factory(env):
+        return Watched
+
+    player = EvaluationPlayer(Config(), engine, chat, make_factory, REVERSE, progress=said_so_far.append)
+    result = await player.play_set(REVERSE, EvaluationConfig(tasks=5, seed=1), EPISODE)
     assert sorted(seeds) == sorted(evaluation_seed(1, i) for i in range(5))
     assert len(said_so_far) == result.episodes == 5
     assert 0.2 <= result.reward_mean < 0.5  # the end of each answer is right
@@ -144,19 +147,19 @@ async def test_samples_and_temperature_of_a_set_reach_the_engine_and_its_tasks()
     chat = renderer()
     engine = await ready(answer_ids(chat, "zzzz"))
     tasks = EvaluationConfig(tasks=3, samples_per_task=4, temperature=0.5)
-    how = {"trained_env": REVERSE, "concurrency": 8}
-    made = await evaluate_set(
-        REVERSE, build_environment_factory(REVERSE), engine, chat, EPISODE, ServingConfig(), tasks, **how
-    )
+
+    async def make_factory(env):
+        return build_environment_factory(env)
+
+    player = EvaluationPlayer(Config(), engine, chat, make_factory, REVERSE)
+    made = await player.play_set(REVERSE, tasks, EPISODE)
     assert (made.episodes, made.tasks, list(made.passes)) == (12, 3, ["1", "2", "4"])
     assert {call.temperature for call in engine.requests} == {0.5}
     assert len({call.request_id for call in engine.requests}) == len(engine.requests), (
         "episodes of a task share no name"
     )
     greedy = EvaluationConfig(tasks=3, temperature=0)
-    await evaluate_set(
-        REVERSE, build_environment_factory(REVERSE), engine, chat, EPISODE, ServingConfig(), greedy, **how
-    )
+    await player.play_set(REVERSE, greedy, EPISODE)
     assert engine.requests[-1].temperature == 0
 
 

@@ -8,7 +8,7 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,11 @@ from r3async.world.stages import create_stage_task
 # vLLM as the rollout engine: token-in, token-out, with routes, and weights that change under running requests.
 #
 # The model and vLLM's engine core run in child processes. This process drives them and does not import vLLM
-# (`EngineCoreClient`). The version that sampled each token is known exactly (`install_version`).
+# (`EngineCoreClient`). The version that sampled each token is known exactly (`VllmEngine.install_version`).
 
 
+CALL_TIMEOUT = 30.0
+"""Seconds that vLLM may take for a call that does no work on the model."""
 SCORE_TIMEOUT = 120.0
 STOP_TIMEOUT = 10.0
 
@@ -119,8 +121,8 @@ class VllmEngine:
         self._pause_seconds = 0.0
 
     @property
-    def _core(self) -> Any:
-        return self._requests.core
+    def _core(self) -> EngineCoreClient:
+        return self._requests.running_core
 
     async def start(self) -> None:
         """Load the model, which takes seconds to minutes. Raises `EngineError`. Cancelling ends the engine."""
@@ -181,29 +183,90 @@ class VllmEngine:
         await self._requests.abort_request(request_id)
 
     async def install_version(self, manifest: WeightManifest, timeout: float) -> InstallReport:
-        """Install published weights under the running requests.
+        """Install published weights under the running requests; see `Engine.install_version`.
 
-        See `Engine.install_version` for the contract, and the function `install_version` for the order of events.
+        The order of events makes every token's version exact: verify (nothing is paused yet), wait for running requests
+        if they are drained, pause (no step runs any more), load, have every worker confirm, receive every output that
+        was produced before the pause, stamp all running requests with their token counts, resume. A request that has
+        not produced a token before the pause starts again, so its prompt is never half old and half new.
+
+        Until the engine is paused, a failure leaves it unchanged on its old version: `CorruptWeightsError` then names
+        the tensor, or `EngineError` the number of requests that did not end in time. If anything fails later, or the
+        call is cancelled, the weights are in an unknown state: the engine stays paused, and every running and later
+        request fails.
         """
         async with self._install_lock:
             if self._requests.failure is not None:
                 raise self._requests.failure
             if manifest.version < self.version:
                 raise EngineError(f"version {manifest.version} is older than the installed version {self.version}")
-            report = await install_version(
-                self._requests,
-                manifest,
-                tensor_names=self._parameter_names,
-                on_update=self.on_update,
-                timeout=timeout,
-                on_installed=self._set_version,
-            )
+            report = await self._install_newer(manifest, timeout)
             self._counters["installs"] += 1
             self._pause_seconds += report.pause_seconds
             return report
 
-    def _set_version(self, version: int) -> None:
-        self.version = version
+    async def _install_newer(self, manifest: WeightManifest, timeout: float) -> InstallReport:
+        requests, version = self._requests, manifest.version
+        started, deadline = time.perf_counter(), asyncio.get_running_loop().time() + timeout
+        # Verify the files while requests run: what is corrupt is not loaded.
+        try:
+            async with asyncio.timeout_at(deadline):
+                await asyncio.to_thread(_verify_manifest, manifest, self._parameter_names)
+        except WeightError as error:
+            raise CorruptWeightsError(str(error)) from error
+        except TimeoutError as error:
+            raise EngineError(f"verifying version {version} took longer than {timeout} s") from error
+        encoded = msgspec.msgpack.encode(manifest)
+        verified = time.perf_counter()
+        # From here on no request enters, and a drained engine waits until none runs.
+        requests.pause_admission()
+        if self.on_update == "drain":
+            await self._drain_requests(version, deadline, timeout)
+        drained = time.perf_counter()
+        try:
+            async with asyncio.timeout_at(deadline):
+                # To clear the cache vLLM drops the keys and values of running requests too. It raises if a block is
+                # left, and computes them again, with the weights that it has then, before these requests continue.
+                await self._core.pause_generation(mode="keep", clear_cache=self.on_update == "recompute")
+                paused = time.perf_counter()  # until then the engine finished its current step
+                # Every worker loads the weights, and says what it holds.
+                _confirm_installed(await self._core.collective_rpc("r3_install_version", args=(encoded,)), manifest)
+                load = time.perf_counter() - paused
+                # New requests begin under this version, and running ones continue under it.
+                self.version = version
+                await requests.stamp_version(version)
+                await self._core.resume_generation()
+        except BaseException as error:
+            what = f"took longer than {timeout} s" if isinstance(error, TimeoutError) else f"failed: {error!r}"
+            failure = EngineError(f"installing version {version} {what}; the engine must be restarted")
+            await requests.fail_requests(failure)
+            if isinstance(error, Exception):
+                raise failure from error
+            raise
+        requests.resume_admission()
+        now = time.perf_counter()
+        return InstallReport(
+            version,
+            update_seconds=now - started,
+            pause_seconds=now - paused,
+            verify_seconds=verified - started,
+            drain_seconds=drained - verified,
+            load_seconds=load,
+        )
+
+    async def _drain_requests(self, version: int, deadline: float, timeout: float) -> None:
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._requests.wait_until_idle()
+        except BaseException as error:
+            running = len(self._requests)
+            self._requests.resume_admission()
+            if not isinstance(error, TimeoutError):
+                raise
+            raise EngineError(
+                f"version {version} waited {timeout} s (weights.install_timeout) for {running} running requests to end "
+                '(generator.on_update = "drain"); allow more time, or set generator.on_update="keep"'
+            ) from error
 
     async def score_tokens(self, token_ids: np.ndarray) -> np.ndarray:
         """Return the log-prob of each token after the first, float32 `[T - 1]`.
@@ -226,9 +289,36 @@ class VllmEngine:
         return 0 if known else running.cached_tokens
 
     async def find_weight_differences(self, manifest: WeightManifest, timeout: float) -> list[TensorMismatch]:
-        """Implement `Engine.find_weight_differences`."""
+        """Implement `Engine.find_weight_differences`.
+
+        If no tensor differs, the engine continues with the same weights, to the bit. Otherwise, and if the comparison
+        fails, it must be restarted. Raises `EngineError`.
+        """
+        ended = EngineError("the engine's weights were compared and reloaded; it must be restarted")
+        requests, version = self._requests, manifest.version
         async with self._install_lock:
-            return await find_weight_differences(self._requests, manifest, timeout)
+            requests.pause_admission()
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._core.pause_generation(mode="keep", clear_cache=False)
+                    answers = await self._core.collective_rpc(
+                        "r3_find_weight_differences", args=(msgspec.msgpack.encode(manifest),)
+                    )
+                    mismatches = [m for answer in answers for m in decode_msgpack(answer, list[TensorMismatch])]
+                    if not mismatches:
+                        await self._core.resume_generation()
+            except BaseException as error:
+                await requests.fail_requests(ended)
+                if isinstance(error, Exception):
+                    raise EngineError(
+                        f"comparing what the engine holds with version {version} failed: {error!r}"
+                    ) from error
+                raise
+            if mismatches:
+                await requests.fail_requests(ended)
+            else:
+                requests.resume_admission()
+            return list({m.tensor: m for m in mismatches}.values())
 
     async def record_activations(self, token_ids: np.ndarray, path: Path) -> tuple[np.ndarray, str]:
         """Score a text as `score_tokens` does and write the model's activations at each stage to `path`.
@@ -253,23 +343,21 @@ class VllmEngine:
 
         Raises `EngineError` for an unknown parser, and for one that does not fit the model's tokenizer.
         """
-        if self._core is None:
-            raise EngineError("the engine is not running")
         async with asyncio.timeout(CALL_TIMEOUT):
             content, calls = await self._core.parse_tool_calls(parser, text, tools)
         return content, [tuple(call) for call in calls]
 
     def collect_stats(self) -> dict[str, float]:
         """Return counters since `start`, the number of requests in vLLM now, and its load (`EngineLoad`)."""
-        requests = self._requests
+        requests, core = self._requests, self._requests.core
         aborted = self._counters["aborted"] + requests.aborted_count
         now = {"aborted": aborted, "restarted": requests.restarted_count, "running": len(requests)}
-        load = self._core.load.as_metrics() if self._core is not None else {}
+        load = core.load.as_metrics() if core is not None else {}
         return {**self._counters, **now, **load, "pause_seconds": self._pause_seconds}
 
     async def stop(self) -> None:
         """Fail running requests, shut vLLM down and make sure that its processes have ended. Idempotent."""
-        if self._core is None:
+        if self._requests.core is None:
             return
         await self._requests.fail_requests(EngineError("the engine was stopped"))
         gc.unfreeze()
@@ -281,13 +369,13 @@ class VllmEngine:
 
     async def _end_core(self, timeout: float) -> None:
         """End the core's process, if there is one."""
-        if self._core is None:
+        core, self._requests.core = self._requests.core, None
+        if core is None:
             return
-        llm, self._requests.core = self._core, None
         if self._receive_task is not None:
             self._receive_task.cancel()  # or it would report the end of the engine's process as a failure
-        llm.close()
-        await asyncio.to_thread(llm.end_process, timeout)
+        core.close()
+        await asyncio.to_thread(core.end_process, timeout)
 
     def _build_cache_salt(self) -> str:
         """Return the cache salt of a new request.
@@ -385,18 +473,6 @@ def read_tensor_names(directory: Path) -> frozenset[str]:
     return frozenset(names)
 
 
-# Running requests and the installation of new weights. The order of events makes every token's version exact:
-#
-# Verify (nothing is paused yet), wait for running requests if they are drained, pause (no step runs any more), load,
-# have every worker confirm, receive every output that was produced before the pause, stamp all running requests with
-# their token counts, resume. A request that has not produced a token before the pause starts again, so its prompt is
-# never half old and half new.
-
-
-CALL_TIMEOUT = 30.0
-"""Seconds that vLLM may take for a call that does no work on the model."""
-
-
 class RunningRequest:
     """A request inside vLLM, with its outputs so far.
 
@@ -464,11 +540,11 @@ class RunningRequest:
 class RequestRegistry:
     """The requests that run inside vLLM. All calls belong to one event loop.
 
-    `core` is the `EngineCoreClient`, once it has started. `failure`, if not None, is raised by every call.
+    `core` is None while no core runs. `failure`, if not None, is raised by every call.
     """
 
     def __init__(self) -> None:
-        self.core: Any = None
+        self.core: EngineCoreClient | None = None
         self.failure: EngineError | None = EngineError("the engine has not been started")
         self.aborted_count = self.restarted_count = 0
         self._receive_error: Exception | None = None
@@ -480,6 +556,13 @@ class RequestRegistry:
 
     def __len__(self) -> int:
         return len(self._running_requests)
+
+    @property
+    def running_core(self) -> EngineCoreClient:
+        """The core. Raises `EngineError` while none runs."""
+        if self.core is None:
+            raise EngineError("the engine is not running")
+        return self.core
 
     def resume_admission(self) -> None:
         """Let requests enter."""
@@ -505,7 +588,7 @@ class RequestRegistry:
             while True:
                 ended = [
                     r
-                    for output in await self.core.receive_outputs()
+                    for output in await self.running_core.receive_outputs()
                     if (r := self._dispatch_output(output)) is not None
                 ]
                 for running in ended:
@@ -541,7 +624,7 @@ class RequestRegistry:
         try:
             if self._receive_error is not None:
                 raise self._receive_error
-            await self.core.add_request(request.request_id, prompt_ids, params, cache_salt)
+            await self.running_core.add_request(request.request_id, prompt_ids, params, cache_salt)
             await request.finished_future
         except asyncio.CancelledError:
             self.aborted_count += 1
@@ -585,7 +668,7 @@ class RequestRegistry:
                 restart.append(running.request_id)
                 running.finish_request()
         self.restarted_count += len(restart)
-        await self.core.abort_requests(restart)
+        await self.running_core.abort_requests(restart)
 
     async def fail_requests(self, failure: EngineError) -> None:
         """Make every running and later call raise `failure`."""
@@ -596,106 +679,7 @@ class RequestRegistry:
             running.finish_request()
         with contextlib.suppress(Exception):
             async with asyncio.timeout(CALL_TIMEOUT):
-                await self.core.abort_requests(names)
-
-
-async def install_version(
-    requests: RequestRegistry,
-    manifest: WeightManifest,
-    *,
-    tensor_names: Collection[str],
-    on_update: str,
-    timeout: float,
-    on_installed: Callable[[int], None],
-) -> InstallReport:
-    """Install a version under the running requests.
-
-    Until the engine is paused, a failure leaves it unchanged on its old version: `CorruptWeightsError` then names the
-    tensor, or `EngineError` the number of requests that did not end in time. If anything fails later, or the call is
-    cancelled, the weights are in an unknown state: the engine stays paused, and every running and later request fails.
-
-    Args:
-        tensor_names: Tensors that the version must have.
-        on_update: The setting of that name.
-        on_installed: Gets the version when the running requests are stamped with it, before any new one can enter.
-    """
-    started = time.perf_counter()
-    deadline = asyncio.get_running_loop().time() + timeout
-    version = manifest.version
-    try:
-        async with asyncio.timeout_at(deadline):
-            await asyncio.to_thread(_verify_manifest, manifest, tensor_names)
-    except WeightError as error:
-        raise CorruptWeightsError(str(error)) from error
-    except TimeoutError as error:
-        raise EngineError(f"verifying version {version} took longer than {timeout} s") from error
-    encoded = msgspec.msgpack.encode(manifest)
-    verified = time.perf_counter()
-    requests.pause_admission()
-    if on_update == "drain":
-        await _drain_requests(requests, version, deadline, timeout)
-    drained = time.perf_counter()
-    try:
-        async with asyncio.timeout_at(deadline):
-            # To clear the cache vLLM drops the keys and values of running requests too. It raises if a block is left,
-            # and computes them again, with the weights that it has then, before these requests continue.
-            await requests.core.pause_generation(mode="keep", clear_cache=on_update == "recompute")
-            paused = time.perf_counter()  # until then the engine finished its current step
-            _confirm_installed(await requests.core.collective_rpc("r3_install_version", args=(encoded,)), manifest)
-            load = time.perf_counter() - paused
-            on_installed(version)
-            await requests.stamp_version(version)
-            await requests.core.resume_generation()
-    except BaseException as error:
-        what = f"took longer than {timeout} s" if isinstance(error, TimeoutError) else f"failed: {error!r}"
-        failure = EngineError(f"installing version {version} {what}; the engine must be restarted")
-        await requests.fail_requests(failure)
-        if isinstance(error, Exception):
-            raise failure from error
-        raise
-    requests.resume_admission()
-    now = time.perf_counter()
-    return InstallReport(
-        version,
-        update_seconds=now - started,
-        pause_seconds=now - paused,
-        verify_seconds=verified - started,
-        drain_seconds=drained - verified,
-        load_seconds=load,
-    )
-
-
-async def find_weight_differences(
-    requests: RequestRegistry, manifest: WeightManifest, timeout: float
-) -> list[TensorMismatch]:
-    """Return the tensors of an installed version that the workers do not hold as they were published.
-
-    If there are none, the engine continues with the same weights, to the bit. Otherwise, and if the comparison fails,
-    it must be restarted. Raises `EngineError`.
-    """
-    ended = EngineError("the engine's weights were compared and reloaded; it must be restarted")
-    requests.pause_admission()
-    try:
-        async with asyncio.timeout(timeout):
-            await requests.core.pause_generation(mode="keep", clear_cache=False)
-            answers = await requests.core.collective_rpc(
-                "r3_find_weight_differences", args=(msgspec.msgpack.encode(manifest),)
-            )
-            found = [d for answer in answers for d in decode_msgpack(answer, list[TensorMismatch])]
-            if not found:
-                await requests.core.resume_generation()
-    except BaseException as error:
-        await requests.fail_requests(ended)
-        if isinstance(error, Exception):
-            raise EngineError(
-                f"comparing what the engine holds with version {manifest.version} failed: {error!r}"
-            ) from error
-        raise
-    if found:
-        await requests.fail_requests(ended)
-    else:
-        requests.resume_admission()
-    return list({d.tensor: d for d in found}.values())
+                await self.running_core.abort_requests(names)
 
 
 def _verify_manifest(manifest: WeightManifest, tensor_names: Collection[str]) -> None:
@@ -705,21 +689,6 @@ def _verify_manifest(manifest: WeightManifest, tensor_names: Collection[str]) ->
         )
     if manifest.source is None:
         verify_version_file(manifest)
-
-
-async def _drain_requests(requests: RequestRegistry, version: int, deadline: float, timeout: float) -> None:
-    try:
-        async with asyncio.timeout_at(deadline):
-            await requests.wait_until_idle()
-    except BaseException as error:
-        running = len(requests)
-        requests.resume_admission()
-        if not isinstance(error, TimeoutError):
-            raise
-        raise EngineError(
-            f"version {version} waited {timeout} s (weights.install_timeout) for {running} running requests to end "
-            '(generator.on_update = "drain"); allow more time, or set generator.on_update="keep"'
-        ) from error
 
 
 def _confirm_installed(answers: Sequence[Sequence[int]], manifest: WeightManifest) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -304,8 +304,8 @@ class RankActor:
             use_interface(name)
 
     def call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of this rank's learner. `write_version` has to be called in the lane `WRITE_LANE`, and
-        `write_checkpoint` in `CHECKPOINT_LANE`."""
+        """Call a method of this rank's `LocalRank`; see `RankCalls.call_local_ranks`. `write_version` has to be called
+        in the lane `WRITE_LANE`, and `write_checkpoint` in `CHECKPOINT_LANE`."""
         return getattr(self._learner, name)(*args, **kwargs)
 
 
@@ -407,7 +407,7 @@ class RemoteRanks:
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
-    def _call_with_restarts(self, call: Callable[[RankCalls], R], change: RankCall | None = None) -> R:
+    def _call_with_restarts(self, call: Callable[[RankCalls], R], change: RankCall[Any] | None = None) -> R:
         """Return the result of `call`, which is repeated if a rank was lost. A `change` of the ranks' state is also
         repeated if they were restarted meanwhile, and is then added to the log."""
         while True:
@@ -424,23 +424,23 @@ class RemoteRanks:
                     self._recovery_log.add(change)
                     return made
 
-    def _call_all(self, name: str, *args: Any) -> Any:
-        return self._call_with_restarts(lambda calls: calls.call_all("call_method", name, *args)[0])
+    def _call_all(self, method: Callable[..., R], *args: Any) -> R:
+        return self._call_with_restarts(lambda calls: calls.call_local_ranks(method, *args)[0])
 
     def list_gpus(self) -> list[str]:
-        return self._call_all("list_gpus")
+        return self._call_all(LocalRank.list_gpus)
 
     def count_updates(self) -> int:
-        return self._call_all("count_updates")
+        return self._call_all(LocalRank.count_updates)
 
     def score_tokens(self, token_ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-        return self._call_all("score_tokens", token_ids, temperature)
+        return self._call_all(LocalRank.score_tokens, token_ids, temperature)
 
     def save_model(self, directory: Path) -> None:
-        self._call_all("save_model", directory)
+        self._call_all(LocalRank.save_model, directory)
 
     def restore_checkpoint(self, checkpoint: Path) -> None:
-        self._call_all("restore_checkpoint", checkpoint)
+        self._call_all(LocalRank.restore_checkpoint, checkpoint)
         with self._lock:
             self._recovery_log.set_checkpoint(checkpoint)
 
@@ -448,8 +448,8 @@ class RemoteRanks:
         self, minibatches: Sequence[Sequence[Sequence[MicroBatch]]], *, version: int, trace: bool = False
     ) -> list[MinibatchResult]:
         """Implement `trainer.LearnerRanks.train_minibatches`."""
-        given = [[[m[rank]] for m in minibatches] for rank in range(self._config.learner.parallel.dp)]
-        answers: list[list[MinibatchResult]] = self._run_step("train_minibatches", given, version=version, trace=trace)
+        shares = [[[m[rank]] for m in minibatches] for rank in range(self._config.learner.parallel.dp)]
+        answers = self._run_step(LocalRank.train_minibatches, shares, version=version, trace=trace)
         return [
             msgspec.structs.replace(
                 results[0],
@@ -462,49 +462,47 @@ class RemoteRanks:
     def train_supervised(self, shares: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
         """Make a supervised step like `LocalRank.train_supervised`, with the micro-batches of every data-parallel
         rank."""
-        return self._run_step("train_supervised", [[mine] for mine in shares])[0]
+        return self._run_step(LocalRank.train_supervised, [[mine] for mine in shares])[0]
 
     def compute_supervised_loss(self, shares: Sequence[Sequence[MicroBatch]]) -> tuple[float, float]:
         """Compute a supervised loss like `LocalRank.compute_supervised_loss`, with the micro-batches of every
         data-parallel rank."""
-        asked = self._make_divided_call("compute_supervised_loss", [[mine] for mine in shares])
-        return self._call_with_restarts(lambda calls: self._make_call(calls, asked))[0]
+        call = self._divide_call(LocalRank.compute_supervised_loss, [[mine] for mine in shares])
+        return self._call_with_restarts(lambda calls: self._make_call(calls, call))[0]
 
-    def _make_divided_call(self, name: str, shares: Sequence[Any], **options: Any) -> RankCall:
-        return RankCall(name, tuple(self._ranks.calls.put_shared(each) for each in shares), options, is_divided=True)
+    def _divide_call(self, method: Callable[..., R], shares: Sequence[Any], **options: Any) -> RankCall[R]:
+        shared = tuple(self._ranks.calls.put_shared(each) for each in shares)
+        return RankCall(method, shared, options, is_divided=True)
 
-    def _make_call(self, calls: RankCalls, change: RankCall) -> list[Any]:
+    def _make_call(self, calls: RankCalls, call: RankCall[R]) -> list[R]:
         """Make a call on every rank and return all results."""
-        if not change.is_divided:
-            return calls.call_all("call_method", change.name, *change.args)
-        p, given = self._config.learner.parallel, change.args
+        if not call.is_divided:
+            return calls.call_local_ranks(call.method, *call.args)
+        p = self._config.learner.parallel
         # Megatron's order of ranks: tp varies fastest, then cp, dp and pp.
-        return calls.wait_all(
-            [
-                calls.begin_call(r, "call_method", change.name, given[r // (p.tp * p.cp) % p.dp], **change.options)
-                for r in range(p.world_size)
-            ]
-        )
+        shares = [call.args[rank // (p.tp * p.cp) % p.dp] for rank in range(p.world_size)]
+        begun = [calls.begin_local_rank(r, call.method, share, **call.options) for r, share in enumerate(shares)]
+        return calls.wait_all(begun)
 
-    def _run_step(self, name: str, shares: Sequence[Any], **options: Any) -> list[Any]:
-        change = self._make_divided_call(name, shares, **options)
+    def _run_step(self, method: Callable[..., R], shares: Sequence[Any], **options: Any) -> list[R]:
+        change = self._divide_call(method, shares, **options)
         answers = self._call_with_restarts(lambda calls: self._make_call(calls, change), change)
         self._consecutive_restarts = 0
         # A copy has waited for a step by now. If it waits for a checkpoint, that was given up before any of it was
         # written.
         if self._recovery_log.has_pending_copy and not self._writing_checkpoint:
             with self._lock:
-                self._recovery_log.mark_written(STAGE_CALL)
+                self._recovery_log.mark_written(LocalRank.stage_checkpoint)
         if self._recovery_log.is_copy_due:
             self._copy_state()
         return answers
 
     def snapshot_weights(self, version: int) -> None:
-        change = RankCall(SNAPSHOT_CALL, (version,))
+        change = RankCall(LocalRank.snapshot_weights, (version,))
         self._call_with_restarts(lambda calls: self._make_call(calls, change), change)
 
     def stage_checkpoint(self) -> None:
-        change = RankCall(STAGE_CALL)
+        change = RankCall(LocalRank.stage_checkpoint)
         self._call_with_restarts(lambda calls: self._make_call(calls, change), change)
 
     def set_weight_transport(self, backend: str) -> None:
@@ -515,7 +513,7 @@ class RemoteRanks:
         if backend == "nccl":  # engines would wait for what lost ranks should have sent
             with self._lock:
                 self._recovery_log.disable()
-        self._call_all("set_weight_transport", backend, together)
+        self._call_all(LocalRank.set_weight_transport, backend, together)
         if together:
             folder, deltas = get_weights_directory(self._config), backend == "tcp"
             self._publisher = ShardedVersionStore(
@@ -527,20 +525,19 @@ class RemoteRanks:
         from its GPU."""
         publication = self._call_with_restarts(lambda calls: self._write_version(calls, versions_in_use))
         with self._lock:
-            self._recovery_log.mark_written(SNAPSHOT_CALL)
+            self._recovery_log.mark_written(LocalRank.snapshot_weights)
             with contextlib.suppress(LearnerError):  # a lost rank has lost its snapshot, too
-                self._ranks.calls.call_all("call_method", "discard_snapshot", lane=WRITE_LANE)
+                self._ranks.calls.call_local_ranks(LocalRank.discard_snapshot, lane=WRITE_LANE)
         return publication
 
     def _write_version(self, calls: RankCalls, versions_in_use: Sequence[int]) -> TransferOffer:
         if self._publisher is None:
-            writing = calls.begin_call(0, "call_method", "write_version", versions_in_use, lane=WRITE_LANE)
+            writing = calls.begin_local_rank(0, LocalRank.write_version, versions_in_use, lane=WRITE_LANE)
             return calls.wait_all([writing], self._version_write_seconds, independent=True)[0]
         publication = self._publisher.publish_shares(versions_in_use)
         if self._transport == "nccl":
-            (publication,) = calls.wait_all(
-                [calls.begin_call(0, "call_method", "announce_version", publication.manifest, lane=WRITE_LANE)]
-            )
+            announcing = calls.begin_local_rank(0, LocalRank.announce_version, publication.manifest, lane=WRITE_LANE)
+            (publication,) = calls.wait_all([announcing])
         return publication
 
     def _call_writers(self, name: str, args_by_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -559,8 +556,8 @@ class RemoteRanks:
         def write(calls: RankCalls) -> list[FileEntry]:
             for name in files.list_names(directory):  # files that lost ranks began to write
                 files.remove(directory / name)
-            written = calls.call_all(
-                "call_method", "write_checkpoint", directory, lane=CHECKPOINT_LANE, timeout=timeout, independent=True
+            written = calls.call_local_ranks(
+                LocalRank.write_checkpoint, directory, lane=CHECKPOINT_LANE, timeout=timeout, independent=True
             )
             return [record for records in written for record in records]
 
@@ -570,7 +567,7 @@ class RemoteRanks:
         finally:
             with self._lock:
                 self._writing_checkpoint = False
-                self._recovery_log.mark_written(STAGE_CALL)
+                self._recovery_log.mark_written(LocalRank.stage_checkpoint)
 
     def close(self) -> None:
         """End the ranks' processes."""
@@ -588,7 +585,7 @@ class RemoteRanks:
         try:
             if not self._copies_fit(calls):
                 return
-            begun = [calls.begin_call(rank, "call_method", "copy_for_recovery") for rank in range(len(ranks.processes))]
+            begun = [calls.begin_local_rank(rank, LocalRank.copy_for_recovery) for rank in range(len(ranks.processes))]
             calls.wait_all(begun)
         except RankLost as lost:
             return self._restart_ranks(ranks, lost)  # the next step is followed by a copy
@@ -599,7 +596,7 @@ class RemoteRanks:
     def _copies_fit(self, calls: RankCalls) -> bool:
         """Return True if the host's object store can hold two copies. It is checked until there is a copy."""
         if not isinstance(self._recovery_log.base, tuple):
-            nbytes, host = sum(calls.call_all("call_method", "estimate_copy_bytes")), self.processes[0][1]
+            nbytes, host = sum(calls.call_local_ranks(LocalRank.estimate_copy_bytes)), self.processes[0][1]
             store = next(
                 (node.object_store_bytes for node in self._world.actors.list_nodes() if node.name == host), math.inf
             )
@@ -651,11 +648,11 @@ class RemoteRanks:
         """Give new ranks the state of the lost ones, and the copies that wait to be written. Returns `ranks`."""
         calls, log = ranks.calls, self._recovery_log
         if self._transport:
-            calls.call_all("call_method", "set_weight_transport", self._transport, True)
+            calls.call_local_ranks(LocalRank.set_weight_transport, self._transport, True)
         if isinstance(log.base, Path):
-            calls.call_all("call_method", "restore_checkpoint", log.base)
+            calls.call_local_ranks(LocalRank.restore_checkpoint, log.base)
         elif log.base is not None:
-            calls.call_all("call_method", "restore_from_copies", *log.base)
+            calls.call_local_ranks(LocalRank.restore_from_copies, *log.base)
         for change in log.calls:
             self._make_call(calls, change)
         return ranks
@@ -720,6 +717,24 @@ class RankCalls:
         """Call a method of the actor of every rank, and return all results; see `wait_all`."""
         calls = [self.begin_call(rank, method, *args, lane=lane, **kwargs) for rank in range(len(self.ranks))]
         return self.wait_all(calls, timeout, independent=independent)
+
+    def begin_local_rank(
+        self, rank: int, method: Callable[..., object], *args: Any, lane: str = "", **kwargs: Any
+    ) -> Any:
+        """Begin a call of a method of `LocalRank` on `rank`. The method travels by its name."""
+        return self.begin_call(rank, "call_method", method.__name__, *args, lane=lane, **kwargs)
+
+    def call_local_ranks(
+        self,
+        method: Callable[..., R],
+        *args: Any,
+        lane: str = "",
+        timeout: float | None = None,
+        independent: bool = False,
+    ) -> list[R]:
+        """Call a method of `LocalRank` on every rank, and return all results; see `wait_all`."""
+        begun = [self.begin_local_rank(rank, method, *args, lane=lane) for rank in range(len(self.ranks))]
+        return self.wait_all(begun, timeout, independent=independent)
 
     def wait_all(self, calls: Sequence[Any], timeout: float | None = None, *, independent: bool = False) -> list[Any]:
         """Wait for all calls and return their results. The first call is that of rank 0, and so on.
@@ -829,16 +844,16 @@ def start_ranks(
 # state, and do the same again, have the state that the lost ones had. Pure.
 
 
-SNAPSHOT_CALL, STAGE_CALL = "snapshot_weights", "stage_checkpoint"
-"""Names of the calls after which every rank has a copy in its own memory, until it is written."""
+COPYING_METHODS = LocalRank.snapshot_weights, LocalRank.stage_checkpoint
+"""Methods after which every rank has a copy in its own memory, until it is written."""
 
 
 @dataclass(frozen=True, eq=False)
-class RankCall:
-    """A call that every rank made. If it `is_divided`, each data-parallel rank gets its own item of `args`; otherwise
-    all ranks get all of them."""
+class RankCall(Generic[R]):
+    """A call of a method of `LocalRank` that every rank made. If it `is_divided`, each data-parallel rank gets its own
+    item of `args`; otherwise all ranks get all of them."""
 
-    name: str
+    method: Callable[..., R]
     args: tuple[Any, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     is_divided: bool = False
@@ -846,7 +861,7 @@ class RankCall:
     @property
     def needs_write(self) -> bool:
         """True if the call makes a copy that has to be written."""
-        return self.name in (SNAPSHOT_CALL, STAGE_CALL)
+        return self.method in COPYING_METHODS
 
 
 class RecoveryLog:
@@ -865,7 +880,7 @@ class RecoveryLog:
     def __init__(self, copy_steps: int):
         self.copy_steps = copy_steps
         self.base: Path | tuple[Any, ...] | None = None
-        self.calls: list[RankCall] = []
+        self.calls: list[RankCall[Any]] = []
         self._pending_copy: tuple[int, tuple[Any, ...]] | None = None
         """Number of changes after which a copy of the state was made, and that copy, while the base cannot move to
         it."""
@@ -885,7 +900,7 @@ class RecoveryLog:
         """True if there is a copy that the base cannot move to yet."""
         return self._pending_copy is not None
 
-    def add(self, change: RankCall) -> None:
+    def add(self, change: RankCall[Any]) -> None:
         if self.copy_steps:
             self.calls.append(change)
 
@@ -899,13 +914,13 @@ class RecoveryLog:
         self._pending_copy = len(self.calls), tuple(copies)
         self._advance_base()
 
-    def mark_written(self, name: str) -> None:
-        """Remove the oldest change of that name: its copy is written, or never will be."""
-        found = next((i for i, change in enumerate(self.calls) if change.name == name), None)
-        if found is None:
+    def mark_written(self, method: Callable[..., object]) -> None:
+        """Remove the oldest call of a method that copies: its copy is written, or never will be."""
+        index = next((i for i, call in enumerate(self.calls) if call.method == method), None)
+        if index is None:
             return
-        del self.calls[found]
-        if self._pending_copy is not None and found < self._pending_copy[0]:
+        del self.calls[index]
+        if self._pending_copy is not None and index < self._pending_copy[0]:
             self._pending_copy = self._pending_copy[0] - 1, self._pending_copy[1]
         self._advance_base()
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from r3async.actors.ranks import SNAPSHOT_CALL, STAGE_CALL, RankCall, RankCalls, RankLost, RecoveryLog, RemoteRanks
+from r3async.actors.ranks import LocalRank, RankCall, RankCalls, RankLost, RecoveryLog, RemoteRanks
 from r3async.config import load_config
 from r3async.learner import LearnerError
 from r3async.world import ActorLostError, ClusterNode
@@ -356,19 +356,20 @@ def test_what_ranks_fail_with_says_whether_one_was_lost(answers, kind, message):
 
 def test_the_base_waits_for_copies_that_are_not_written():
     log = RecoveryLog(copy_steps=1)
-    for change in (RankCall("train"), RankCall(SNAPSHOT_CALL, (1,)), RankCall("train"), RankCall(STAGE_CALL)):
+    train, snapshot, stage = LocalRank.train_minibatches, LocalRank.snapshot_weights, LocalRank.stage_checkpoint
+    for change in (RankCall(train), RankCall(snapshot, (1,)), RankCall(train), RankCall(stage)):
         log.add(change)
     assert log.is_copy_due
     log.set_copies(["copy"])
     assert (log.base, log.repeated_steps, log.is_copy_due) == (None, 2, False)
-    log.add(RankCall("train"))
-    log.mark_written(SNAPSHOT_CALL)
+    log.add(RankCall(train))
+    log.mark_written(snapshot)
     assert (log.base, log.repeated_steps) == (None, 3)
-    log.mark_written(STAGE_CALL)
-    assert (log.base, [change.name for change in log.calls], log.is_copy_due) == (("copy",), ["train"], True)
+    log.mark_written(stage)
+    assert (log.base, [change.method for change in log.calls], log.is_copy_due) == (("copy",), [train], True)
 
 
 def test_a_log_that_keeps_nothing_holds_nothing():
     log = RecoveryLog(copy_steps=0)
-    log.add(RankCall("train"))
+    log.add(RankCall(LocalRank.train_minibatches))
     assert (log.calls, log.is_copy_due) == ([], False)

@@ -417,7 +417,7 @@ def _observe_generator(kind: type) -> type:
             except Exception:
                 simulation.see_event(GaveUp, who)
                 raise
-            weights = weights_key_in(Path(self._installed_manifest.path), self.world.files)
+            weights = weights_key_in(Path(self._installed_manifest.path), self.world.files, self.world.process)
             simulation.see_event(WeightsInstalled, who, manifest.lineage, report.version, weights)
             return report
 
@@ -470,12 +470,16 @@ _VERSION_FILE = re.compile(r"version-(\d+)-[0-9a-f]{8,}\.safetensors")
 """Pattern of the files to which hosts fetch versions; the learner's own files have other names."""
 
 
-def weights_key_in(path: Path, files: Files) -> int:
-    """Return the key that identifies the weights in a file; 0 if it contains none."""
+def weights_key_in(path: Path, files: Files, process: HostProcess) -> int:
+    """Return the key that identifies the weights in a file of `process`; 0 if it contains none."""
+    # The observer reads beside the process, and needs none of its descriptors.
+    out_of_descriptors, process.out_of_descriptors = process.out_of_descriptors, False
     try:
         return read_weights_key(path, files)
     except WeightError:
         return 0
+    finally:
+        process.out_of_descriptors = out_of_descriptors
 
 
 class WatchedFiles:
@@ -513,7 +517,7 @@ class WatchedFiles:
         self._file_system(path).rename(path, new_path)
         if fetched := _VERSION_FILE.fullmatch(new_path.name):
             self._simulation.see_event(
-                VersionArrived, self._process.name, int(fetched[1]), weights_key_in(new_path, self._memory)
+                VersionArrived, self._process.name, int(fetched[1]), weights_key_in(new_path, self._memory, self._process)
             )
         elif new_path.parent.name == "checkpoints" and new_path.suffix == ".json":
             self._see_evaluation(new_path)

@@ -103,7 +103,13 @@ class InstallRequested(RunEvent, frozen=True, tag="installing"):
 
 
 class GaveUp(RunEvent, frozen=True):
-    """A generator failed to install a version, or was asked to stop."""
+    """A generator failed to install a version."""
+
+    generator: str
+
+
+class GeneratorStopped(RunEvent, frozen=True):
+    """A generator was asked to stop: it installs nothing, and uses no version any more."""
 
     generator: str
 
@@ -321,6 +327,7 @@ AnyRunEvent = (
     | MissingReported
     | InstallRequested
     | GaveUp
+    | GeneratorStopped
     | ParentRequested
     | ParentAssigned
     | VersionArrived

@@ -552,7 +552,7 @@ def hosts_have_what_was_published(state: ObservedState, event: VersionArrived) -
 @add_rule(WEIGHT_RULES, "held", VersionRemoved)
 def what_is_used_stays(state: ObservedState, event: VersionRemoved) -> str:
     """The file of a version stays on its host while a process uses it, that is, until the process has fetched another
-    version or has ended."""
+    version, is asked to stop, or has ended."""
     if users := sorted(name for name, generator in state.generators.items() if generator.used_file == event.file):
         return f"{event.generator} removes {event.file}, which {', '.join(users)} uses"
     return ""

@@ -22,6 +22,7 @@ from dev.simulation.history import (
     EvaluationEnded,
     EvaluationGivenUp,
     GaveUp,
+    GeneratorStopped,
     GroupsLeased,
     GroupsLimited,
     InstallRequested,
@@ -435,7 +436,7 @@ def _observe_generator(kind: type) -> type:
             weights.fetch_version = fetch_and_record
 
         async def stop(self) -> None:
-            _watched_simulation(self.world.process).see_event(GaveUp, self.generator_id)
+            _watched_simulation(self.world.process).see_event(GeneratorStopped, self.generator_id)
             await super().stop()
 
         async def evaluate(self) -> Any:
@@ -517,7 +518,10 @@ class WatchedFiles:
         self._file_system(path).rename(path, new_path)
         if fetched := _VERSION_FILE.fullmatch(new_path.name):
             self._simulation.see_event(
-                VersionArrived, self._process.name, int(fetched[1]), weights_key_in(new_path, self._memory, self._process)
+                VersionArrived,
+                self._process.name,
+                int(fetched[1]),
+                weights_key_in(new_path, self._memory, self._process),
             )
         elif new_path.parent.name == "checkpoints" and new_path.suffix == ".json":
             self._see_evaluation(new_path)

@@ -24,6 +24,7 @@ from dev.simulation.history import (
     FaultReported,
     FaultsOver,
     GaveUp,
+    GeneratorStopped,
     GroupsLeased,
     InstallRequested,
     LineageBegan,
@@ -294,6 +295,7 @@ class ObservedState:
             InstallRequested: self._on_install_requested,
             WeightsInstalled: self._on_weights_installed,
             GaveUp: self._on_gave_up,
+            GeneratorStopped: self._on_generator_stopped,
             ParentRequested: self._on_parent_requested,
             ParentAssigned: self._on_parent_assigned,
             VersionArrived: self._on_version_arrived,
@@ -479,6 +481,11 @@ class ObservedState:
     def _on_gave_up(self, event: GaveUp) -> None:
         generator = self.generators[event.generator]
         generator.installing_since = generator.fetching_since = None
+
+    def _on_generator_stopped(self, event: GeneratorStopped) -> None:
+        generator = self.generators[event.generator]
+        generator.installing_since = generator.fetching_since = None
+        generator.used_file = ""
 
     def _on_parent_assigned(self, event: ParentAssigned) -> None:
         generator = self.generators[event.generator]

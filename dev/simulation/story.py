@@ -17,6 +17,7 @@ from dev.simulation.history import (
     FaultReported,
     FaultsOver,
     GaveUp,
+    GeneratorStopped,
     GroupsLeased,
     GroupsLimited,
     InstallRequested,
@@ -110,6 +111,11 @@ def _tell_install_requested(e: InstallRequested) -> StoryLine:
 @_register_teller(GaveUp)
 def _tell_gave_up(e: GaveUp) -> StoryLine:
     return e.generator, "installs nothing"
+
+
+@_register_teller(GeneratorStopped)
+def _tell_generator_stopped(e: GeneratorStopped) -> StoryLine:
+    return e.generator, "is asked to stop"
 
 
 @_register_teller(ParentRequested)

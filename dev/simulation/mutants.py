@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import copy
 import errno
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -60,13 +61,32 @@ MUTANTS: dict[str, PlantedMutant] = {}
 
 @contextlib.contextmanager
 def replace_attribute(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace the attribute `name` of `owner` by the result of `make` for the original, and restore it at the end."""
+    """Replace the attribute `name` of `owner` by the result of `make` for the original, and restore it at the end.
+
+    Raises `TypeError` for a function that cannot be called as the original: a run that ends because of that shows no
+    defect.
+    """
     before = vars(owner)[name]
-    setattr(owner, name, make(before))
+    after = make(before)
+    if inspect.isfunction(before) and inspect.isfunction(after):
+        for positional, keywords in (_build_call(before, optional) for optional in (False, True)):
+            inspect.signature(after).bind(*positional, **keywords)
+    setattr(owner, name, after)
     try:
         yield
     finally:
         setattr(owner, name, before)
+
+
+def _build_call(function: Any, optional: bool) -> tuple[list[None], dict[str, None]]:
+    """Return arguments with which `function` can be called, with or without its optional ones."""
+    parameters = [
+        p
+        for p in inspect.signature(function).parameters.values()
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and (optional or p.default is p.empty)
+    ]
+    keywords = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}
+    return [None] * (len(parameters) - len(keywords)), keywords
 
 
 def register_mutant(owner: Any, method: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
@@ -230,9 +250,13 @@ def leased_twice(lease: Any) -> Any:
 def younger_groups_first(batch: Any) -> Any:
     """A step takes the newest complete groups of the window."""
 
-    def choose_youngest(self: GroupBuffer, at_least: int, at_most: int, tokens: int) -> list[int]:
+    def choose_youngest(
+        self: GroupBuffer, at_least: int, at_most: int, tokens: int, counts_group: Any = None
+    ) -> list[int]:
         window = [g for g in self._consumed.groups_in_window() if not self.missing_in_group(g)]
-        return sorted(window[-at_least:]) if len(window) >= at_least else batch(self, at_least, at_most, tokens)
+        if len(window) >= at_least:
+            return sorted(window[-at_least:])
+        return list(batch(self, at_least, at_most, tokens, counts_group))
 
     return choose_youngest
 
@@ -295,13 +319,17 @@ def old_weights_under_a_new_number(snapshot: Any) -> Any:
 
 
 def _unless_kept(validate: Any) -> Any:
-    return lambda trajectories, **facts: None if facts.get("kept") else validate(trajectories, **facts)
+    return lambda trajectories, **facts: None if facts.get("is_recovered") else validate(trajectories, **facts)
 
 
 register_combined(
     "lineage_ignored",
     "A start takes back whatever its spool kept: also tokens of weights that the resume took back.",
-    (Lineage, "rejection_reason", lambda refusal: lambda self, lineage, newest, learner, *, kept=False: ""),
+    (
+        Lineage,
+        "rejection_reason",
+        lambda refusal: lambda self, lineage, newest, learner, *, from_earlier_start=False: "",
+    ),
     (reception, "validate_trajectories", _unless_kept),
 )
 
@@ -819,7 +847,7 @@ def pruned_too_much(prune: Any) -> Any:
 def checkpoint_forgets_who_overtook(save: Any) -> Any:
     """A checkpoint does not record which groups overtook the oldest untrained one."""
 
-    async def save_forgetful(self: CheckpointWriter, state: Any, hold: Any, write: Any, then: Any) -> None:
-        await save(self, msgspec.structs.replace(state, consumed_beyond=[]), hold, write, then)
+    async def save_forgetful(self: CheckpointWriter, state: Any, *actions: Any) -> None:
+        await save(self, msgspec.structs.replace(state, consumed_beyond=[]), *actions)
 
     return save_forgetful

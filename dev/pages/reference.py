@@ -51,6 +51,22 @@ reads beside the others is refused where you set it: `algorithm.ppo.clip_high` n
 Presets may have such values, and what a file sets may be turned off on the command line.
 """
 
+BASIC_SETTINGS = """
+name seed steps resume model.path env.name env.args data.path data.eval reward.fn
+episode.max_turns episode.max_new_tokens episode.max_prompt_tokens episode.max_total_tokens episode.temperature
+generator.count generator.concurrency generator.dtype generator.colocate generator.engine_args
+schedule.max_staleness schedule.prompts_per_step schedule.group_size schedule.minibatches_per_step
+schedule.epochs_per_step routing.replay
+algorithm.advantage algorithm.reduction algorithm.policy_loss algorithm.entropy_coef
+algorithm.rollout_kl.coef algorithm.rollout_kl.target algorithm.rollout_kl.limit algorithm.rollout_kl.max
+algorithm.reference_kl.coef
+learner.backend learner.parallel learner.dtype learner.lr learner.warmup_steps learner.lr_schedule
+learner.max_grad_norm learner.max_tokens_per_micro_batch learner.recompute learner.lora.rank
+checkpoint.every_steps checkpoint.keep_last evaluation.every_steps evaluation.at_start evaluation.tasks log.to
+"""
+"""Settings that most runs set or whose values people ask for: the first table of the page. The others are for a need
+that their text names."""
+
 
 def read_field_docs(kind: type) -> dict[str, str]:
     """Return the docstring of each attribute of a section, by name, including those of its base classes."""
@@ -105,16 +121,23 @@ def format_default(value: Any) -> str:
 
 def render_reference() -> str:
     """Return the text of docs/configuration.md."""
-    out = [REFERENCE_HEAD]
-    _render_section("", Config, Config(), out)
-    _render_section("evaluation.sets.NAME", EvaluationSetConfig, EvaluationSetConfig(), out)
-    _render_section("data", DataConfig, DataConfig(), out)
-    _render_section("reward", RewardConfig, RewardConfig(fn=""), out)
-    _render_section("[env]", EnvEntryConfig, EnvEntryConfig(), out)
-    return "\n".join(out).rstrip("\n") + "\n"
+    sections: list[str] = []
+    rows: dict[str, str] = {"learner.parallel": _PARALLEL_ROW}
+    _render_section("", Config, Config(), sections, rows)
+    _render_section("evaluation.sets.NAME", EvaluationSetConfig, EvaluationSetConfig(), sections, rows)
+    _render_section("data", DataConfig, DataConfig(), sections, rows)
+    _render_section("reward", RewardConfig, RewardConfig(fn=""), sections, rows)
+    _render_section("[env]", EnvEntryConfig, EnvEntryConfig(), sections, rows)
+    basic = ["## To begin with\n", *_TABLE_HEAD, *(f"| `{name}` {rows[name]}" for name in BASIC_SETTINGS.split()), ""]
+    return "\n".join([REFERENCE_HEAD, *basic, *sections]).rstrip("\n") + "\n"
 
 
-def _render_section(path: str, kind: type, default: Any, out: list[str]) -> None:
+_TABLE_HEAD = ["| key | type | default | |", "|---|---|---|---|"]
+_PARALLEL_ROW = "| table | `{}` | Ranks of each kind of parallelism: `dp`, `tp`, `pp`, `ep`, `cp`, `vpp`. |"
+
+
+def _render_section(path: str, kind: type, default: Any, out: list[str], all_rows: dict[str, str]) -> None:
+    """Append a section and those in it to `out`, and each setting's row without its key to `all_rows`."""
     docs, inner, rows = read_field_docs(kind), [], []
     for field in msgspec.structs.fields(kind):
         value = getattr(default, field.name)
@@ -122,15 +145,17 @@ def _render_section(path: str, kind: type, default: Any, out: list[str]) -> None
             inner.append((f"{path}.{field.encode_name}".lstrip("."), type(value), value))
             continue
         text = _escape_cell(docs.get(field.name, ""))
-        rows.append(f"| `{field.encode_name}` | {format_type(field.type)} | {format_default(value)} | {text} |")
+        row = f"| {format_type(field.type)} | {format_default(value)} | {text} |"
+        rows.append(f"| `{field.encode_name}` {row}")
+        all_rows[f"{path}.{field.encode_name}".lstrip(".")] = row
     out.append(f"## `[{path}]`\n" if path else "## Top\n")
     about = kind.__doc__ if "__doc__" in vars(kind) and kind.__doc__ else ""
     if about and not about.startswith(f"{kind.__name__}("):
         out.append(re.sub(r"\s+", " ", about).strip() + "\n")
     if rows:
-        out += ["| key | type | default | |", "|---|---|---|---|", *rows, ""]
+        out += [*_TABLE_HEAD, *rows, ""]
     for name, section, value in inner:
-        _render_section(name, section, value, out)
+        _render_section(name, section, value, out, all_rows)
 
 
 # -- metrics -----------------------------------------------------------------------------------------------------------

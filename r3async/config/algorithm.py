@@ -435,9 +435,13 @@ class LearnerConfig(Section):
     min_lr_ratio: UnitFraction = 0.0
     """Final learning rate of `linear` and `cosine`, as a share of `lr`."""
     weight_decay: float = 0.0
+    """AdamW's decay of weights, decoupled from the gradient."""
     betas: tuple[AdamBeta, AdamBeta] = (0.9, 0.95)
+    """Adam's decay rates of the gradient's mean and of its square."""
     eps: PositiveFloat = 1e-8
+    """Adam's term in the denominator."""
     max_grad_norm: PositiveFloat = 1.0
+    """Norm to which a larger gradient is clipped, over all parameters."""
     max_tokens_per_micro_batch: PositiveInt = 16384
     """Maximum number of tokens in one forward pass; tokens of a shared prefix count once."""
     share_prefixes: bool = True
@@ -463,6 +467,7 @@ class LearnerConfig(Section):
     threads: PositiveInt = 1
     """Torch threads of the learner on CPU."""
     start_timeout: PositiveFloat = 600.0
+    """Seconds that the learner's ranks may take to load the model."""
     collective_timeout: PositiveFloat = 600.0
     """Seconds that one rank waits for the others before it times out."""
 

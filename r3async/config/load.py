@@ -85,7 +85,9 @@ class Config(Section):
     name: str = ""
     """Run directory in `runs/`, a plain name without separators; default: preset and time."""
     seed: Seed = 0
+    """Seed of the order of tasks, of sampling, and of new adapters."""
     steps: PositiveInt = 100
+    """Steps of training. A run that has made them is finished; raise it to train further."""
     resume: str = "auto"
     """Checkpoint to start from. `auto`: the newest intact one of this run, if it has any. `none`: start from step 0.
     Otherwise the path of a checkpoint, or of a run, to resume from."""

@@ -74,6 +74,7 @@ class ScheduleConfig(Section):
     `algorithm.filter_zero_variance` keeps the replaced ones from training."""
     difficulty: DifficultyConfig = msgspec.field(default_factory=DifficultyConfig)
     group_size: PositiveInt = 8
+    """Episodes of one prompt, whose rewards are compared."""
     minibatches_per_step: PositiveInt = 1
     """Parts into which a step's groups are divided, each trained with its own optimizer update. At most
     `prompts_per_step`: a group is never divided."""
@@ -252,6 +253,7 @@ class SuperviseConfig(Section):
     repeated. A copy is 12 bytes a parameter over all ranks (with LoRA, of the adapters). There are two, and a third
     one beside them while a copy is made. 0: none; the run then restarts from its newest checkpoint."""
     stop_grace_seconds: PositiveFloat = 30.0
+    """Seconds that each part of the end of a run may take: engines, evaluations, records that are written."""
     leave_seconds: PositiveFloat = 120.0
     """Seconds that a generator which leaves the run (`r3async scale`) may take to finish its episodes. Those it has
     not finished by then are played by others."""

@@ -90,6 +90,7 @@ class EnvConfig(Section):
     """Name of the environment: a built-in one; `module:Class` or `file.py:Class`; `dataset`, which `data=FILE` sets;
     or an adapter's: `reasoning-gym:TASK`, `gymnasium:ID`, `textarena:ID`, `verifiers:ID`."""
     args: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Arguments of the environment's constructor; a built-in one names them in its docstring."""
     workers: PositiveInt = 2
     """Processes in each generator that play blocking environments (plain `def reset` and `def step`)."""
     step_timeout: PositiveFloat = 30.0
@@ -188,6 +189,7 @@ class EpisodeConfig(Section):
     template_args: dict[str, Any] = msgspec.field(default_factory=dict)
     """Further variables of the chat template, for example `{ enable_thinking = false }`."""
     temperature: float = 1.0
+    """Sampling temperature. Log-probs and the learner's loss are of the distribution after it."""
     top_p: Annotated[float, NumberRange(0, 1, excludes_low=True)] = 1.0
     """Sample among the most probable tokens that together have this probability. 1: among all."""
     top_k: int = 0
@@ -233,6 +235,7 @@ class EpisodeConfig(Section):
 
 class GeneratorConfig(Section):
     count: PositiveInt = 1
+    """Generators, each with an engine of its own. `r3async scale` changes it while the run trains."""
     concurrency: PositiveInt = 64
     """Maximum number of episodes that one generator plays at once."""
     concurrency_min: PositiveInt = 1
@@ -243,6 +246,7 @@ class GeneratorConfig(Section):
     for rehearsing how a run fails and recovers where vLLM is not available, with `weights.probe=false` or
     `learner.backend="scripted"`. Nothing is learnt."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Dtype of the engine's weights and arithmetic."""
     threads: PositiveInt = 1
     """OpenMP threads of one engine on CPU. More than one is slower beside a learner on the same cores."""
     kv_cache_gib: PositiveFloat = 1.0
@@ -259,6 +263,7 @@ class GeneratorConfig(Section):
     """Times one generator process is restarted before the run continues without it. Without the last generator the
     run stops."""
     start_timeout: PositiveFloat = 600.0
+    """Seconds that a generator may take to load its engine."""
     engine_args: dict[str, Any] = msgspec.field(default_factory=dict)
     """Arguments passed unchanged to vLLM's AsyncEngineArgs; refused where r3async sets a value or relies on one. The
     scripted engine knows `token_seconds` and `install_seconds`."""

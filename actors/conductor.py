@@ -1,5 +1,19 @@
 """The conductor actor, which drives a run step by step to its end: it leases groups, has the learner train, delivers
-versions of the weights and records each step. It never touches a payload."""
+versions of the weights and records each step. It never touches a payload.
+
+`Conductor.run` is the run. Its components do not know it; they return, or set an event that one of its loops awaits:
+
+* `AdmissionController` (schedule/admission.py) decides which groups may be leased with which version;
+* `LeaseDispatcher` (leasing.py) answers the calls of generators with leases;
+* `TaskSource` (tasks.py) chooses the task of each group, and quarantines those that always fail;
+* `Fleet` (fleet.py) knows the generators and their health;
+* `FleetMembership` (membership.py) restarts generators, adds and removes them;
+* `VersionInstaller` (installer.py) installs versions in engines, and probes them;
+* `Evaluator` (tasks.py) plays evaluations beside training;
+* `PaceMonitor` (schedule/pace.py) finds the side that waits for the other;
+* `StallMonitor` (stalls.py) notices a stage that makes no progress;
+* `StepWriter` (record/writer.py) writes the row of a step once its weights are delivered.
+"""
 
 from __future__ import annotations
 

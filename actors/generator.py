@@ -1,5 +1,10 @@
 """The generator actor: it plays many episodes at once on one engine, sends their trajectories to the learner, and
-installs new weights meanwhile."""
+installs new weights meanwhile.
+
+`GeneratorActor.run` is the loop. It gets episodes to play from a `LeaseClient` (leasing.py), has each played by a
+`RetryingPlayer` (rollout/episode.py) on an `Engine` (rollout/engine.py) behind a `VersionGate` (leasing.py), and gives
+trajectories to a `TrajectorySender` (transport/sender.py). A `WeightReceiver` (weights/publish.py) fetches versions.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,11 @@
 """The learner actor: it receives trajectories, trains on complete groups in lease order or within a window, and
-publishes weights."""
+publishes weights.
+
+`LearnerActor.train_step` is the step. A `TrajectoryInbox` here gathers what a `TrajectoryReceiver`
+(transport/receiver.py) takes in and a `Spool` (transport/spool.py) stores; `NextStep` prepares a step ahead; a `Trainer`
+(learner/trainer.py) makes it on all ranks; a `VersionWriter` (delivery.py) and a `CheckpointWriter`
+(checkpoint/directory.py) write what it made.
+"""
 
 from __future__ import annotations
 

@@ -395,24 +395,29 @@ def train_minibatches(
     of the reference model, and those of a `teacher` (`algorithm.distillation`).
     """
     config, batches = backend.config, list(minibatches)
-    figures: list[dict[str, float]] = [{} for _ in batches]
+    teacher_metrics: list[dict[str, float]] = [{} for _ in batches]
+    # Compute what depends on the weights before the first update.
     with stage("model"):
         if config.routing.replay == "learner":
-            batches = [backend.record_learner_routes(b) for b in batches]
+            batches = [backend.record_learner_routes(batch) for batch in batches]
         if needs_old_logprobs(config.algorithm):
-            batches = [_add_column(b, "old_logprobs", backend.logprobs(b)) for b in batches]
+            batches = [_add_column(batch, "old_logprobs", backend.logprobs(batch)) for batch in batches]
         if config.algorithm.reference_kl.coef:
-            batches = [_add_column(b, "reference_logprobs", backend.logprobs(b, use_reference=True)) for b in batches]
+            batches = [
+                _add_column(batch, "reference_logprobs", backend.logprobs(batch, use_reference=True))
+                for batch in batches
+            ]
         if teacher is not None:
-            for i, b in enumerate(batches):
-                batches[i], figures[i] = add_teacher_advantages(
-                    teacher, b, config.algorithm.distillation, backend.ranks
+            for i, batch in enumerate(batches):
+                batches[i], teacher_metrics[i] = add_teacher_advantages(
+                    teacher, batch, config.algorithm.distillation, backend.ranks
                 )
+    # Make an update for each minibatch, epoch by epoch.
     results: list[MinibatchResult] = []
     for epoch in range(config.schedule.epochs_per_step):
-        for b, more in zip(batches, figures, strict=True):
-            result = train_minibatch(backend, b, version=version, trace=trace and epoch == 0)
-            results.append(msgspec.structs.replace(result, metrics=result.metrics | more))
+        for batch, metrics in zip(batches, teacher_metrics, strict=True):
+            result = train_minibatch(backend, batch, version=version, trace=trace and epoch == 0)
+            results.append(msgspec.structs.replace(result, metrics=result.metrics | metrics))
     return results
 
 
@@ -433,36 +438,45 @@ def train_minibatch(
     any forward pass. If a pass fails, it leaves nothing behind.
     """
     version = backend.update_count if version is None else version
+    # Let all ranks agree on what is trained and on the denominators, before the first forward pass.
     with stage("figures"):
         micro_batches = drop_probe_column(micro_batches, backend.config, version)
         minibatch = begin_minibatch(backend, micro_batches, version=version, trace=trace)
+    # What a minibatch without a trained token has: no loss, no drift and no update.
     total, update = LossSums.zeros().to_numpy(), backend.optimizer.skip_step(minibatch.skip_cause)
     drift, moments = DriftSums.zeros(DRIFT_BINS), GapMoments()
     if minibatch.counts.trained:
         try:
+            # Measure served drift on a sample, with the routers' own choice: the weights must be those before the step.
             with stage("probe"):
                 probes = build_probes(backend, minibatch, micro_batches)
-                own = bool(probes.trained_rows) and backend.replay.is_enabled and backend.replay.num_moe_layers > 0
-                due = own and is_measurement_due(backend.config, version)
-                served = (
-                    sum_served_drift(backend, minibatch, probes) if due else np.zeros((minibatch.drift_bin_count, 2))
-                )
+                replays = backend.replay.is_enabled and backend.replay.num_moe_layers > 0
+                served_differs = replays and bool(probes.trained_rows)
+                if served_differs and is_measurement_due(backend.config, version):
+                    served = sum_served_drift(backend, minibatch, probes)
+                else:
+                    served = np.zeros((minibatch.drift_bin_count, 2))
+            # Run every micro-batch forward with its recorded routes, and backward.
             with stage("model"):
                 accumulate_gradients(backend, minibatch)
+            # Sum loss and drift over ranks.
             with stage("figures"):
                 total, (drift, by_episode) = minibatch.reduce_loss_sums(), minibatch.reduce_drift(served)
-                if not own:  # without replay every pass uses the routers' own choice
+                if not served_differs:  # without replay every pass uses the routers' own choice
                     drift = drift._replace(probed_served=drift.probed_replayed)
                     by_episode = by_episode._replace(probed_served=by_episode.probed_replayed)
                 moments = compute_gap_moments(by_episode, backend.trust_region.mean_gap_variance)
+            # Clip, step, and let the trust region shorten or skip the step.
             with stage("optimizer"):
                 update = apply_update(backend, minibatch, probes, total, drift, moments)
         except BaseException:
+            # Leave no gradient that the next step would add to.
             backend.abort_step()
             raise
     with stage("figures"):
         result = build_minibatch_result(minibatch, total, drift, moments, update, backend.replay)
     if not update.cause:
+        # Routers that are balanced without a loss follow the load of what was trained.
         backend.update_expert_biases(result.expert_load)
     if backend.stage_digests is None:
         return result

@@ -609,8 +609,8 @@ def who_gets_nothing_looks_again(state: ObservedState, event: TimePassed) -> str
 @add_rule(WEIGHT_RULES, "prompt", GroupsLeased)
 def nobody_waits_for_who_is_silent(state: ObservedState, event: GroupsLeased) -> str:
     """The leases of a generator that no longer reports go to another one that asks, before anything newer, as soon as
-    its silence is noticed."""
-    if event.ended or event.free < state.guarantees.group_size:
+    its silence is noticed. Not after the learner has ended: the next lineage leases what was lost with it."""
+    if state.learner_ended or event.ended or event.free < state.guarantees.group_size:
         return ""
     leased_now = {(group, episode) for group, episodes in event.leases for episode in episodes}
     newest = max((group for group, _ in event.leases), default=None)

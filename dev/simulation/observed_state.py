@@ -265,6 +265,8 @@ class ObservedState:
         """True if the last fault is over."""
         self.calm_since = math.inf
         """Time from which on the effects of the last fault are over, too: connections that it silenced are given up."""
+        self.learner_ended = False
+        """True if the learner of this lineage has ended, so that the run is about to start again."""
         self.answering_since = math.inf
         """Time since which the conductor answers without a pause."""
         self._last_answer = -math.inf
@@ -382,7 +384,7 @@ class ObservedState:
     def _on_lineage_began(self, event: LineageBegan) -> None:
         branch = LineageBranch(event.lineage, self.branches.get(event.parent), event.step, event.version)
         self.branches[event.lineage], self.lineage = branch, event.lineage
-        self.cut_short = False
+        self.cut_short = self.learner_ended = False
         if self.guarantees.durable != "power":  # the end of a process undoes no rename
             self.safe_steps = max(self.safe_steps, event.step)
         for generator in self.generators.values():
@@ -422,6 +424,7 @@ class ObservedState:
     def _on_process_ended(self, event: ProcessEnded) -> None:
         if event.who in self.generators:
             self.generators[event.who].end_process()
+        self.learner_ended |= event.who == "learner"
         if event.who == "learner" and self.guarantees.durable == "nothing":
             self.unsaved_rollouts.clear()
             self.present_since.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
@@ -344,11 +345,14 @@ def _was_stopped(outcome: Exception | str | None) -> bool:
     return ended or "stop_grace_seconds" in str(outcome)
 
 
+_PASSING_ERRORS = (errno.EIO, errno.EMFILE, errno.ENOSPC)
+
+
 def _may_fail(outcome: Exception | None, last: float, now: float) -> bool:
     """Return whether the user would repeat the command: a disk failed, or processes of the run are still writing. Both
     are over some time after the `last` fault."""
     outcome_text = str(outcome)
-    disk = isinstance(outcome, OSError) or "[Errno 5]" in outcome_text or "[Errno 28]" in outcome_text
+    disk = isinstance(outcome, OSError) or any(f"[Errno {n}]" in outcome_text for n in _PASSING_ERRORS)
     busy = isinstance(outcome, ConfigError) and (
         "in use by another" in outcome_text or "did not end within" in outcome_text
     )

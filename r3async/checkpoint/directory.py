@@ -735,17 +735,22 @@ class _StartsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_run_starts(run_dir: Path, *, files: Files = REAL_WORLD.files) -> list[RunStart] | None:
-    """Return all starts of the run, oldest first; None if this is not the directory of a run. Raises `CheckpointError`
-    for a file that cannot be read."""
+    """Return all starts of the run, oldest first; None if this is not the directory of a run.
+
+    Raises `CheckpointError` for a file that is damaged, and `CheckpointUnreadable` if the system does not return it.
+    """
+    path = run_dir / LINEAGES_FILE
     try:
-        return decode_json(read_file(run_dir / LINEAGES_FILE, files=files), _StartsFile).starts
+        return decode_json(read_file(path, files=files), _StartsFile).starts
     except FileNotFoundError:
         return None
-    except (OSError, MalformedError) as error:
+    except OSError as error:
+        # It may be intact: nobody should move it aside for a moment without a descriptor.
+        raise CheckpointUnreadable(f"{path} cannot be read now ({error}): the same command tries again") from error
+    except MalformedError as error:
         raise CheckpointError(
-            f"{run_dir / LINEAGES_FILE} cannot be read ({error}): it numbers the starts of the run, and without it tokens of "
-            "weights "
-            'that a resume took back could be trained. Move it and spool/ aside, or set resume="none"'
+            f"{path} is damaged ({error}): it numbers the starts of the run, and without it tokens of weights that a "
+            'resume took back could be trained. Move it and spool/ aside, or set resume="none"'
         ) from error
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from r3async.checkpoint import CheckpointDirectory, CheckpointError, open_checkpoint
 from r3async.checkpoint.directory import LINEAGES_FILE, begin_lineage, mark_run_directory, read_run_starts
+from r3async.checkpoint.state import CheckpointUnreadable
 from r3async.data.versions import Lineage, RunStart
 from tests.helpers.checkpoint import write_checkpoint
 
@@ -141,5 +144,18 @@ def test_a_run_that_begins_where_another_one_was_takes_no_number_of_it(tmp_path:
 
 def test_a_record_of_starts_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / LINEAGES_FILE).write_text('{"starts": [')
-    with pytest.raises(CheckpointError, match=r"lineages\.json cannot be read.*spool/ aside"):
+    with pytest.raises(CheckpointError, match=r"lineages\.json is damaged.*spool/ aside"):
         begin_lineage(tmp_path, None, "m")
+
+
+def test_a_record_of_starts_that_the_system_does_not_return_now_is_not_called_damaged(tmp_path, monkeypatch) -> None:
+    """Who reads that it is damaged moves it aside, and with it the run."""
+
+    def has_no_descriptor(path: Path, **_: Any) -> bytes:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    begin_lineage(tmp_path, None, "m")
+    monkeypatch.setattr("r3async.checkpoint.directory.read_file", has_no_descriptor)
+    with pytest.raises(CheckpointUnreadable, match="the same command tries again") as refused:
+        begin_lineage(tmp_path, None, "m")
+    assert "aside" not in str(refused.value)

@@ -104,14 +104,8 @@ class Awaiting:
 
 
 def half_for_trying(answer: str, row: dict[str, Any]) -> float:
-    """Score an answer; a reward function for `dataset:PATH`."""
-    if answer == "hang":
-        time.sleep(600)
+    """Score an answer, as a reward function of rows does."""
     return 1.0 if answer == row["solution"] else 0.5
-
-
-async def patient_reward(answer: str, row: dict[str, Any]) -> float:
-    return float(len(answer) == row["length"])
 
 
 def one_argument(answer: str) -> float:

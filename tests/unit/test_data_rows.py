@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 from r3async.checkpoint.directory import check_resume_settings
 from r3async.checkpoint.state import CheckpointError
 from r3async.config import Config, ConfigError, EnvConfig, EpisodeConfig, config_to_dict, load_config
-from r3async.envs import Message
+from r3async.envs import Action, Message
 from r3async.envs.dataset import DatasetFactory, load_task_splits, resolve_data_config, select_held_out_rows
+from r3async.envs.factory import build_environment_factory
 from r3async.envs.rows import fill_template, list_field_names, look_up_field, read_rows
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.evaluation import check_environment, drop_long_prompts
 from r3async.tools.cli import main
 from r3async.tools.init_model import build_byte_tokenizer
 from r3async.tools.rows import add_row_digests
+from tests.helpers.rewards import mean_reward
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(20)]
 
@@ -269,6 +271,54 @@ def test_a_run_notes_its_rows_says_how_many_and_cannot_resume_with_others(tmp_pa
     assert add_row_digests(Config(), said.append) == Config()
 
 
+# -- tasks -------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_seed_chooses_a_row_and_its_answer_pays(tmp_path):
+    path = write(tmp_path / "rows.jsonl", ROWS)
+    make = build_environment_factory(EnvConfig(name=f"dataset:{path}"))
+    assert await mean_reward(make, "oracle", 50) == 1.0
+    prompts = {seed: (await make().reset(seed))[0].content for seed in range(60)}
+    assert prompts == {seed: (await make().reset(seed))[0].content for seed in range(60)}
+    assert len(set(prompts.values())) > 10
+    env = make()
+    await env.reset(1)
+    result = await env.step(Action("no"))
+    assert (result.reward, result.done) == (0.0, True)
+    with pytest.raises(ConfigError, match=r"`env\.args\.path`"):
+        build_environment_factory(EnvConfig(name=f"dataset:{path}", args={"path": "elsewhere"}))
+
+
+async def test_episodes_that_play_at_once_do_not_share_their_row(tmp_path):
+    make = DatasetFactory(env(write(tmp_path / "rows.jsonl", ROWS)))
+    one, two = make(), make()
+    first = await one.reset(1)
+    seed = 2
+    while await two.reset(seed) == first:
+        seed += 1
+    assert (await one.step(Action(str(int(first[0].content[:-3]) + 1)))).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("reward", "answer", "want", "paid"),
+    [
+        ("exact", " yes ", "yes", 1.0),
+        ("exact", "yes!", "yes", 0.0),
+        ("exact", " 6\n", 6, 1.0),
+        ("contains", "oh yes!", "yes", 1.0),
+        ("contains", "no", "yes", 0.0),
+        ("number", "3 and 4 make 1,007.0.", "1007", 1.0),
+        ("number", "1007 or 8", "1007", 0.0),
+        ("number", "-2", 2, 0.0),
+        ("number", "none", 2, 0.0),
+    ],
+)
+async def test_the_built_in_rewards(tmp_path, reward, answer, want, paid):
+    task = DatasetFactory(env(write(tmp_path / "rows.jsonl", [{"prompt": "?", "answer": want}]), reward=reward))()
+    await task.reset(1)
+    assert (await task.step(Action(answer))).reward == paid
+
+
 # -- the configuration -------------------------------------------------------------------------------------------------
 
 
@@ -311,7 +361,7 @@ def test_settings_that_cannot_be_are_named_as_they_are_written(overrides, messag
 
 BAD = {
     "not JSON": ("a.jsonl", '{"prompt": "a", "answer": "b"}\n{"prompt"', r"a.jsonl, line 2: not JSON"),
-    "no object": ("a.jsonl", "[1]\n", r"a.jsonl, line 1: a row must be an object"),
+    "no object": ("a.jsonl", '{"prompt": "a", "answer": "b"}\n\n[1]\n', r"a.jsonl, line 3: a row must be an object"),
     "blank": ("a.jsonl", "\n\n", r"a.jsonl has no rows"),
     "binary": ("a.jsonl", b"\xff\xfe", r"a.jsonl is not UTF-8 text"),
     "open brackets": ("a.jsonl", "[" * 5000, r"a.jsonl, line 1: not JSON: more than 128 lists"),
@@ -350,8 +400,16 @@ BAD = {
         '{"prompt": [{"role": "assistant", "content": "x"}], "answer": "b"}',
         r"ends with an answer of the assistant",
     ),
-    "no answer": ("a.jsonl", '{"prompt": "a"}', r"line 1: no answer, which reward 'exact' asks for"),
-    "list answer": ("a.jsonl", '{"prompt": "a", "answer": [1]}', r"the answer must be a text or a number"),
+    "no answer": (
+        "a.jsonl",
+        '{"prompt": "a"}',
+        r"line 1: no answer, which reward 'exact' asks for; its fields: prompt\. .*`data\.answer`",
+    ),
+    "list answer": (
+        "a.jsonl",
+        '{"prompt": "a", "answer": [1]}',
+        r"line 1: the answer must be a text or a number for `exact`, not \[1\]",
+    ),
 }
 
 
@@ -367,12 +425,19 @@ def test_a_row_that_does_not_fit_is_one_line_with_its_place(tmp_path, what):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"path": "none.jsonl"}, r"`data.path` = 'none.jsonl': there is no file /"),
+        ({"path": "none.jsonl"}, r"`data.path` = 'none.jsonl': there is no file {folder}/none.jsonl"),
         ({"path": "rows"}, r"there is no file .*/rows; did you mean 'rows.jsonl'"),
         ({"path": ""}, r"`data` names no rows: set `data` = FILE"),
         ({"path": "."}, r"has no file that ends in .jsonl"),
         ({"path": "rows.jsonl", "prompt": "{prompt} {leve}"}, r"line 1: no field 'leve'; .*`data.prompt`"),
         ({"path": "rows.jsonl", "prompt": "{list}"}, r"line 1: field 'list' must be a text or a number, not \[1\]"),
+        ({"path": "rows.jsonl", "promt": "q"}, r"unknown key `data\.promt`: did you mean `data\.prompt`"),
+        ({"path": "rows.jsonl", "reward": "number"}, r"line 1: `number` finds no number in the answer 'b'"),
+        ({"path": "rows.jsonl", "reward": "exakt"}, "did you mean 'exact'"),
+        (
+            {"path": "rows.jsonl", "reward": "tests.helpers.envs:three_arguments"},
+            r"must take \(completion, answer\), or",
+        ),
         ({"path": "rows.jsonl", "answer": "info.answr"}, r"did you mean 'info.answer'\? .*`data.answer`"),
         ({"path": "chat.jsonl", "system": "s"}, r"line 1: the prompt has a system message of its own"),
         ({"path": "rows.jsonl", "eval": 0.5}, r"leaves no row to train: there are 1 different prompts"),
@@ -384,7 +449,7 @@ def test_a_setting_that_does_not_fit_the_rows_is_named(tmp_path, monkeypatch, ar
     monkeypatch.setenv("R3ASYNC_USER_PATH", str(folder))
     write(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "b", "list": [1], "info": {"answer": "c"}}])
     write(tmp_path / "chat.jsonl", [{"prompt": [{"role": "system", "content": "x"}], "answer": "b"}])
-    with pytest.raises(ConfigError, match=message) as raised:
+    with pytest.raises(ConfigError, match=message.replace("{folder}", str(folder))) as raised:
         DatasetFactory(EnvConfig(name="dataset", args=args))
     assert "\n" not in str(raised.value)
 

@@ -17,21 +17,6 @@ def test_what_the_engine_owns_is_refused_with_what_to_set_instead(name):
     assert str(refused.value) == f"`generator.engine_args.{name}` cannot be set: {OWNED_ENGINE_ARGS[name]}"
 
 
-@pytest.mark.parametrize(
-    ("setting", "instead"),
-    [
-        ("enable_return_routed_experts=false", "routing.replay"),
-        ("logprobs_mode=raw_logprobs", "after temperature"),
-        ("max_model_len=16", "episode.max_total_tokens"),
-        ("pipeline_parallel_size=2", "tensor_parallel_size"),
-        ("data_parallel_size=2", "generator.count"),
-    ],
-)
-def test_the_message_names_the_setting_or_the_reason(setting, instead):
-    with pytest.raises(ConfigError, match=instead):
-        load_config("quickstart", [f"generator.engine_args.{setting}"])
-
-
 def test_a_file_is_refused_too_and_every_key_is_named(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('extends = "quickstart"\n[generator.engine_args]\nseed = 1\ndtype = "float16"\nblock_size = 16\n')

@@ -8,15 +8,11 @@ import pytest
 from r3async.config import ConfigError, EpisodeConfig, load_config
 from r3async.envs import Action, EnvironmentProtocolError, Message, StepResult
 from r3async.envs.builtin import ReverseText
-from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engine import GenerationRequest
 from r3async.rollout.episode import EpisodeError, EpisodePlayer, EpisodeTask, PromptTooLongError
-from r3async.rollout.scripted import SCRIPTED_ROUTING, ScriptedEngine
-from r3async.tools.init_model import build_byte_tokenizer
 from r3async.tools.preflight import try_environments
-from r3async.weights.manifest import WeightManifest
 from tests.helpers.playing import make_player, play_lease
-from tests.helpers.scripted import scripted_logprob, scripted_routes
+from tests.helpers.scripted import scripted_logprob
+from tests.helpers.serving import ready, renderer
 
 TASK = EpisodeTask(group_index=3, episode_index=0, task_seed=11)
 
@@ -32,18 +28,11 @@ SETTINGS = limits()
 
 @pytest.fixture(scope="module")
 def chat():
-    return ChatRenderer(build_byte_tokenizer())
+    return renderer()
 
 
 def encode(chat, text, end=True):
     return [*chat.tokenizer.encode(text, add_special_tokens=False), *([chat.eos_token_id] if end else [])]
-
-
-async def ready(script, **options):
-    engine = ScriptedEngine(script, **options)
-    await engine.start()
-    await engine.install_version(WeightManifest(version=5, path="", tensors={}, nbytes=0), timeout=1)
-    return engine
 
 
 async def play(chat, engine, settings=SETTINGS, env=None):
@@ -125,27 +114,6 @@ async def test_sampled_tokens_are_kept_as_they_are_and_only_they_are_trained(cha
         assert table["rollout_logprobs"][position] == pytest.approx(expected)
 
 
-async def test_each_turn_extends_the_tokens_of_the_turn_before_exactly(chat):
-    engine = await ready([encode(chat, "ab"), encode(chat, "cd", end=False), encode(chat, "e")])
-    trajectory = await play(chat, engine, limits(max_new_tokens=2))
-    whole = trajectory.samples[0].table["token_ids"].tolist()
-    for call in engine.requests:
-        assert call.prompt_ids.tolist() == whole[: len(call.prompt_ids)]
-
-
-async def test_routes_are_asked_for_once_per_position_and_cover_all_but_the_last_token(chat):
-    engine = await ready([encode(chat, "abcd")])
-    trajectory = await play(chat, engine)
-    table = trajectory.samples[0].table
-    assert table["routing_recorded"].tolist() == [True] * (len(table) - 1) + [False]
-    for position in range(len(table) - 1):
-        expected = scripted_routes(position, 5, int(table["token_ids"][position]), SCRIPTED_ROUTING)
-        assert (table["routed_experts"][position] == expected).all()
-    asked = [call.routes_from for call in engine.requests]
-    fed = [turn.stop - 1 for turn in trajectory.turns]
-    assert asked == [0, *fed[:-1]]
-
-
 async def test_an_answer_that_was_cut_is_ended_outside_of_the_loss(chat):
     engine = await ready([encode(chat, "abcdefgh", end=False), encode(chat, "b"), encode(chat, "c")])
     trajectory = await play(chat, engine)
@@ -183,12 +151,6 @@ async def test_turns_run_out(chat):
 async def test_an_engine_without_routes_gives_samples_without_route_columns(chat):
     trajectory = await play(chat, await ready([encode(chat, "a")], routing=None))
     assert "routed_experts" not in trajectory.samples[0].table
-
-
-async def test_rows_that_never_came_are_marked_and_hold_distinct_experts(chat):
-    table = (await play(chat, await ready([encode(chat, "a")], returned_routes="none"))).samples[0].table
-    assert not table["routing_recorded"].any()
-    assert (table["routed_experts"] == np.arange(2)).all()
 
 
 async def test_a_slow_episode_times_out_with_the_setting(chat):
@@ -236,14 +198,6 @@ async def test_an_episode_that_always_fails_stops_the_group_with_the_cause(chat,
         await play_lease(make_player(factory, engine, chat, SETTINGS, []), 4, 9, (0,))
     assert message in str(caught.value.exceptions[0])
     assert "episode.retries = 2" in str(caught.value.exceptions[0])
-
-
-async def test_request_ids_differ_between_turns(chat):
-    engine = await ready([encode(chat, "a")])
-    await play(chat, engine)
-    ids = [call.request_id for call in engine.requests]
-    assert len(set(ids)) == 3
-    assert all(isinstance(call, GenerationRequest) for call in engine.requests)
 
 
 class Closes(Talker):

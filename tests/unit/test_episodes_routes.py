@@ -216,19 +216,6 @@ async def test_a_long_episode_moves_and_holds_each_row_once():
     assert not recorded[-1]
 
 
-def test_a_call_that_sampled_nothing_leaves_its_prompt_to_the_next_call():
-    builder = SampleBuilder(SHAPE)
-    builder.append_context([1, 2, 3, 4])
-    assert builder.append_answer(0, answer(Call(sampled=0, returned="none"), 4, 0, seed=0)) == (4, 4)
-    assert builder.routes_from == 0
-    builder.append_answer(0, answer(Call(sampled=0, missing=3), 4, 0, seed=1))  # it came as far as one row
-    assert builder.routes_from == 0
-    builder.append_answer(0, answer(Call(sampled=2), 4, 0, seed=2))
-    table = builder.build_table()
-    assert table["routing_recorded"].tolist() == [True] * 5 + [False]
-    assert len(table) == 6
-
-
 def test_a_branch_trains_only_what_it_samples_itself():
     builder = SampleBuilder(SHAPE)
     builder.append_context([1, 2])

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3async.learner.kernels import ExpertDispatch, WeightedSwiGLU, grouped_linear
 
@@ -69,33 +68,6 @@ def test_stacks_in_bf16_are_as_near_as_the_loop(sizes):
     for ours, theirs, right in pairs:
         assert ours.dtype == theirs.dtype
         assert (ours.float() - right).norm() <= 1.2 * (theirs.float() - right).norm() + 1e-3 * right.norm()
-
-
-class Asked(TorchDispatchMode):
-    """Counts operations whose result the host has to wait for."""
-
-    def __init__(self):
-        super().__init__()
-        self.times = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.times += func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "masked_select")
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(("form", "times"), [(stacks, 0), (loop, 8)])
-def test_nothing_is_asked_of_the_device(form, times):
-    inputs, chosen, grad = made(0, 20, 8, 2, 16, 8, torch.float32)
-    sent = ExpertDispatch(chosen, 2)
-    with Asked() as asked:
-        if form is loop:
-            passed(loop, inputs, chosen, grad)
-        else:
-            wide = grouped_linear(sent.dispatch_rows(inputs[0]), inputs[1], sent.expert_counts)
-            sent.combine_outputs(
-                grouped_linear(WeightedSwiGLU.apply(wide, sent.gather_gates(inputs[3])), inputs[2], sent.expert_counts)
-            )
-    assert asked.times == times
 
 
 def test_no_tokens_are_no_rows():

@@ -8,16 +8,10 @@ from hypothesis import strategies as st
 from r3async.actors.fleet import Fleet
 from r3async.config import load_config
 from r3async.schedule.health import HealthState, RestartsExhausted, Watchdog
+from tests.helpers.world import Clock
 
 NAMES = ["generator-0", "generator-1", "generator-2"]
 silent = SimpleNamespace(warning=lambda *_, **__: None, info=lambda *_, **__: None)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def happen(fleet: Fleet, clock: Clock, event: str, name: str, version: int) -> None:

@@ -87,6 +87,7 @@ constant = 3
 def dataset(tmp_path, monkeypatch):
     monkeypatch.setenv("R3ASYNC_USER_PATH", str(tmp_path))
     (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "broken.py").write_text("1/0")
     made = []
 
     def make(row, reward, **settings):
@@ -104,11 +105,6 @@ async def paid(env, text, token_ids=()):
     await env.reset(0)
     result = await env.step(Action(text, token_ids=list(token_ids)))
     return result.reward, {name.removeprefix("rewards/"): value for name, value in result.metrics.items()}
-
-
-@pytest.mark.parametrize(("fn", "text", "reward"), [("plain", "2", 1.0), ("only", "two", 3.0)])
-async def test_plain_functions(dataset, fn, text, reward):
-    assert (await paid(dataset({"prompt": "1+1?", "answer": "2"}, f"own.py:{fn}"), text))[0] == reward
 
 
 async def test_several_rewards_are_weighed_and_told_by_name(dataset):
@@ -155,6 +151,7 @@ async def test_what_is_no_reward_fails_the_episode_by_name(dataset, fn, message)
         ("own.py:constant", r"is a int, not a function"),
         ("none.py:plain", r"there is no file .*/none.py"),
         ("nomodule:plain", r"`reward` = 'nomodule:plain' cannot be loaded"),
+        ("broken.py:reward", r"'broken.py:reward' cannot be loaded: ZeroDivisionError: division by zero$"),
         ("plain", r"no such reward; .* Your own is `module:function`"),
         ([], "`reward` is empty"),
         (["exact", "exact"], "two are called 'exact'"),
@@ -178,12 +175,6 @@ async def test_what_a_reward_changes_in_its_row_nobody_sees(dataset, rewards):
     env = dataset({"prompt": "1+1?", "answer": "a", "meta": {}}, named)
     for _ in range(3):
         assert (await paid(env, "a"))[0] == len(named)
-
-
-def test_a_module_that_raises_is_named_in_one_line(dataset, tmp_path):
-    (tmp_path / "broken.py").write_text("1/0")
-    with pytest.raises(ConfigError, match=r"'broken.py:reward' cannot be loaded: ZeroDivisionError: division by zero$"):
-        dataset({"prompt": "1+1?", "answer": "2"}, "broken.py:reward")
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from r3async.schedule.health import GeneratorHealth, HealthState, RestartsExhausted
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
+from tests.helpers.world import Clock
 
 
 def healthy(clock, **settings):

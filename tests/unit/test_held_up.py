@@ -6,15 +6,7 @@ import time
 import pytest
 
 from r3async.rollout.episode import BLOCKING_SECONDS, BlockingDetector
-
-
-class Clock:
-    """Moves only when a call says so."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.helpers.world import Clock
 
 
 class Blocks:

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r3async.config import LearnerConfig, load_config
-from r3async.learner.optimizer import MasterAdamW, compute_learning_rate, count_updates
+from r3async.config import LearnerConfig
+from r3async.learner.optimizer import MasterAdamW, compute_learning_rate
 
 
 def rates(total: int, **settings) -> list[float]:
@@ -69,8 +69,3 @@ def test_a_restored_optimizer_goes_on_bit_by_bit(schedule):
         assert rates_again == rates_whole
         assert torch.equal(again, whole)
     assert rates_whole[-1] == pytest.approx(0.01)
-
-
-def test_every_minibatch_is_an_update():
-    config = load_config("quickstart", ["steps=10", "schedule.minibatches_per_step=4"])
-    assert count_updates(config) == 40

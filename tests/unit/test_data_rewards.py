@@ -3,8 +3,6 @@
 Functions in the forms of TRL and of verl: `test_documented_forms`.
 """
 
-import json
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,8 +10,7 @@ from hypothesis import strategies as st
 
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, EvaluationConfig
 from r3async.data.wire import decode_trajectory, encode_trajectory
-from r3async.envs import Action, EnvironmentFailed, StepResult, sum_episode_metrics
-from r3async.envs.factory import build_environment_factory
+from r3async.envs import EnvironmentFailed, StepResult, sum_episode_metrics
 from r3async.envs.rewards import find_last_number
 from r3async.record.metrics import find_metric
 from r3async.record.writer import compute_episode_metrics
@@ -24,6 +21,7 @@ from r3async.rollout.scripted import ScriptedEngine
 from r3async.tools.eval import describe_result
 from r3async.tools.init_model import build_byte_tokenizer
 from tests.helpers.judge import PORT, judge_answers
+from tests.helpers.rewards import play_answer, rewarded_rows
 
 OWN = r"""
 import time
@@ -85,26 +83,10 @@ constant = 3
 
 @pytest.fixture
 def dataset(tmp_path, monkeypatch):
-    monkeypatch.setenv("R3ASYNC_USER_PATH", str(tmp_path))
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "broken.py").write_text("1/0")
-    made = []
-
-    def make(row, reward, **settings):
-        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-        args = {"path": "rows.jsonl", "reward": reward, **settings.pop("args", {})}
-        made.append(build_environment_factory(EnvConfig(name="dataset", args=args, workers=1, **settings)))
-        return made[-1]()
-
-    yield make
-    for factory in made:
-        factory()._make_worker()._pool.close()
-
-
-async def paid(env, text, token_ids=()):
-    await env.reset(0)
-    result = await env.step(Action(text, token_ids=list(token_ids)))
-    return result.reward, {name.removeprefix("rewards/"): value for name, value in result.metrics.items()}
+    with rewarded_rows(tmp_path, monkeypatch) as make:
+        yield make
 
 
 async def test_several_rewards_are_weighed_and_told_by_name(dataset):
@@ -115,14 +97,14 @@ async def test_several_rewards_are_weighed_and_told_by_name(dataset):
         "own.py:math_only",
     ]
     env = dataset({"prompt": "1+1?", "answer": "2", "task": "math"}, several)
-    assert await paid(env, "2") == (
+    assert await play_answer(env, "2") == (
         pytest.approx(2.0 - 0.1 + 1 + 1),
-        {"right": 1.0, "only": 1.0, "contains": 1.0, "math_only": 1.0},
+        {f"rewards/{name}": 1.0 for name in ("right", "only", "contains", "math_only")},
     )
     env = dataset({"prompt": "1+1?", "answer": "2", "task": "code"}, several)
-    reward, told = await paid(env, "2")
+    reward, told = await play_answer(env, "2")
     assert reward == pytest.approx(2.0 - 0.1 + 1)
-    assert "math_only" not in told  # None: it does not apply, and is left out
+    assert "rewards/math_only" not in told  # None: it does not apply, and is left out
 
 
 @pytest.mark.parametrize(
@@ -140,7 +122,7 @@ async def test_several_rewards_are_weighed_and_told_by_name(dataset):
 async def test_what_is_no_reward_fails_the_episode_by_name(dataset, fn, message):
     env = dataset({"prompt": "1+1?", "answer": "2"}, f"own.py:{fn}", step_timeout=2.0)
     with pytest.raises(EnvironmentFailed, match=message):
-        await paid(env, "2")
+        await play_answer(env, "2")
 
 
 @pytest.mark.parametrize(
@@ -174,7 +156,7 @@ async def test_what_a_reward_changes_in_its_row_nobody_sees(dataset, rewards):
     named = [{"fn": f"own.py:{name}", "name": f"{i}"} for i, name in enumerate([*rewards, *rewards])]
     env = dataset({"prompt": "1+1?", "answer": "a", "meta": {}}, named)
     for _ in range(3):
-        assert (await paid(env, "a"))[0] == len(named)
+        assert (await play_answer(env, "a"))[0] == len(named)
 
 
 @pytest.mark.parametrize(
@@ -205,8 +187,8 @@ def test_a_number_is_read_back_however_it_is_written(value, form, before):
 async def test_mathematics_is_verified_by_math_verify(dataset):
     pytest.importorskip("math_verify")
     env = dataset({"prompt": "half?", "answer": r"\frac{1}{2}"}, "math")
-    assert (await paid(env, r"so $\frac{2}{4}$"))[0] == 1.0
-    assert (await paid(env, r"so $\frac{2}{3}$"))[0] == 0.0
+    assert (await play_answer(env, r"so $\frac{2}{4}$"))[0] == 1.0
+    assert (await play_answer(env, r"so $\frac{2}{3}$"))[0] == 0.0
 
 
 def test_without_math_verify_the_package_is_named(dataset, monkeypatch):
@@ -269,5 +251,5 @@ async def test_a_reward_in_a_process_of_its_own_has_one_event_loop(dataset):
     with judge_answers() as answers:
         env = dataset({"prompt": "1+1?", "answer": "2"}, "tests.helpers.judge:asked_elsewhere", variables=[PORT])
         for _ in range(3):
-            assert (await paid(env, "2"))[0] == 1.0
+            assert (await play_answer(env, "2"))[0] == 1.0
         assert len(answers) == 3

@@ -1,7 +1,5 @@
 """Rows of one's own: every source and form that is accepted, and for what is not, one line with the place and the setting."""
 
-import csv
-import json
 import resource
 import sys
 
@@ -22,7 +20,7 @@ from r3async.rollout.evaluation import check_environment, drop_long_prompts
 from r3async.tools.cli import main
 from r3async.tools.init_model import build_byte_tokenizer
 from r3async.tools.rows import add_row_digests
-from tests.helpers.rewards import mean_reward
+from tests.helpers.rewards import mean_reward, write_rows
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(20)]
 
@@ -35,36 +33,18 @@ def prompts(env):
     return [[m.content for m in task.messages] for task in DatasetFactory(env)._tasks]
 
 
-def write(path, rows):
-    if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows))
-    elif path.suffix == ".csv":
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-    else:
-        pyarrow = pytest.importorskip("pyarrow")
-        from pyarrow.parquet import write_table
-
-        write_table(pyarrow.Table.from_pylist(rows), path)
-    return path
-
-
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
 def test_every_format_gives_the_same_rows(tmp_path, suffix):
-    assert prompts(env(write(tmp_path / f"rows{suffix}", ROWS))) == [[row["prompt"]] for row in ROWS]
+    assert prompts(env(write_rows(tmp_path / f"rows{suffix}", ROWS))) == [[row["prompt"]] for row in ROWS]
 
 
 def test_a_directory_is_its_files_in_order_or_those_of_a_split(tmp_path):
-    write(tmp_path / "b.jsonl", ROWS[:3])
-    write(tmp_path / "a.csv", ROWS[3:5])
+    write_rows(tmp_path / "b.jsonl", ROWS[:3])
+    write_rows(tmp_path / "a.csv", ROWS[3:5])
     (tmp_path / "readme.md").write_text("no rows")
     assert prompts(env(tmp_path)) == [[row["prompt"]] for row in (*ROWS[3:5], *ROWS[:3])]
-    write(tmp_path / "train-0.jsonl", ROWS[5:7])
-    write(tmp_path / "test.jsonl", ROWS[7:8])
+    write_rows(tmp_path / "train-0.jsonl", ROWS[5:7])
+    write_rows(tmp_path / "test.jsonl", ROWS[7:8])
     both = env(tmp_path, eval="test")
     assert prompts(both) == [[row["prompt"]] for row in ROWS[5:7]]
     assert prompts(select_held_out_rows(both)) == [[ROWS[7]["prompt"]]]
@@ -82,7 +62,7 @@ def test_a_directory_is_its_files_in_order_or_those_of_a_split(tmp_path):
     ],
 )
 def test_a_split_that_a_file_or_directory_does_not_have_is_refused(tmp_path, place, settings, message):
-    write(tmp_path / "rows.jsonl", ROWS)
+    write_rows(tmp_path / "rows.jsonl", ROWS)
     with pytest.raises(ConfigError, match=message):
         prompts(env(tmp_path / place, **settings))
 
@@ -96,7 +76,7 @@ def hub_rows(rows, download_size=1000):
 def test_a_split_and_a_subset_of_the_hub_are_not_those_of_a_file_to_evaluate(monkeypatch, tmp_path):
     monkeypatch.setenv("R3ASYNC_USER_PATH", str(tmp_path))
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, split: hub_rows([{"prompt": "1+1?", "answer": "2"}]))
-    held = write(tmp_path / "held.jsonl", ROWS[:2])
+    held = write_rows(tmp_path / "held.jsonl", ROWS[:2])
     made = env("some/where", subset="main", split="train[:9]", eval=str(held))
     assert prompts(made) == [["1+1?"]]
     assert prompts(select_held_out_rows(made)) == [[row["prompt"]] for row in ROWS[:2]]
@@ -165,7 +145,7 @@ def test_a_small_download_of_gigabytes_is_refused_before_they_are_rows(monkeypat
 def test_prompts_are_texts_messages_or_templates(tmp_path):
     row = {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u", "name": None}], "answer": 1}
     row |= {"question": "q", "extra": {"level": 3, "deep": {"x": "y"}}, "a.b": "dotted"}
-    path = write(tmp_path / "rows.jsonl", [row])
+    path = write_rows(tmp_path / "rows.jsonl", [row])
 
     def messages(**args):
         return DatasetFactory(env(path, **args))._tasks[0]
@@ -212,7 +192,7 @@ def test_a_text_without_names_is_no_template_but_for_double_braces(text):
 @given(st.permutations(range(30)), st.sampled_from([0.1, 0.5, 3, 29]))
 def test_the_parts_are_disjoint_and_do_not_depend_on_the_order(tmp_path_factory, order, share):
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    write(path, [{"prompt": f"p{i % 25}", "answer": str(i)} for i in order])
+    write_rows(path, [{"prompt": f"p{i % 25}", "answer": str(i)} for i in order])
     if share >= 25:
         with pytest.raises(ConfigError, match="leaves no row to train: there are 25 different prompts"):
             prompts(env(path, eval=share))
@@ -222,13 +202,13 @@ def test_the_parts_are_disjoint_and_do_not_depend_on_the_order(tmp_path_factory,
     assert not trained & evaluated
     assert trained | evaluated == {f"p{i}" for i in range(25)}
     assert len(evaluated) == (share if share >= 1 else round(share * 25))
-    write(path, [{"prompt": f"p{i}", "answer": "0"} for i in range(25)])
+    write_rows(path, [{"prompt": f"p{i}", "answer": "0"} for i in range(25)])
     assert {p for (p,) in prompts(select_held_out_rows(made))} == evaluated
 
 
 def test_rows_that_evaluation_poses_are_left_out_of_training_and_counted(tmp_path):
-    write(tmp_path / "rows.jsonl", ROWS)
-    write(tmp_path / "eval.jsonl", ROWS[:4])
+    write_rows(tmp_path / "rows.jsonl", ROWS)
+    write_rows(tmp_path / "eval.jsonl", ROWS[:4])
     made = env(tmp_path / "rows.jsonl", eval=str(tmp_path / "eval.jsonl"))
     assert prompts(made) == [[row["prompt"]] for row in ROWS[4:]]
     assert load_task_splits(resolve_data_config(made)).dropped_overlap == 4
@@ -238,11 +218,11 @@ def test_rows_that_evaluation_poses_are_left_out_of_training_and_counted(tmp_pat
 
 
 def test_a_limit_takes_the_first_rows(tmp_path):
-    assert prompts(env(write(tmp_path / "rows.jsonl", ROWS), limit=3)) == [[row["prompt"]] for row in ROWS[:3]]
+    assert prompts(env(write_rows(tmp_path / "rows.jsonl", ROWS), limit=3)) == [[row["prompt"]] for row in ROWS[:3]]
 
 
 def test_long_prompts_are_dropped_and_all_of_them_are_refused(tmp_path):
-    path = write(tmp_path / "rows.jsonl", [*ROWS[:5], {"prompt": "x" * 100, "answer": "y"}])
+    path = write_rows(tmp_path / "rows.jsonl", [*ROWS[:5], {"prompt": "x" * 100, "answer": "y"}])
     chat = ChatRenderer(build_byte_tokenizer())
     factory = DatasetFactory(env(path))
     assert drop_long_prompts(factory, chat, EpisodeConfig(max_prompt_tokens=64)) == 1
@@ -254,7 +234,7 @@ def test_long_prompts_are_dropped_and_all_of_them_are_refused(tmp_path):
 
 
 def test_a_run_notes_its_rows_says_how_many_and_cannot_resume_with_others(tmp_path):
-    path = write(tmp_path / "rows.jsonl", [*ROWS, {"prompt": "x" * 600, "answer": "y"}])
+    path = write_rows(tmp_path / "rows.jsonl", [*ROWS, {"prompt": "x" * 600, "answer": "y"}])
     config = load_config("math", {"data": str(path), "reward": "exact"})
     said = []
     noted = add_row_digests(config, said.append)
@@ -263,7 +243,7 @@ def test_a_run_notes_its_rows_says_how_many_and_cannot_resume_with_others(tmp_pa
         "data: 1 rows are evaluated, 0 dropped",
     ]
     assert check_resume_settings(config_to_dict(noted), add_row_digests(config, said.append)) == {}
-    write(path, ROWS[1:])
+    write_rows(path, ROWS[1:])
     with pytest.raises(CheckpointError, match=r"the rows of `data` = '.*rows.jsonl'.*have changed since the run began"):
         check_resume_settings(config_to_dict(noted), add_row_digests(config, said.append))
     with pytest.raises(ConfigError, match="the rows are not those that the run began with"):
@@ -275,7 +255,7 @@ def test_a_run_notes_its_rows_says_how_many_and_cannot_resume_with_others(tmp_pa
 
 
 async def test_a_seed_chooses_a_row_and_its_answer_pays(tmp_path):
-    path = write(tmp_path / "rows.jsonl", ROWS)
+    path = write_rows(tmp_path / "rows.jsonl", ROWS)
     make = build_environment_factory(EnvConfig(name=f"dataset:{path}"))
     assert await mean_reward(make, "oracle", 50) == 1.0
     prompts = {seed: (await make().reset(seed))[0].content for seed in range(60)}
@@ -290,7 +270,7 @@ async def test_a_seed_chooses_a_row_and_its_answer_pays(tmp_path):
 
 
 async def test_episodes_that_play_at_once_do_not_share_their_row(tmp_path):
-    make = DatasetFactory(env(write(tmp_path / "rows.jsonl", ROWS)))
+    make = DatasetFactory(env(write_rows(tmp_path / "rows.jsonl", ROWS)))
     one, two = make(), make()
     first = await one.reset(1)
     seed = 2
@@ -314,7 +294,7 @@ async def test_episodes_that_play_at_once_do_not_share_their_row(tmp_path):
     ],
 )
 async def test_the_built_in_rewards(tmp_path, reward, answer, want, paid):
-    task = DatasetFactory(env(write(tmp_path / "rows.jsonl", [{"prompt": "?", "answer": want}]), reward=reward))()
+    task = DatasetFactory(env(write_rows(tmp_path / "rows.jsonl", [{"prompt": "?", "answer": want}]), reward=reward))()
     await task.reset(1)
     assert (await task.step(Action(answer))).reward == paid
 
@@ -447,8 +427,8 @@ def test_a_setting_that_does_not_fit_the_rows_is_named(tmp_path, monkeypatch, ar
     folder = tmp_path / "empty" if args["path"] == "." else tmp_path
     folder.mkdir(exist_ok=True)
     monkeypatch.setenv("R3ASYNC_USER_PATH", str(folder))
-    write(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "b", "list": [1], "info": {"answer": "c"}}])
-    write(tmp_path / "chat.jsonl", [{"prompt": [{"role": "system", "content": "x"}], "answer": "b"}])
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "b", "list": [1], "info": {"answer": "c"}}])
+    write_rows(tmp_path / "chat.jsonl", [{"prompt": [{"role": "system", "content": "x"}], "answer": "b"}])
     with pytest.raises(ConfigError, match=message.replace("{folder}", str(folder))) as raised:
         DatasetFactory(EnvConfig(name="dataset", args=args))
     assert "\n" not in str(raised.value)
@@ -466,7 +446,7 @@ def test_a_setting_that_does_not_fit_the_rows_is_named(tmp_path, monkeypatch, ar
 )
 def test_a_command_says_one_line_and_ends_with_code_2(tmp_path, monkeypatch, capsys, overrides, message):
     monkeypatch.setenv("R3ASYNC_USER_PATH", str(tmp_path))
-    write(tmp_path / "rows.jsonl", ROWS)
+    write_rows(tmp_path / "rows.jsonl", ROWS)
     (tmp_path / "broken.py").write_text("wrong")
     monkeypatch.setattr("sys.argv", ["r3async", "train", "math", "--runs", str(tmp_path / "runs"), *overrides])
     with pytest.raises(SystemExit) as ended:
@@ -483,5 +463,5 @@ def test_rows_of_verl_and_of_trl_are_taken_as_they_are_from_parquet(tmp_path):
     verl = {"data_source": "openai/gsm8k", "prompt": asked, "ability": "math"}
     verl |= {"reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"index": 7, "answer": "so #### 2"}}
     for row in (verl, {"prompt": asked, "solution": "2"}, {"prompt": asked, "ground_truth": "2", "level": 5}):
-        (task,) = DatasetFactory(env(write(tmp_path / "rows.parquet", [row]), reward="number"))._tasks
+        (task,) = DatasetFactory(env(write_rows(tmp_path / "rows.parquet", [row]), reward="number"))._tasks
         assert (task.messages, task.is_chat, task.answer, task.row) == ([Message("user", "1+1?")], True, "2", row)

@@ -11,13 +11,11 @@ The bodies are ours; what counts are names, arguments and results. Sources:
 * verl, "Reward Loop", "Rule-Based Reward": https://verl.readthedocs.io/en/latest/advance/reward_loop.html
 """
 
-import json
-
 import pytest
 
-from r3async.config import ConfigError, EnvConfig
-from r3async.envs import Action, EnvironmentFailed, Message
-from r3async.envs.factory import build_environment_factory
+from r3async.config import ConfigError
+from r3async.envs import EnvironmentFailed, Message
+from tests.helpers.rewards import play_answer, rewarded_rows
 
 OWN = r"""
 import asyncio
@@ -127,33 +125,9 @@ CHAT = [{"role": "user", "content": "2+2?"}]
 
 @pytest.fixture
 def dataset(tmp_path, monkeypatch):
-    monkeypatch.setenv("R3ASYNC_USER_PATH", str(tmp_path))
     (tmp_path / "documented.py").write_text(OWN)
-    made = []
-
-    def make(row, *fns, parquet=False):
-        path = tmp_path / ("rows.parquet" if parquet else "rows.jsonl")
-        if parquet:
-            arrow = pytest.importorskip("pyarrow")
-            from pyarrow.parquet import write_table
-
-            write_table(arrow.Table.from_pylist([row]), path)
-        else:
-            path.write_text(json.dumps(row) + "\n")
-        args = {"path": path.name, "reward": [f"documented.py:{fn}" for fn in fns]}
-        made.append(build_environment_factory(EnvConfig(name="dataset", args=args, workers=1)))
-        return made[-1]()
-
-    yield make
-    for factory in made:
-        factory()._make_worker()._pool.close()
-
-
-async def told(env, text, ids=()):
-    """The metrics of an answer, behind its reward."""
-    await env.reset(0)
-    result = await env.step(Action(text, token_ids=list(ids) if env.takes_tokens else []))
-    return result.reward, result.metrics
+    with rewarded_rows(tmp_path, monkeypatch) as make:
+        yield lambda row, *fns, **options: make(row, [f"documented.py:{fn}" for fn in fns], **options)
 
 
 @pytest.mark.parametrize(
@@ -173,22 +147,22 @@ async def told(env, text, ids=()):
     ],
 )
 async def test_rewards_of_trl(dataset, row, fn, text, reward):
-    assert await told(dataset(row, fn), text, [5, 6]) == (reward, {f"rewards/{fn}": reward})
+    assert await play_answer(dataset(row, fn), text, [5, 6]) == (reward, {f"rewards/{fn}": reward})
 
 
 async def test_rewards_of_trl_that_are_each_for_one_task(dataset):
     for task, text, reward in (("math", "4", 1.0), ("math", "5", -1.0), ("code", "def f(): ...", 1.0)):
         env = dataset({"prompt": "2+2?", "task": task}, "of_mathematics", "of_code")
         name = {"math": "rewards/of_mathematics", "code": "rewards/of_code"}[task]
-        assert await told(env, text) == (reward, {name: reward})
+        assert await play_answer(env, text) == (reward, {name: reward})
     with pytest.raises(EnvironmentFailed, match="no reward applies"):
-        await told(dataset({"prompt": "2+2?", "task": "other"}, "of_mathematics", "of_code"), "4")
+        await play_answer(dataset({"prompt": "2+2?", "task": "other"}, "of_mathematics", "of_code"), "4")
 
 
 async def test_a_reward_of_trl_logs_metrics_of_its_own(dataset):
     env = dataset({"prompt": "2+2?", "ground_truth": "4"}, "logs")
-    assert await told(env, "4") == (1.0, {"rewards/logs": 1.0, "accuracy": 1.0, "length": 1.0})
-    assert await told(env, "five") == (0.0, {"rewards/logs": 0.0, "accuracy": 0.0, "length": 4.0})
+    assert await play_answer(env, "4") == (1.0, {"rewards/logs": 1.0, "accuracy": 1.0, "length": 1.0})
+    assert await play_answer(env, "five") == (0.0, {"rewards/logs": 0.0, "accuracy": 0.0, "length": 4.0})
 
 
 def test_what_only_trls_trainer_has_is_refused_by_name(dataset):
@@ -196,26 +170,26 @@ def test_what_only_trls_trainer_has_is_refused_by_name(dataset):
         dataset({"prompt": "2+2?"}, "of_trainer")
 
 
-@pytest.mark.parametrize("parquet", [False, True])
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize(
     "prompt", ["The sky is", CHAT, [OTHER, *CHAT]], ids=["standard", "conversational", "with system"]
 )
-async def test_prompt_only_rows_of_trl(dataset, prompt, parquet):
-    env = dataset({"prompt": prompt}, "not_empty", parquet=parquet)
+async def test_prompt_only_rows_of_trl(dataset, prompt, suffix):
+    env = dataset({"prompt": prompt}, "not_empty", suffix=suffix)
     wanted = [Message("user", prompt)] if isinstance(prompt, str) else [Message(**message) for message in prompt]
     assert await env.reset(0) == wanted
 
 
-@pytest.mark.parametrize("parquet", [False, True])
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize("system", [False, True])
-async def test_rows_of_verl(dataset, system, parquet):
+async def test_rows_of_verl(dataset, system, suffix):
     """Those of its script with tools begin with a system message, and have nested tables in `extra_info`."""
     tools = {"need_tools_kwargs": True, "tools_kwargs": {"calc": {"create_kwargs": {"ground_truth": "72"}}}}
     more = {"prompt": [OTHER, *GSM8K["prompt"]], "extra_info": {**GSM8K["extra_info"], **tools}} if system else {}
-    env = dataset({**GSM8K, **more}, "compute_score", parquet=parquet)
+    env = dataset({**GSM8K, **more}, "compute_score", suffix=suffix)
     assert await env.reset(0) == [Message("system", OTHER["content"])] * system + [Message("user", ASKED)]
     assert env.oracle() == "72"
-    assert await told(env, "#### 72") == (1.0, {"rewards/compute_score": 1.0, "acc": 1.0, "index": 0.0})
+    assert await play_answer(env, "#### 72") == (1.0, {"rewards/compute_score": 1.0, "acc": 1.0, "index": 0.0})
 
 
 @pytest.mark.parametrize(
@@ -228,14 +202,14 @@ async def test_rows_of_verl(dataset, system, parquet):
     ],
 )
 async def test_rewards_of_verl(dataset, fn, text, reward):
-    assert await told(dataset(GSM8K, fn), text) == (reward, {f"rewards/{fn}": reward})
+    assert await play_answer(dataset(GSM8K, fn), text) == (reward, {f"rewards/{fn}": reward})
 
 
 async def test_a_table_of_verl_without_extra_info_or_score(dataset):
     bare = {name: GSM8K[name] for name in ("data_source", "prompt", "reward_model")}
-    assert (await told(dataset(bare, "compute_score"), "72"))[1]["index"] == -1.0
+    assert (await play_answer(dataset(bare, "compute_score"), "72"))[1]["index"] == -1.0
     with pytest.raises(EnvironmentFailed, match=r"must return a finite number or None, not 'a table without `score`'"):
-        await told(dataset(GSM8K, "no_score"), "72")
+        await play_answer(dataset(GSM8K, "no_score"), "72")
 
 
 def test_a_reward_model_that_verl_serves_is_refused_by_name(dataset):

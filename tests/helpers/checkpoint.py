@@ -44,7 +44,7 @@ def settings(backend: str = "megatron", *, dtype: str = "float32", **parallel: i
 
 def batches(count: int, *, first: int = 0) -> list[list[MicroBatch]]:
     """Return the batches of the `count` steps from `first` on, all different."""
-    # Imported here and not above, because `checkpoint_driver` trains nothing, and forks a hundred times.
+    # Imported here and not above, because simulated starts train nothing.
     from tests.helpers import models as hm
     from tests.helpers.parity import BUDGET, LENGTHS
 
@@ -126,11 +126,11 @@ async def hold_nothing() -> None:
     """Return at once; for `CheckpointWriter.save_checkpoint` if the state to write does not change."""
 
 
-def tiny_state(value: float = 1.0, *, rank: int = 0, world: int = 1, elements: int = 8) -> RankState:
-    """Return a learner's state of one vector, of which each rank has a part, laid end to end."""
-    place = TensorSlice("master/w", (elements * world,), (elements * rank,), (elements,))
+def tiny_state(value: float = 1.0, *, rank: int = 0, world: int = 1) -> RankState:
+    """Return a learner's state of one vector, of which each rank has eight values, laid end to end."""
+    place = TensorSlice("master/w", (8 * world,), (8 * rank,), (8,))
     facts = LearnerMetadata("torch", "m", int(value), world, {"coef": 0.5, "error": None})
-    return RankState(rank, facts, [SliceValues(place, torch.full((elements,), float(value)))])
+    return RankState(rank, facts, [SliceValues(place, torch.full((8,), float(value)))])
 
 
 def write_checkpoint(checkpoints: CheckpointDirectory, step: int, **changes: Any) -> Path:

@@ -85,14 +85,6 @@ class Stubborn:
         return StepResult(0.0, done=True)
 
 
-class Mixed:
-    async def reset(self, task_seed: int) -> list[Message]:
-        return []
-
-    def step(self, action: Action) -> StepResult:
-        return StepResult(0.0, done=True)
-
-
 class Awaiting:
     """An environment of `async def` methods, which is played in the process that calls it."""
 

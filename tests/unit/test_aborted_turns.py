@@ -118,26 +118,6 @@ async def test_after_too_many_the_episode_has_failed_by_the_engine_and_is_not_be
     assert [event for event, _ in reports] == ["call_failed"] * 3 + ["episode_failed"]
 
 
-async def test_an_error_of_the_environment_still_begins_the_episode_again():
-    chat, engine = await engine_that("nothing", 1)
-    begun = []
-
-    class Breaks(Counts):
-        async def step(self, action):
-            if len(begun) == 1:
-                raise ConnectionError("the tool server is away")
-            return await super().step(action)
-
-    def factory():
-        begun.append(Breaks())
-        return begun[-1]
-
-    player = make_player(factory, engine, chat, limits(), [])
-    (played,) = await play_lease(player, 0, 9, (0,))
-    assert len(begun) == 2
-    assert len(played.trajectory.turns) == 3
-
-
 @pytest.mark.parametrize("how", ["error", "partial", "nothing"])
 async def test_an_agent_is_answered_late_and_does_not_notice(how):
     chat, engine = await engine_that(how, 1, 3)

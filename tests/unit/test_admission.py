@@ -70,27 +70,12 @@ def test_a_lost_lease_is_given_again_for_the_missing_episodes_only_and_first():
     assert (again.group_index, again.episode_indices, again.task_seed) == (1, (1,), 1001)
 
 
-def test_a_group_that_was_played_but_never_arrived_is_played_again():
-    admission = make()
-    lease(admission)  # played to its end, sent, and lost with its sender
-    assert admission.requeue_leases("a", lambda g: [0, 1]) == [0]
-    assert lease(admission, "b") == (0, (0, 1))
-
-
 def test_what_was_lost_and_yet_arrived_is_not_played_again():
     admission = make()
     lease(admission)
     assert admission.requeue_leases("a", lambda g: [1]) == [0]
     admission.step_trained(1, [0])
     assert lease(admission) == (1, (0, 1))
-
-
-def test_a_trained_group_is_nobodys():
-    admission = make()
-    lease(admission, "a")
-    lease(admission, "b")
-    admission.step_trained(1, [0, 1])
-    assert admission.list_leased_groups("a") == admission.list_leased_groups("b") == []
 
 
 def test_nothing_is_exhausted_before_the_last_group_is_trained():

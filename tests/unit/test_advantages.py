@@ -305,11 +305,3 @@ def test_the_batch_is_whitened_over_the_tokens_that_are_trained(estimator, witho
     assert trained.std() == pytest.approx(1, abs=1e-5)
     assert figures["advantage/mean"] == pytest.approx(trained.mean(), abs=1e-5)
     assert figures["advantage/filtered_tokens"] == 0, "they are counted as dropped for their log-prob"
-
-
-@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "prompt_mean"])
-def test_the_weights_of_the_tokens_that_are_trained_add_up_to_one(reduction):
-    group = [measured(0, 4, 1.0, (2,)), measured(1, 2, 0.0)]
-    (samples,), _ = prepare_minibatches([group], config_from_dict({"algorithm": {"reduction": reduction}}))
-    assert sum(s.table["loss_weights"].sum() for s in samples) == pytest.approx(1, abs=1e-6)
-    assert samples[0].table["loss_weights"][2] == 0

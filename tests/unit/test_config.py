@@ -11,7 +11,6 @@ from r3async.config import (
     ConfigError,
     config_from_dict,
     config_to_toml,
-    find_config,
     load_config,
     parse_override,
 )
@@ -22,15 +21,8 @@ from r3async.config.load import REMOVED_KEYS
     ("override", "parts"),
     [
         ("algorithm.rolout_kl.coef=1", ["algorithm.rolout_kl", "algorithm.rollout_kl"]),
-        ("learner.lr=abc", ["learner.lr", "a number"]),
-        ("learner=3", ["learner", "section"]),
         ("generator.dtype=fp8", ["generator.dtype", "'float32', 'bfloat16'"]),
-        ("schedule.max_staleness=-1", ["max_staleness", "0 or more"]),
-        ("episode.max_prompt_tokens=128", ["max_prompt_tokens", "max_total_tokens"]),
         ("episode.max_total_tokens=100000", ["max_total_tokens", "max_tokens_per_micro_batch"]),
-        ("model.init.top_k=9", ["model.init", "top_k", "experts"]),
-        ("steps=0", ["steps", "greater than 0"]),
-        ("steps", ["key=value"]),
         ("observe.sink_queue=8", ["unknown key `observe.sink_queue`", "1024 rows"]),
         ("model.init.warm_lr=1e-4", ["unknown key `model.init.warm_lr`", "0.001"]),
     ],
@@ -40,11 +32,6 @@ def test_a_wrong_setting_is_named_with_the_fix(override, parts):
         load_config("quickstart", [override])
     for part in parts:
         assert part in str(caught.value)
-
-
-def test_an_unknown_preset_names_the_nearest():
-    with pytest.raises(ConfigError, match="quickstart"):
-        find_config("quikstart")
 
 
 def test_overrides_are_toml_values_and_bare_words_are_strings():
@@ -61,16 +48,13 @@ def test_the_resolved_configuration_loads_back_equal(tmp_path):
     assert tomllib.loads(path.read_text())["env"]["args"]["letters"] == 5
 
 
-def test_a_file_extends_a_preset_and_circles_are_refused(tmp_path):
+def test_a_file_extends_a_preset(tmp_path):
     child = tmp_path / "child.toml"
     child.write_text('extends = "quickstart"\nsteps = 7\n[schedule]\nmax_staleness = 0\n')
     config = load_config(str(child))
     base = load_config("quickstart")
     assert (config.steps, config.schedule.max_staleness) == (7, 0)
     assert config.schedule.prompts_per_step == base.schedule.prompts_per_step
-    child.write_text(f'extends = "{child}"\n')
-    with pytest.raises(ConfigError, match="circle"):
-        load_config(str(child))
 
 
 def test_a_typo_on_the_command_line_imports_neither_torch_nor_ray_nor_vllm():
@@ -98,21 +82,15 @@ def test_another_environment_does_not_inherit_the_arguments_of_the_one_before(tm
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"evaluation": {"sets": {"a b": {}}}}, "'a b' is no name"),
         (
             {"evaluation": {"sets": {"a": {"temperature": 0, "samples_per_task": 3}}}},
             r"`sets\.a`: `temperature` = 0 is greedy, and 3",
         ),
-        ({"evaluation": {"temperature": 0, "samples_per_task": 3}}, "`temperature` = 0 is greedy"),
-        ({"evaluation": {"sets": {"a": {"sample": 1}}}}, r"did you mean `evaluation\.sets\.a\.samples_per_task`"),
-        ({"evaluation": {"sets": {"a": 3}}}, r"`evaluation\.sets\.a` is a section"),
         ({"evaluation": {"sets": 3}}, "holds sections by name"),
-        ({"evaluation": {"env": {"args": {"x": 1}}}}, r"\[evaluation\.env\] `args` without `name`"),
         (
             {"episode": {"temperature": 0}},
             r"`episode\.temperature` must be greater than 0.*`evaluation\.temperature` = 0",
         ),
-        ({"checkpoint": {"keep_best": "reward_mean"}}, r"needs evaluations: set `evaluation\.every_steps`"),
         (
             {"checkpoint": {"keep_best": "pass@8"}, "evaluation": {"every_steps": 1, "samples_per_task": 4}},
             "'pass@8' is no figure of the evaluations: reward_mean, pass@1, pass@2, pass@4$",

@@ -90,16 +90,10 @@ def test_a_reward_or_a_weight_that_may_be_a_penalty_may_be_negative(path):
 @pytest.mark.parametrize(
     "override",
     [
-        "algorithm.rollout_kl.coef=nan",
-        "learner.lr=nan",
-        "learner.lr=inf",
         "episode.temperature=inf",
-        "algorithm.truncated_pg.cap=nan",
-        "env.step_timeout=nan",
         f"steps={10**20}",
         "learner.betas=[0.9, nan]",
         "learner.betas=[0.9, 1.0]",
-        "algorithm.rollout_kl.target=nan",
         "env.args={ letters = nan }",
         "env.args={ deep = { list = [1, inf] } }",
         "generator.engine_args={ token_seconds = nan }",

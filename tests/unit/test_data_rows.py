@@ -17,7 +17,6 @@ from r3async.envs.factory import build_environment_factory
 from r3async.envs.rows import fill_template, list_field_names, look_up_field, read_rows
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.evaluation import check_environment, drop_long_prompts
-from r3async.tools.cli import main
 from r3async.tools.init_model import build_byte_tokenizer
 from r3async.tools.rows import add_row_digests
 from tests.helpers.rewards import mean_reward, write_rows
@@ -432,30 +431,6 @@ def test_a_setting_that_does_not_fit_the_rows_is_named(tmp_path, monkeypatch, ar
     with pytest.raises(ConfigError, match=message.replace("{folder}", str(folder))) as raised:
         DatasetFactory(EnvConfig(name="dataset", args=args))
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["data=none.jsonl"], "there is no file"),
-        (["data=rows.jsonl", "reward=nowhere:correct"], "cannot be loaded"),
-        (["data=rows.jsonl", "reward=broken.py:correct"], "NameError"),
-        (["data=rows.jsonl", "data.prompt={q}"], "rows.jsonl, line 1: no field 'q'"),
-        ([], "`data` names no rows"),
-    ],
-)
-def test_a_command_says_one_line_and_ends_with_code_2(tmp_path, monkeypatch, capsys, overrides, message):
-    monkeypatch.setenv("R3ASYNC_USER_PATH", str(tmp_path))
-    write_rows(tmp_path / "rows.jsonl", ROWS)
-    (tmp_path / "broken.py").write_text("wrong")
-    monkeypatch.setattr("sys.argv", ["r3async", "train", "math", "--runs", str(tmp_path / "runs"), *overrides])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    said = capsys.readouterr().err.strip().splitlines()
-    assert message in said[-1]
-    assert "Traceback" not in "".join(said)
-    assert not (tmp_path / "runs").exists()
 
 
 def test_rows_of_verl_and_of_trl_are_taken_as_they_are_from_parquet(tmp_path):

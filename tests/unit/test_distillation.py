@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from r3async.actors.ranks import LocalRank
-from r3async.config import ConfigError, config_from_dict
+from r3async.config import config_from_dict
 from r3async.data.tokens import Sample, TokenTable
 from r3async.learner import LearnerError
 from r3async.learner.batch import pack_samples
@@ -131,9 +131,6 @@ def test_the_plan_counts_what_a_rank_holds_of_its_teacher(tmp_path, backend):
         planned.total_bytes
         == planned.weights + planned.optimizer + planned.activations + planned.logits + planned.teacher
     )
-    config.algorithm.distillation.teacher = "nowhere"
-    with pytest.raises(ConfigError, match=r"`algorithm.distillation.teacher` = 'nowhere': no config.json there"):
-        estimate_rank_memory(find_model_shape(config)[0], config)
 
 
 def test_a_teacher_with_other_tokens_is_refused(tmp_path):
@@ -145,5 +142,3 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path):
     (made[1] / "tokenizer.json").unlink()
     with pytest.raises(LearnerError, match=r"algorithm\.distillation\.teacher = .*tokenizer\.json"):
         check_same_vocabulary(*made)
-    with pytest.raises(ConfigError, match='"scripted" has none'):
-        config_from_dict({"learner": {"backend": "scripted"}, "algorithm": {"distillation": {"teacher": "x"}}})

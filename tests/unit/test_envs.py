@@ -191,13 +191,11 @@ async def test_the_calculator_ends_after_its_turns_without_a_reward():
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
-        ("alphabet-sort", {"turn": 3}, "did you mean 'turns'"),
         ("alphabet-sort", {"letters": 26}, "at most 26"),
         ("guess", {"noise": 2}, "noise must be in 0..1"),
         ("countdown", {"count": 1}, "count and highest must be at least 2"),
         ("tool-calculator", {"cost": -1}, "cost must be in 0..1"),
         ("count-down", {}, "did you mean 'countdown'"),
-        ("gymnasium:", {}, "say which"),
     ],
 )
 def test_wrong_arguments_are_refused_with_the_fix(name, args, message):

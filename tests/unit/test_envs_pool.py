@@ -272,10 +272,8 @@ async def test_an_async_class_is_played_where_it_is_asked():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"name": "tests.helpers.envs:Mixed"}, "both `async def` or both plain `def`"),
         ({"name": "tests.helpers.envs:half_for_trying"}, "is no environment, but a function"),
         ({"name": "os:getcwd"}, "is no environment"),
-        ({"args": {"marc": ""}}, "did you mean 'mark'"),
     ],
 )
 def test_a_class_that_is_no_environment_is_refused(settings, message):

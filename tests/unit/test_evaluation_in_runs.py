@@ -117,10 +117,14 @@ async def test_the_result_is_kept_beside_the_checkpoints_and_a_failed_one_leaves
     assert row == {"step": 2, "time": row["time"]} | {f"evaluation/{k}": v for k, v in one.figures.items()}
     assert list(it.recent_rows) == [row]
 
-    it, _, _ = evaluator(tmp_path, fails)
+    it, events, _ = evaluator(tmp_path, fails)
     it.evaluate_if_due(4, 0)
     await settle(it)
+    await it.finish_evaluations(4, 0, asyncio.Event())
     assert list(read_evaluations(tmp_path / "checkpoints")) == [2]
+    assert lines(tmp_path) == [row]
+    assert [(e, f["step"]) for e, f in events.reported] == [("evaluation_failed", 4)]
+    assert "the environment is away" in events.reported[0][1]["error"]
 
 
 async def test_an_evaluation_waits_for_the_weights_of_its_step_and_prefers_who_has_them(tmp_path):
@@ -241,21 +245,6 @@ async def test_a_result_waits_for_a_disk_that_does_not_take_it(tmp_path, monkeyp
     assert one.result == {"reward_mean": 0.5}
     assert refused == [2, 2]
     assert [event for event, _ in events.reported] == ["evaluation_finished", "evaluation_not_kept", "evaluation_kept"]
-
-
-async def test_an_evaluation_that_fails_is_an_event_and_no_more(tmp_path):
-    it, events, _ = evaluator(tmp_path, fails)
-    it.evaluate_if_due(2, 0)
-    await settle(it)
-    await it.finish_evaluations(2, 0, asyncio.Event())
-    assert [(e, f["step"]) for e, f in events.reported] == [("evaluation_failed", 2)]
-    assert "the environment is away" in events.reported[0][1]["error"]
-    it, events, fleet = evaluator(tmp_path, timeout=0.3)
-    fleet["g"].health.mark_lost()
-    it.evaluate_if_due(2, 0)
-    await settle(it)
-    assert events.reported[0][1]["error"].startswith("no generator was healthy and had version 0")
-    assert lines(tmp_path) == []
 
 
 async def test_one_that_takes_long_lets_the_next_one_out_and_a_stopped_run_waits_no_longer_than_its_grace(tmp_path):

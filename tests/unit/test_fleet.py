@@ -182,20 +182,6 @@ async def test_a_generator_that_lags_gets_the_newest_version_only(installer, fle
     assert {g.version for g in fleet} == {3}
 
 
-async def test_a_restarted_generator_installs_the_newest_version_only_and_is_probed(installer, fleet, handles):
-    for version in range(1, 6):
-        await deliver(installer, version)
-    fresh = handles["generator-0"]
-    fresh.calls, fresh.version = [], -1
-    generator = fleet["generator-0"]
-    generator.health.mark_lost()
-    generator.probed_version = -1
-    await membership(installer)._restart_generator(generator)
-    assert fresh.asked("install_version") == [("install_version", 5)]
-    assert fresh.asked("score_tokens")
-    assert (generator.state, generator.version) == ("healthy", 5)
-
-
 async def test_a_restarted_generator_does_not_play_before_it_has_what_the_others_have(installer, fleet, handles):
     fresh, generator = handles["generator-0"], fleet["generator-0"]
     generator.health.mark_lost()

@@ -15,7 +15,6 @@ from r3async.rollout import agents
 from r3async.rollout.agents import make_agent, open_agent_player, parse_last_reward
 from r3async.rollout.episode import EpisodeError, EpisodeTask
 from r3async.rollout.evaluation import check_environment
-from tests.helpers.playing import make_player, play_lease
 from tests.helpers.serving import answer_ids, ready, renderer
 from tests.helpers.transport import until
 
@@ -98,20 +97,6 @@ async def test_what_the_engine_failed_with_is_raised_whatever_the_agent_made_of_
         await engine.stop()
         with pytest.raises(Exception, match="the engine is not running"):
             await player(TASK)
-
-
-async def test_a_group_of_an_agent_is_played_like_any_other_and_tried_again():
-    chat, reports = renderer(), []
-    engine = await ready(answer_ids(chat, "ab"))
-
-    async with open_agent_player(function("counts"), engine, chat, SETTINGS, ServingConfig()) as player:
-        group = make_player(None, engine, chat, SETTINGS, reports, play_episode=player)
-        played = [one.trajectory for one in await play_lease(group, 4, 9, (0, 2))]
-    assert sorted((trajectory.trajectory_id, trajectory.reward) for trajectory in played) == [
-        ("g00000004e0000", 2),
-        ("g00000004e0002", 2),
-    ]
-    assert reports == []
 
 
 # -- commands -----------------------------------------------------------------------------------------------------

@@ -322,22 +322,29 @@ async def test_processes_without_end_are_ended_also_for_root(sandbox):
     await _none_of(mark)
 
 
-async def test_a_confined_command_writes_in_its_sandbox_only():
-    sandbox = await Sandbox.open(CommandLimits(seconds=10, memory_mib=256))
+@pytest.fixture
+async def isolated(request):
+    """A sandbox as well isolated as this machine lets us; without the flag that is asked for, the test is skipped."""
+    made = await Sandbox.open(CommandLimits(seconds=10, memory_mib=256))
     try:
-        if "--keep-caps" not in sandbox.isolation_prefix:
-            pytest.skip("this machine lets no mounts be made")
-        name = f"r3async-{os.getpid()}-{id(sandbox)}"
-        places = [Path(folder, name) for folder in (Path.cwd(), "/dev/shm", "/tmp", "/var/tmp", Path.home())]
-        ran = await sandbox.run("; ".join(f"echo > {place} && echo {place.parent}" for place in places))
-        assert [line for line in ran.output.splitlines() if "cannot create" not in line] == ["/dev/shm", "/tmp"]
-        assert not any(place.exists() for place in places)
-        assert (await sandbox.run(f"ls /tmp/{name} /dev/shm")).output.strip() == f"/tmp/{name}\n\n/dev/shm:"
-        full = await sandbox.run("for n in 1 2; do head -c 200000000 /dev/zero > /dev/shm/$n; done")
-        assert "No space left on device" in full.output
-        assert (await sandbox.run("mount -o remount,rw /")).exit_code != 0
+        if request.param not in made.isolation_prefix:
+            pytest.skip(f"this machine does not let us unshare with {request.param}")
+        yield made
     finally:
-        await sandbox.close()
+        await made.close()
+
+
+@pytest.mark.parametrize("isolated", ["--keep-caps"], indirect=True)
+async def test_a_confined_command_writes_in_its_sandbox_only(isolated):
+    name = f"r3async-{os.getpid()}-{id(isolated)}"
+    places = [Path(folder, name) for folder in (Path.cwd(), "/dev/shm", "/tmp", "/var/tmp", Path.home())]
+    ran = await isolated.run("; ".join(f"echo > {place} && echo {place.parent}" for place in places))
+    assert [line for line in ran.output.splitlines() if "cannot create" not in line] == ["/dev/shm", "/tmp"]
+    assert not any(place.exists() for place in places)
+    assert (await isolated.run(f"ls /tmp/{name} /dev/shm")).output.strip() == f"/tmp/{name}\n\n/dev/shm:"
+    full = await isolated.run("for n in 1 2; do head -c 200000000 /dev/zero > /dev/shm/$n; done")
+    assert "No space left on device" in full.output
+    assert (await isolated.run("mount -o remount,rw /")).exit_code != 0
 
 
 async def _only_folders(sandbox):
@@ -349,26 +356,21 @@ async def _none_of(mark):
     await until(lambda: not any(mark in " ".join(_words(p)) for p in psutil.process_iter()))
 
 
-async def test_an_isolated_command_reaches_no_network_and_its_session_ends_with_it():
-    sandbox = await Sandbox.open(CommandLimits(seconds=10))
-    try:
-        if "--net" not in sandbox.isolation_prefix:
-            pytest.skip("this machine lets no network namespace be made")
-        code = "import socket; socket.create_connection(('127.0.0.1', {port}), 2)"
-        server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1")
-        port = server.sockets[0].getsockname()[1]
-        connect = f'python -c "{code.format(port=port)}"'
-        assert (await sandbox.run(connect)).exit_code == 1
-        sandbox.isolation_prefix = ()
-        assert (await sandbox.run(connect)).exit_code == 0
-        server.close()
-        sandbox.isolation_prefix = await find_isolation()
-        if "--pid" in sandbox.isolation_prefix:
-            mark = f"r3-escape-{os.getpid()}"
-            await sandbox.run(f"setsid python -c 'import time; time.sleep(600) # {mark}' & sleep 1", seconds=0.5)
-            await _none_of(mark)
-    finally:
-        await sandbox.close()
+@pytest.mark.parametrize("isolated", ["--net"], indirect=True)
+async def test_an_isolated_command_reaches_no_network_and_its_session_ends_with_it(isolated):
+    code = "import socket; socket.create_connection(('127.0.0.1', {port}), 2)"
+    server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1")
+    port = server.sockets[0].getsockname()[1]
+    connect = f'python -c "{code.format(port=port)}"'
+    assert (await isolated.run(connect)).exit_code == 1
+    isolated.isolation_prefix = ()
+    assert (await isolated.run(connect)).exit_code == 0
+    server.close()
+    isolated.isolation_prefix = await find_isolation()
+    if "--pid" in isolated.isolation_prefix:
+        mark = f"r3-escape-{os.getpid()}"
+        await isolated.run(f"setsid python -c 'import time; time.sleep(600) # {mark}' & sleep 1", seconds=0.5)
+        await _none_of(mark)
 
 
 async def test_a_repository_is_mended_by_commands_and_rewarded_by_its_tests():

@@ -20,17 +20,10 @@ from r3async.schedule.tasks import training_seed
 from r3async.world import ActorLostError
 from r3async.world.real import REAL_WORLD
 from r3async.world.sockets import generate_keys
+from tests.helpers.fleet import Events
 from tests.helpers.serving import ready, renderer
 from tests.helpers.transport import KeepingSender, until
 from tests.helpers.world import StandIn
-
-
-class Events:
-    def __init__(self):
-        self.reported = []
-
-    def __getattr__(self, level):
-        return lambda event, **fields: self.reported.append((event, fields))
 
 
 async def half(*_):
@@ -123,8 +116,8 @@ async def test_the_result_is_kept_beside_the_checkpoints_and_a_failed_one_leaves
     await it.finish_evaluations(4, 0, asyncio.Event())
     assert list(read_evaluations(tmp_path / "checkpoints")) == [2]
     assert lines(tmp_path) == [row]
-    assert [(e, f["step"]) for e, f in events.reported] == [("evaluation_failed", 4)]
-    assert "the environment is away" in events.reported[0][1]["error"]
+    assert [(e, f["step"]) for e, f in events.seen] == [("evaluation_failed", 4)]
+    assert "the environment is away" in events.seen[0][1]["error"]
 
 
 async def test_an_evaluation_waits_for_the_weights_of_its_step_and_prefers_who_has_them(tmp_path):
@@ -150,7 +143,7 @@ async def test_an_evaluation_waits_for_the_weights_of_its_step_and_prefers_who_h
         member.health.mark_lost()
     await settle(it)
     assert asked == ["b"]
-    assert [event for event, _ in events.reported] == ["evaluation_finished", "evaluation_failed"]
+    assert [event for event, _ in events.seen] == ["evaluation_finished", "evaluation_failed"]
 
 
 async def test_a_generator_that_stops_answering_in_an_evaluation_is_left_for_another(tmp_path):
@@ -172,7 +165,7 @@ async def test_a_generator_that_stops_answering_in_an_evaluation_is_left_for_ano
     it.evaluate_if_due(2, 0)
     await settle(it)
     assert asked == ["a", "b", "c"]
-    assert [(e, f["generator"]) for e, f in events.reported] == [
+    assert [(e, f["generator"]) for e, f in events.seen] == [
         ("evaluation_moved", "a"),
         ("evaluation_moved", "b"),
         ("evaluation_finished", "c"),
@@ -182,7 +175,7 @@ async def test_a_generator_that_stops_answering_in_an_evaluation_is_left_for_ano
     it.evaluate_if_due(4, 0)
     await settle(it)
     error = "no generator was healthy and had version 0 of the weights within 1 s (evaluation.timeout)"
-    assert events.reported[-1] == ("evaluation_failed", {"step": 4, "error": error})
+    assert events.seen[-1] == ("evaluation_failed", {"step": 4, "error": error})
 
 
 @pytest.mark.parametrize("lost", [True, False], ids=["it was lost", "it does not answer"])
@@ -205,7 +198,7 @@ async def test_a_generator_that_comes_back_plays_its_evaluation_again(tmp_path, 
     it, events, fleet = evaluator(tmp_path, silence=0.1, version=3, generators=generators)
     health = fleet["g"].health
     it.evaluate_if_due(2, version=3)
-    await until(lambda: events.reported)
+    await until(lambda: events.seen)
     await asyncio.sleep(0.3)
     assert tries == [3]
     if lost:
@@ -220,7 +213,7 @@ async def test_a_generator_that_comes_back_plays_its_evaluation_again(tmp_path, 
     await settle(it)
     assert tries == [3, 3]
     assert fleet["g"].is_restart_requested == fleet.restarts_due.is_set() == lost
-    told = [(event, fields.get("hint")) for event, fields in events.reported]
+    told = [(event, fields.get("hint")) for event, fields in events.seen]
     assert told == [
         ("evaluation_moved", "it was lost" if lost else "it does not answer"),
         ("evaluation_finished", None),
@@ -244,7 +237,7 @@ async def test_a_result_waits_for_a_disk_that_does_not_take_it(tmp_path, monkeyp
     (one,) = read_evaluations(tmp_path / "checkpoints").values()
     assert one.result == {"reward_mean": 0.5}
     assert refused == [2, 2]
-    assert [event for event, _ in events.reported] == ["evaluation_finished", "evaluation_not_kept", "evaluation_kept"]
+    assert [event for event, _ in events.seen] == ["evaluation_finished", "evaluation_not_kept", "evaluation_kept"]
 
 
 async def test_one_that_takes_long_lets_the_next_one_out_and_a_stopped_run_waits_no_longer_than_its_grace(tmp_path):
@@ -254,13 +247,13 @@ async def test_one_that_takes_long_lets_the_next_one_out_and_a_stopped_run_waits
     it, events, _ = evaluator(tmp_path, answer)
     it.evaluate_if_due(2, 0)
     it.evaluate_if_due(4, 0)
-    assert events.reported == [("evaluation_skipped", {"step": 4, "running_since_step": 2})]
+    assert events.seen == [("evaluation_skipped", {"step": 4, "running_since_step": 2})]
     stop_requested = asyncio.Event()
     stop_requested.set()
     await asyncio.wait_for(it.finish_evaluations(4, 0, stop_requested), 3)
-    assert events.reported[-1][0] == "evaluation_abandoned"
+    assert events.seen[-1][0] == "evaluation_abandoned"
     await it.finish_evaluations(4, 0, stop_requested)
-    assert len(events.reported) == 2
+    assert len(events.seen) == 2
 
 
 async def test_a_run_without_evaluations_asks_for_none(tmp_path):
@@ -270,7 +263,7 @@ async def test_a_run_without_evaluations_asks_for_none(tmp_path):
         it.evaluate_if_due(step, 0)
     await it.finish_evaluations(4, 0, asyncio.Event())
     await it.cancel()
-    assert (events.reported, it._task) == ([], None)
+    assert (events.seen, it._task) == ([], None)
 
 
 @pytest.fixture

@@ -63,16 +63,6 @@ def play_group(failures, group, by=None, episodes=SAMPLES):
     return [task.task_seed for task in ends if task], by is not None and failures.exceeds_limit(by)
 
 
-def test_one_bad_task_among_many_costs_one_task_and_is_named():
-    """It stopped the run at its eleventh failed episode."""
-    failures = TaskFailures(0.1, 16)
-    for group in range(60):
-        assert not any(failures.record_end(end_of(group, e)) for e in range(16))
-    ends = [failures.record_end(end_of(60, e, "environment")) for e in range(16)]
-    assert not failures.exceeds_limit("environment")
-    assert [e for e in ends if e] == [FailedTask(160, 60, "environment", "why")]
-
-
 def test_an_environment_that_always_fails_stops_the_run_with_its_third_task():
     failures = TaskFailures(0.1, SAMPLES)
     assert [play_group(failures, g, "environment") for g in range(3)] == [([100], False), ([101], False), ([102], True)]

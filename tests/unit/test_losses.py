@@ -196,16 +196,10 @@ def test_what_a_loss_of_one_s_own_says_of_masked_tokens_does_not_matter(module):
     assert got.sums.to_metrics()["rollout_corr/clipped_fraction"] == pytest.approx(kept / trained)
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("ppoo", "no such loss; did you mean 'ppo'?"),
-        ("zzz", "no such loss; built in: truncated_pg, ppo, tis, gspo, cispo, sapo, dppo, decoupled_ppo."),
-    ],
-)
-def test_what_is_no_loss_is_refused_when_the_config_is_read(name, says):
-    with pytest.raises(ConfigError, match=rf"^\[algorithm\] `policy_loss` = '{name}'.*{re.escape(says)}"):
-        load_config("quickstart", [f"algorithm.policy_loss='{name}'"])
+def test_what_is_no_loss_is_refused_when_the_config_is_read():
+    says = r"no such loss; built in: truncated_pg, ppo, tis, gspo, cispo, sapo, dppo, decoupled_ppo\."
+    with pytest.raises(ConfigError, match=rf"^\[algorithm\] `policy_loss` = 'zzz'.*{says}"):
+        load_config("quickstart", ["algorithm.policy_loss=zzz"])
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,14 @@ from tests.helpers import models as hm
 from tests.helpers.equality import assert_equal_transformers
 from tests.helpers.learner import LENGTHS, fully_recorded, gradients, logits, settings
 
+SPARSE = {"mlp_only_layers": [], "decoder_sparse_step": 2, "num_key_value_heads": 4, "rope_theta": 1e6}
+"""Changes of "qwen3_moe" that make its first and its last layer dense."""
 
-@pytest.fixture(scope="module", params=list(ha.VARIANTS))
+
+@pytest.fixture(scope="module", params=[*ha.VARIANTS, "qwen3_moe sparse"])
 def path(request, tmp_path_factory):
-    return ha.make_model(tmp_path_factory.mktemp("model") / "m", request.param)
+    variant, _, changed = request.param.partition(" ")
+    return ha.make_model(tmp_path_factory.mktemp("model") / "m", variant, **SPARSE if changed else {})
 
 
 def load(path) -> MegatronLearner:
@@ -52,13 +56,14 @@ def test_logits_and_all_gradients_equal_transformers(learner, path):
     learner.optimizer.zero_grad()
 
 
-def test_own_routes_are_those_of_transformers(learner, path):
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_own_routes_are_those_of_transformers(learner, path, temperature):
     """Groups, biases of experts and scores: what decides who is chosen."""
     ids = np.random.default_rng(0).integers(0, hm.VOCAB, 65)
     with torch.no_grad():
-        theirs = torch.log_softmax(ha.load_plain(path)(torch.from_numpy(ids)[None]).logits[0], -1)
+        theirs = torch.log_softmax(ha.load_plain(path)(torch.from_numpy(ids)[None]).logits[0] / temperature, -1)
     expected = theirs[:-1].gather(1, torch.from_numpy(ids)[1:, None])[:, 0].numpy()
-    assert np.abs(learner.score_sequence(ids) - expected).max() < 1e-4
+    assert np.abs(learner.score_sequence(ids, temperature) - expected).max() < 1e-4
 
 
 def test_export_gives_every_bit_back(learner, path):

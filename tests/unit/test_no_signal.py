@@ -51,11 +51,6 @@ def settings(backend: str, **changes: Any) -> Config:
     )
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return hm.make_hf_model(tmp_path_factory.mktemp("model"))
-
-
 def with_reference(sample: Sample) -> Sample:
     """As the step before would have measured it."""
     return replace_columns(sample, reference_logprobs=sample.table["rollout_logprobs"])

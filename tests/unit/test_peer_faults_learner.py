@@ -6,19 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from r3async.data.tokens import Sample
 from r3async.learner.batch import collate_samples, make_padding_batch, pack_samples
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.replay import RoutingReplay
 from r3async.learner.trainer import accumulate_gradients, begin_minibatch
 from tests.helpers import models as hm
-from tests.helpers.learner import LENGTHS, gradients, logits, replace_columns, with_routes
+from tests.helpers.learner import LENGTHS, gradients, logits, replace_columns
 from tests.helpers.parity import config
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return hm.make_hf_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -38,41 +32,6 @@ def step_gradients(learner: MegatronLearner, micro_batches) -> dict[str, torch.T
 def assert_bit_equal(found, exact) -> None:
     assert set(found) == set(exact)
     assert all(torch.equal(found[name], exact[name]) for name in exact)
-
-
-def blanked(sample: Sample, fill: np.uint8) -> Sample:
-    """The sample with every id of its unrecorded rows replaced by `fill`."""
-    table = sample.table
-    kept = table["routing_recorded"][:, None, None]
-    return replace_columns(sample, routed_experts=np.where(kept, table["routed_experts"], fill))
-
-
-def test_missing_rows_are_not_trained_as_expert_0(build):
-    """A record of zeros, or of any ids, where nothing was recorded, changes nothing: these tokens route by themselves."""
-    samples = hm.make_samples(1, LENGTHS)
-    nothing = [replace_columns(s, routing_recorded=np.zeros(len(s.table), bool)) for s in samples]
-    zeros = [replace_columns(s, routed_experts=np.zeros_like(s.table["routed_experts"])) for s in nothing]
-    learner, off = build(), build(replay="off")
-    exact = step_gradients(off, [collate_samples(samples)])
-    load = off.replay.pop_counts().expert_load
-    for unrecorded in (nothing, zeros):
-        assert_bit_equal(step_gradients(learner, [collate_samples(unrecorded)]), exact)
-        assert torch.equal(learner.replay.pop_counts().expert_load, load)
-    assert load.sum() == hm.LAYERS * hm.TOP_K * sum(LENGTHS)
-
-    # Where some rows are recorded, the others are what the model chooses after these: recorded as such, no bit changes.
-    some = [replace_columns(s, routing_recorded=np.arange(len(s.table)) % 3 == 1) for s in samples]
-    exact = step_gradients(learner, [collate_samples(some)])
-    with torch.no_grad(), learner.replay.bind_routes(collate_samples(some), keep=True) as routes:
-        logits(learner, collate_samples(some))
-        used = routes.build_trace().used
-    known = collate_samples(some).table["routing_recorded"]
-    assert (np.sort(used[known]) == np.sort(collate_samples(samples).table["routed_experts"][known])).all()
-    assert (used[~known] != 0).any(axis=(1, 2)).all()
-    assert_bit_equal(step_gradients(learner, [collate_samples(with_routes(samples, used))]), exact)
-    for fill in (0, 7):
-        other = [blanked(s, np.uint8(fill)) for s in some]
-        assert_bit_equal(step_gradients(learner, [collate_samples(other)]), exact)
 
 
 def test_no_replay_is_stale_on_a_padding_micro_batch(build):
@@ -116,26 +75,6 @@ def test_a_forward_only_pass_is_not_consumed_by_a_later_backward(build, recomput
     assert_bit_equal(found, exact)
     learner.logprobs(others)
     assert_bit_equal(step_gradients(learner, micro_batches), exact)
-
-
-@pytest.mark.parametrize("dense", [[0], [0, 1], [1], [0, 2]])
-def test_dense_layers_do_not_shift_the_layer_index(tmp_path, dense):
-    """Logits equal those of transformers under the same forced routes, whose columns are counted over MoE layers."""
-    path = hm.make_hf_model(tmp_path / "m", num_hidden_layers=4, mlp_only_layers=dense)
-    layers = 4 - len(dense)
-    (sample,) = hm.make_samples(5, [24], layers=layers)
-    sample = replace_columns(sample, routing_recorded=np.ones(24, bool))
-    learner, model = MegatronLearner.from_pretrained(config(), path), hm.load_hf(path)
-    with torch.no_grad(), learner.replay.bind_routes(collate_samples([sample])):
-        ours = logits(learner, collate_samples([sample]))
-    routes = sample.table["routed_experts"]
-    ids = torch.from_numpy(sample.table["token_ids"].astype(np.int64))[None]
-    with torch.no_grad(), hm.forced_routes(model, routes):
-        exact = model(ids).logits[0]
-    with torch.no_grad(), hm.forced_routes(model, np.roll(routes, 1, axis=1)):
-        shifted = model(ids).logits[0]
-    assert (ours - exact).abs().max() < 1e-4 * exact.abs().max()
-    assert (ours - shifted).abs().max() > 1e-2 * exact.abs().max()
 
 
 def test_ids_above_255_reach_the_router_unwrapped():

@@ -76,8 +76,9 @@ def test_what_is_refused_by_name_this_backend_would_refuse_when_it_looks(kind):
         PackedModel(causal.eval(), config.to_dict(), max_total_tokens=64)
 
 
-def test_scores_with_own_routes_sinks_and_windows_are_those_of_transformers(tmp_path):
-    path = ha.make_model(tmp_path / "m", "gpt_oss")
+@pytest.mark.parametrize("variant", ["gpt_oss", "deepseek_v3", "qwen2_moe", "glm4_moe"])
+def test_scores_with_own_routes_sinks_and_windows_are_those_of_transformers(tmp_path, variant):
+    path = ha.make_model(tmp_path / "m", variant)
     ids = np.random.default_rng(0).integers(0, hm.VOCAB, 65)
     with torch.no_grad():
         theirs = torch.log_softmax(ha.load_plain(path)(torch.from_numpy(ids)[None]).logits[0], -1)

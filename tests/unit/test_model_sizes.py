@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from transformers import AutoConfig
 
-from r3async.config import ConfigError, config_from_dict
 from r3async.data.models import (
     ARCHITECTURES,
     EXPERT_COUNT_KEYS,
@@ -16,7 +13,6 @@ from r3async.data.models import (
     parse_model_shape,
     read_moe_layers,
 )
-from r3async.tools.preflight import check_model_supported
 from tests.helpers.architectures import ALL, SHARED
 
 PUBLISHED = {kind: {"model_type": kind} for kind in (*ARCHITECTURES, *TORCH_ONLY_ARCHITECTURES)}
@@ -67,11 +63,3 @@ def test_the_other_name_for_the_number_of_experts_is_read_where_transformers_rea
             with pytest.raises(ModelShapeError, match="has no 'n"):
                 read_moe_layers(config)
             assert read_moe_layers(config | {own: 5})[0].num_experts == 5
-
-
-def test_a_run_with_such_a_file_is_refused_before_anything_starts(tmp_path):
-    config = filled(TINY["deepseek_v3"])
-    del config["kv_lora_rank"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"config.json has no 'kv_lora_rank', .* add the one that the weights have"):
-        check_model_supported(config_from_dict({"model": {"path": str(tmp_path)}}))

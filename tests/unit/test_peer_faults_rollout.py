@@ -18,7 +18,6 @@ from r3async.data.wire import decode_trajectory, encode_trajectory
 from r3async.learner.batch import MicroBatch, pack_samples
 from r3async.rollout.engine import Generation
 from r3async.rollout.samples import SampleBuilder
-from r3async.rollout.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.rollout.vllm.engine import RunningRequest, VllmEngine
 from r3async.schedule.validation import validate_trajectories
 from tests.helpers.engine import prompt, request
@@ -85,17 +84,6 @@ def check(table: TokenTable, expected: dict[int, np.ndarray]) -> None:
     assert np.flatnonzero(table["routing_recorded"]).tolist() == sorted(expected)
     for position, row in enumerate(table["routed_experts"]):
         assert row.tolist() == (expected[position].tolist() if position in expected else [[0, 1]] * SHAPE.layers)
-
-
-def test_routes_are_not_dropped_on_the_way_to_the_batch():
-    """Every row that the engine returned is in a micro-batch, at its token."""
-    rows = [chosen(4 + i, seed=i) for i in range(7)]
-    batches = to_the_batch([one_turn(2, generation(3 + i, rows[i])) for i in range(7)], max_tokens=20)
-    assert len(batches) > 1
-    for i in range(7):
-        table = of_sample(batches, f"s{i}")
-        assert len(table) == 5 + i
-        check(table, dict(enumerate(rows[i])))
 
 
 @pytest.mark.parametrize("nothing", [None, np.empty((0, 2, 2), np.uint8), np.empty(0, np.float64)])
@@ -225,14 +213,3 @@ async def test_a_preempted_request_without_routes_is_unrecorded_and_not_expert_z
     assert table["routing_recorded"].tolist() == [True] * kept + [False] * (8 - kept)
     assert np.array_equal(table["routed_experts"][:kept], layers[:kept, [0, 2]])
     assert (table["routed_experts"][kept:] == np.arange(2)).all()
-
-
-@pytest.mark.parametrize(("rows", "kept"), [("none", 0), ("half", 3), ("all", 6)])
-async def test_rows_that_an_engine_does_not_return_are_marked_up_to_the_batch(rows, kept):
-    engine = ScriptedEngine([[5, 6, 7]], returned_routes=rows)
-    await engine.start()
-    answer = await engine.generate(request(prompt(4), 3))
-    answer = msgspec.structs.replace(answer, version_spans=[VersionSpan(0, 0, 3)])
-    batches = to_the_batch([one_turn(4, answer, SCRIPTED_ROUTING)], shape=SCRIPTED_ROUTING)
-    assert batches[0].table["routing_recorded"].tolist() == [True] * kept + [False] * (7 - kept)
-    assert (batches[0].table["routed_experts"][kept:] == np.arange(2)).all()

@@ -14,21 +14,10 @@ from r3async.data.tokens import Sample, TokenTable, Trajectory, Turn
 from r3async.learner import MinibatchResult, build_learner
 from r3async.learner.batch import pack_for_ranks
 from r3async.learner.metrics import combine_results
-from r3async.learner.trainer import partition_groups, prepare_minibatches, train_minibatch
+from r3async.learner.trainer import prepare_minibatches, train_minibatch
 from tests.helpers import models as hm
 from tests.helpers.parity import batch
 from tests.unit.test_buffer import make_trajectory
-
-
-@given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 6))
-def test_minibatches_hold_every_group_once_and_are_even(tokens, parts):
-    divided = partition_groups(tokens, parts)
-    assert sorted(i for part in divided for i in part) == list(range(len(tokens)))
-    assert all(part == sorted(part) and part for part in divided)
-    held = [sum(tokens[i] for i in part) for part in divided]
-    if len(divided) == parts:
-        assert max(held) - min(held) <= max(tokens)
-    assert len(divided) == min(parts, len(tokens))
 
 
 def groups():

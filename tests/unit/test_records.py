@@ -27,15 +27,6 @@ def test_padding_appends_the_declared_fill_of_every_column(length, extra, schema
         assert tail[name].dtype == table[name].dtype
 
 
-def test_concat_widens_a_narrow_dtype_and_wraps_nothing():
-    narrow, wide = make_table(0, 3), make_table(0, 2, wide=True)
-    wide["routed_experts"][:] = 300
-    whole = TokenTable.concat([narrow, wide])
-    assert whole["routed_experts"].dtype == np.uint16
-    assert (whole["routed_experts"][3:] == 300).all()
-    assert (whole["routed_experts"][:3] == narrow["routed_experts"]).all()
-
-
 def test_a_column_on_some_tables_only_is_refused_by_name():
     with pytest.raises(SchemaError, match="advantages"):
         TokenTable.concat([make_table(0, 2), make_table(0, 2).without_columns("advantages")])

@@ -54,19 +54,3 @@ def test_weights_against_means(reduction, data, masks):
     got = sum(float(w @ v) for w, v in zip(weights, values, strict=True))
     want = reduced([v[m].tolist() for v, m in zip(values, arrays, strict=True)], episodes, groups, reduction, 5)
     assert got == pytest.approx(want, rel=1e-5, abs=1e-6)
-
-
-def test_weights_of_one_step():
-    """An episode of two samples, one that trains nothing, and one of another group."""
-    masks = [np.asarray(m, bool) for m in ([0, 1, 1], [0, 1], [0, 0, 0], [1, 1, 1])]
-    episodes, groups = [4, 4, 5, 6], [7, 7, 7, 9]
-    first = {
-        "token_mean": [1 / 6, 1 / 6, 1 / 6],
-        "sequence_mean": [1 / 6, 1 / 6, 1 / 6],
-        "sequence_mean_token_sum_norm": [1 / 20, 1 / 20, 1 / 20],
-        "prompt_mean": [1 / 6, 1 / 6, 1 / 6],
-    }
-    for reduction, want in first.items():
-        weights = compute_loss_weights(masks, episodes, groups, reduction, norm_length=10)
-        assert [float(weights[i].max()) for i in (0, 1, 3)] == pytest.approx(want)
-        assert not weights[2].any()

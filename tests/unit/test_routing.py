@@ -20,21 +20,6 @@ def trace():
     return RoutingTrace(layers=LAYERS, top_k=TOP_K, num_experts=EXPERTS)
 
 
-def test_a_second_prefill_that_disagrees_appends_and_never_overwrites():
-    first, again = rows(7, seed=1), rows(12, seed=2)
-    assert not (first == again[:7]).all()
-    routes = trace()
-    assert (
-        routes.record_rows(0, first, positions_fed=7) == 7
-    )  # turn one: 5 prompt tokens, 3 sampled, the last of them not fed
-    assert routes.record_rows(0, again, positions_fed=12) == 5  # turn two prefills everything again, with other choices
-    experts, recorded = routes.to_arrays(13)
-    assert (experts[:7] == first).all()
-    assert (experts[7:12] == again[7:]).all()  # the last sampled token of turn one among them
-    assert recorded.tolist() == [True] * 12 + [False]
-    assert experts[12].tolist() == [[0, 1]] * LAYERS  # unrecorded: distinct ids, marked
-
-
 calls = st.lists(
     st.tuples(
         st.integers(1, 6),  # tokens fed beyond what was fed before

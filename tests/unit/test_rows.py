@@ -285,15 +285,6 @@ def test_the_prompt_limit_is_that_of_this_turns_prompt(mode):
     assert len(trajectory.samples) == (1 if mode == "auto" else len(lengths))
 
 
-def test_the_last_answer_gets_the_context_that_is_left():
-    chat = renderer()
-    limits = EpisodeConfig(max_turns=8, max_new_tokens=16, max_prompt_tokens=98, max_total_tokens=100)
-    engine = Says([chat.encode("x" * 40)])
-    trajectory = play(Told([("say", [Message("user", "y" * 10)])] * 9), engine, chat, limits)
-    assert [r.max_tokens for r, _ in engine.calls] == [min(16, 100 - len(r.prompt_ids)) for r, _ in engine.calls]
-    assert max(len(s.table) for s in trajectory.samples) <= 100
-
-
 def test_a_prompt_that_waits_for_its_answer_is_branched_from_and_a_failed_one_asked_again():
     rows = EpisodeSamples(SHAPE)
     first = rows.start_call([1, 2, 3])
@@ -325,23 +316,6 @@ def test_an_answer_without_tokens_is_no_turn_and_leaves_its_prompt_to_the_next_c
     samples, turns = rows.build_samples("g", 1.0)
     assert [s.table["token_ids"].tolist() for s in samples] == [[1, 2, 5]]
     assert len(turns) == 1
-
-
-@pytest.mark.parametrize("rows", [True, False], ids=["routes", "no routes"])
-def test_injected_tokens_are_in_the_sequence_and_never_in_the_loss(rows):
-    chat = renderer()
-    engine = Says([chat.encode("cut short")], rows=rows)
-    trajectory = play(Told([("say", [Message("user", "go on")])]), engine, chat)
-    (sample,) = trajectory.samples
-    table = sample.table
-    for turn in trajectory.turns[:-1]:
-        assert table["token_ids"][turn.stop] == chat.eos_token_id
-        assert not table["loss_mask"][turn.stop]
-        assert table["rollout_logprobs"][turn.stop] == 0
-        assert table["policy_version"][turn.stop] == -1
-        assert table["turn"][turn.stop] == -1
-        assert table["routing_recorded"][turn.stop] == rows  # by the call that fed it, if that recorded anything
-    assert table["loss_mask"][-1]
 
 
 async def test_time_that_runs_out_leaves_the_turns_that_have_a_reward():

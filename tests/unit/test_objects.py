@@ -50,12 +50,6 @@ class Half:
         return ""
 
 
-class Locked(Echo):
-    def answer(self):
-        with lock:
-            return ""
-
-
 def length(completion):
     return len(completion)
 

@@ -35,11 +35,6 @@ async def test_the_oracle_earns_one_in_all_in_equal_shares_and_the_episode_ends(
     assert rewards == [1 / 3] * 3
 
 
-async def test_equal_seeds_pose_equal_tasks_and_others_differ():
-    first, again, other = [await ReverseText().reset(seed) for seed in (1, 1, 2)]
-    assert first == again != other
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [

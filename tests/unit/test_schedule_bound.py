@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.schedule.admission import worst_case_staleness
 from r3async.schedule.validation import StalenessError, check_staleness, compute_staleness_metrics
 from tests.helpers.schedule import Run, Shape, episode
 
@@ -135,14 +134,6 @@ def test_long_random_runs_with_stragglers_keep_the_bound(shape, chance):
         run.check()
     run.finish_run(40)
     assert run.oldest <= shape.bound
-
-
-def test_strict_order_is_a_window_of_one_and_a_window_of_one_step_may_be_a_version_older():
-    """Not `W = P`: where a step chooses its groups one by one, strict order leaves it no choice at all."""
-    assert worst(Shape(1, 4, window=1, samples=1, versions=8)) == worst_case_staleness(1, 1, 4) == 1
-    assert worst(Shape(1, 4, window=4, samples=1, versions=8)) == worst_case_staleness(1, 4, 4) == 2
-    assert worst(Shape(1, 4, window=5, samples=1, versions=8)) == 2
-    assert worst(Shape(1, 4, window=6, samples=1, versions=8)) == 3
 
 
 def test_a_token_older_than_the_bound_stops_the_run_and_is_named():

@@ -15,7 +15,7 @@ from r3async.data.models import RoutingShape
 from r3async.data.routes import validate_routes
 from r3async.data.versions import expand_version_spans
 from r3async.rollout import build_engine
-from r3async.rollout.engine import Engine, EngineError, GenerationRequest
+from r3async.rollout.engine import EngineError, GenerationRequest
 from r3async.rollout.scripted import (
     DIGEST_TENSOR,
     LETTER_TOKEN_IDS,
@@ -60,11 +60,6 @@ async def started(script, **options) -> ScriptedEngine:
 
 def request(max_tokens: int = 10, **values) -> GenerationRequest:
     return GenerationRequest("r", PROMPT, max_tokens, **values)
-
-
-async def test_it_is_an_engine():
-    engine: Engine = await started([[1]])
-    assert engine.version == -1
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import pytest
 
 from r3async.config import EpisodeConfig
 from r3async.rollout.chat import ChatRenderer, TemplateError, find_template_variables
-from r3async.rollout.endpoint.chat_completions import parse_chat_request
 from r3async.rollout.endpoint.protocol import ApiError
 from r3async.rollout.endpoint.server import DIALECT_BY_PATH
 from tests.helpers.serving import (
@@ -27,22 +26,15 @@ SETTINGS = EpisodeConfig(
 )
 
 
-def test_what_the_episode_has_may_be_asked_for():
-    settings = EpisodeConfig(top_p=0.9, top_k=5)
-    asked = {"messages": [{"role": "user", "content": "a"}], "temperature": 1, "top_p": 0.9, "top_k": 5}
-    assert parse_chat_request(asked, settings, {})
-    with pytest.raises(ApiError, match=r"episode\.top_p = 0\.9"):
-        parse_chat_request(asked | {"top_p": 0.8}, settings, {})
-
-
 @pytest.mark.parametrize("path", DIALECT_BY_PATH)
-def test_sampling_values_that_request_nothing_are_accepted_in_each_protocol(path):
+def test_sampling_values_that_request_nothing_or_are_the_episodes_are_accepted_in_each_protocol(path):
     asked = {"max_tokens": 9, "input": "a", "messages": [user("a")], "top_p": 1, "min_p": 0}
     settings = EpisodeConfig(top_p=0.9, top_k=5, min_p=0.1)
-    for top_k in (0, -1, 5):
-        assert DIALECT_BY_PATH[path].parse_request(asked | {"top_k": top_k}, settings, {})
-    with pytest.raises(ApiError, match="top_k = 7"):
-        DIALECT_BY_PATH[path].parse_request(asked | {"top_k": 7}, settings, {})
+    for values in ({"top_k": 0}, {"top_k": -1}, {"top_k": 5}, {"top_p": 0.9}):
+        assert DIALECT_BY_PATH[path].parse_request(asked | values, settings, {})
+    for values, message in (({"top_k": 7}, "top_k = 7"), ({"top_p": 0.8}, r"episode\.top_p = 0\.9")):
+        with pytest.raises(ApiError, match=message):
+            DIALECT_BY_PATH[path].parse_request(asked | values, settings, {})
 
 
 def stopping(*texts):

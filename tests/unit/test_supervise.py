@@ -9,7 +9,7 @@ import pytest
 
 from r3async.actors import driver
 from r3async.actors.driver import FleetScaler, RunHandle, RunLauncher, supervise_run
-from r3async.actors.process import NotTrained, ProcessLost, RunFailed
+from r3async.actors.process import ProcessLost, RunFailed
 from r3async.config import load_config
 from r3async.record.reading import read_json_objects
 from r3async.world import ActorLostError
@@ -143,27 +143,6 @@ async def test_processes_are_killed_once_they_have_had_time_to_end(follow, world
     assert (lingers - world.lingers > 3) == (lingers != 3)
 
 
-async def test_a_run_without_an_update_is_not_trained(follow):
-    conductor = Conductor(ENDED | {"updates": 0, "model": None, "without_update": "all rewards are equal"})
-    conductor.ends.set()
-    with pytest.raises(NotTrained, match=r"none of 3 steps made an update \(all rewards are equal\)"):
-        await follow(Person(), conductor)
-
-
-async def test_a_stop_is_handed_on_once_and_the_end_says_how_to_resume(follow, world):
-    conductor = Conductor()
-    person = Person()
-
-    def look(status):
-        person.stop_requested = status is not None
-
-    person.look = look
-    await follow(person, conductor)
-    assert conductor.stopped == 1
-    assert any("to resume: the same command" in line for line in person.said)
-    assert world.disconnected == 1
-
-
 @pytest.mark.parametrize("loss", [ActorLostError("it was killed"), ProcessLost("the learner's process was lost")])
 async def test_a_loss_restarts_the_run_and_a_failure_does_not(follow, world, loss):
     first, second = Conductor(loss), Conductor()
@@ -223,23 +202,3 @@ async def test_a_driver_that_was_stopped_itself_blames_nobody(follow, clock):
     person = Person(look)
     await follow(person, conductor)
     assert not any("has not answered" in line for line in person.said)
-
-
-async def test_actors_that_do_not_end_are_ended(follow, clock, world):
-    conductor = Conductor()
-
-    async def stop():
-        conductor.stopped += 1
-
-    conductor.request_stop = stop
-    person = Person()
-
-    def look(status):
-        person.stop_requested = True
-        clock.now += 1.0
-
-    person.look = look
-    with pytest.raises(RunFailed, match=r"within 8 s \(4 x supervise.stop_grace_seconds\)"):
-        await follow(person, conductor, stop_grace_seconds=2)
-    assert conductor.stopped == 1
-    assert world.disconnected == 1

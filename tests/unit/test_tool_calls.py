@@ -143,19 +143,6 @@ def test_no_character_of_an_answer_is_lost(thinking):
         assert sorted(thoughts + spoken) == sorted(text)
 
 
-OPENS = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}<|assistant|><think>\n"
-
-
-async def test_the_endpoint_knows_of_a_thought_that_its_prompt_opened():
-    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    answers = [f"Should I {call}", f"Yes.</think>{call}"]
-    async with talking(answers, template=OPENS) as (_, _session, client):
-        first = (await ask(client, [user("hi")], tools=[ADD])).choices[0].message
-        assert (first.content, first.tool_calls) == (answers[0], None)
-        second = (await ask(client, [user("hi")], tools=[ADD])).choices[0].message
-        assert (second.content, len(second.tool_calls)) == ("Yes.</think>", 1)
-
-
 # --- tools that were not offered
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import random
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -186,42 +185,6 @@ async def test_lost_acknowledgement():
         assert sender.resent >= 2
         assert sender.reconnects >= 1
         assert inbox.once({f"t{i}" for i in range(5)})
-
-
-@pytest.mark.long
-async def test_any_answer_may_be_lost():
-    chance = random.Random(0)
-    lost: Counter[str] = Counter()
-
-    class Lossy(TrajectoryReceiver):
-        def _send_message(self, identity: bytes, message: wire.ControlMessage) -> None:
-            if chance.random() < 0.25:
-                lost[type(message).__name__] += 1
-            else:
-                super()._send_message(identity, message)
-
-    trajectories = [make_trajectory(i) for i in range(90)]
-    config = TransportConfig(ack_timeout=0.15, credit_bytes=4 * memory_size(trajectories[0]))
-    inbox = Inbox(hold=True)
-
-    async def consume(receiver: TrajectoryReceiver) -> None:
-        while True:
-            await asyncio.sleep(0.02)
-            for trajectory in inbox.trajectories[-3:]:
-                receiver.release_trajectory(trajectory.trajectory_id)
-
-    async with receiving(inbox, config, Lossy, window=0) as (receiver, endpoint), sending(endpoint, config) as sender:
-        consuming = asyncio.create_task(consume(receiver))
-        await asyncio.wait_for(send_all(sender, trajectories), 4 * LIMIT)
-        assert await sender.flush(4 * LIMIT) == 0
-        consuming.cancel()
-        for trajectory in trajectories:
-            receiver.release_trajectory(trajectory.trajectory_id)
-        assert inbox.once({t.trajectory_id for t in trajectories})
-        assert lost["Ack"]
-        assert lost["Reject"]
-        assert lost["Welcome"]
-        assert receiver.unreleased_bytes == 0
 
 
 async def test_cancelled_send_is_not_sent():

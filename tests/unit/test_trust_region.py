@@ -250,15 +250,6 @@ def test_a_burst_is_tamed_as_soon_where_served_drift_is_measured_in_one_of_four_
     assert some.worst <= 1.1 * fresh.worst
 
 
-def test_steps_above_the_target_are_counted_and_the_worst_window_is_a_mean():
-    drifts = [1.0, 1.5, 4.0, 2.0, 1.4, 1.6, *[1.0] * 30]
-    found = response(drifts)
-    assert (found.above, found.tamed) == (3, 6)
-    assert found.worst == pytest.approx((sum(drifts[:6]) + 19) / 25)
-    assert response([2.0] * 3) == Response(3, None, 2.0)
-    assert response([1.0] * 6) == Response(0, 0, 1.0)
-
-
 def test_the_simulated_bursts_of_the_page_are_those_of_this_controller():
     """If they are not, docs/figures/drift.json, and the table of docs/trust-region.md, need other figures."""
     figures = Path(__file__).parents[2] / "docs" / "figures" / "drift.json"

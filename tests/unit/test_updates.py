@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from r3async.actors.process import NotTrained, ProcessLost, RunFailed
-from r3async.config import ConfigError
 from r3async.record.events import open_event_log
 from r3async.record.metrics import METRICS
 from r3async.record.writer import MetricsFile
@@ -19,7 +17,6 @@ from r3async.schedule.health import (
     UpdateMonitor,
     explain_no_update,
 )
-from r3async.tools import cli
 from r3async.tools.tail.live import describe_step
 from r3async.tools.tail.view import render_overview
 from r3async.views.follow import FollowedRun
@@ -152,25 +149,3 @@ def test_the_overview_shows_zero_variance_and_why_there_was_no_update(tmp_path):
         run.read_new()
         (line,) = [line.plain for line in render_overview(run, 120) if "zero variance " in line.plain]
         assert all(word in line for word in words), line
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (None, 0),
-        (RunFailed("the disk is gone"), 1),
-        (ProcessLost("the learner died"), 1),
-        (ConfigError("`lr` must be a finite number"), 2),
-        (NotTrained("none of 9 steps made an update"), 4),
-        (KeyboardInterrupt(), 130),
-    ],
-)
-def test_each_end_of_a_run_has_its_exit_code_and_its_reason(monkeypatch, capsys, error, code):
-    def app(**_: object) -> None:
-        raise SystemExit(0) if error is None else error
-
-    monkeypatch.setattr(cli, "app", app)
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == code
-    assert str(error or "") in capsys.readouterr().err

@@ -1,20 +1,37 @@
-"""The wire format: everything that is sent arrives as it was."""
+"""The wire format: what is sent arrives as it was, and bytes that are no message of ours are refused and raise nothing else."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+from typing import Any
 
+import lz4.block
 import msgspec
 import numpy as np
 import pytest
 import zmq
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.data import wire
+from r3async.data import wire as codec
 from r3async.data.tokens import SCHEMA, Column, TokenTable, Turn
-from r3async.data.wire import WireError, decode_trajectory, encode_trajectory
-from tests.helpers.wire import COMPRESSIBLE, FAST, PACKED, RAW, as_bytes, make_table, make_trajectory, runny_table
+from r3async.data.wire import WireError, decode_control, decode_trajectory, encode_trajectory
+from tests.helpers.wire import (
+    COMPRESSIBLE,
+    FAST,
+    LAYOUTS,
+    PACKED,
+    RAW,
+    ROWS,
+    as_bytes,
+    edit,
+    forge,
+    make_table,
+    make_trajectory,
+    runny_table,
+)
 
 
 @FAST
@@ -150,3 +167,256 @@ def test_what_would_be_refused_is_not_encoded():
     for trajectory, reason in bad:
         with pytest.raises(WireError, match=reason):
             encode_trajectory(trajectory)
+
+
+def block(columns: dict[str, np.ndarray]) -> codec.BlockLayout:
+    return codec.lay_out_block((name, array.dtype) for name, array in columns.items())
+
+
+def test_packed_columns_can_not_grow_beyond_what_arrived():
+    """A few bytes that claim sixteen million rows are refused before anything is allocated."""
+    frames = as_bytes(encode_trajectory(make_trajectory(tables=[runny_table(100)], turns=[])))
+    names = list(SCHEMA.columns)
+    turn, mask = names.index("turn"), names.index("loss_mask")
+    table = {n: a for n, a in runny_table(100).items() if n in COMPRESSIBLE}
+    size = len(codec.pack_columns(table, block(table)))
+
+    def packed(columns: dict[str, np.ndarray]) -> tuple[list[bytes], Any]:
+        return with_block(codec.pack_columns(columns, block(columns)))
+
+    def with_block(data: bytes) -> tuple[list[bytes], Any]:
+        return [frames[0], frames[1][:-size] + data], edit(*TABLE, PACKED, value=len(data))
+
+    longer = {n: np.resize(a, 100_000) for n, a in table.items()}
+    not_bool = {**table, "loss_mask": np.full(100, 2, np.uint8).view(bool)}
+    huge = "'token_ids' takes 67108864 bytes"
+    cases = [
+        ((frames, edit(*TABLE, ROWS, value=2**24)), huge),
+        ((frames, edit(*TABLE, value=[2**24, [["turn", "int32"]], 9])), "'token_ids' is missing"),
+        ((frames, edit(*COLUMN, turn, value=["turn", "int32", [1]])), "2 dimensions, not 1"),
+        ((frames, edit(*COLUMN, mask, value=["turn", "int32"])), "column comes twice"),
+        (packed(longer), "a packed block of .* bytes: Decompression failed"),
+        (packed({n: a[:50] for n, a in table.items()}), "has 1350 bytes, expected 2700"),
+        (with_block(b""), "a packed block of 0 bytes"),
+        (with_block(b"\xff" * 90), "a packed block of 90 bytes: Decompression failed"),
+    ]
+    for (sent, change), reason in cases:
+        with pytest.raises(WireError, match=reason):
+            decode_trajectory(forge(sent, change))
+    with pytest.raises(WireError, match="'loss_mask' has a byte that is neither 0 nor 1"):
+        packed(not_bool)
+    data = b"".join(not_bool[name].tobytes() for name, _, _ in block(table).columns)
+    with pytest.raises(WireError, match="'loss_mask' has a byte that is neither 0 nor 1"):
+        decode_trajectory(forge(*with_block(lz4.block.compress(data, store_size=False))))
+
+
+ROUTES = list(SCHEMA.columns).index("routed_experts")
+TABLE = ("samples", 0, "table")
+COLUMN = (*TABLE, LAYOUTS)
+WANTS_ROUTES = {
+    "other form": ("gzip", 3, "Invalid enum value 'gzip'"),
+    "bits beyond the dtype": ("bits", 9, "of uint8 cannot come as bits of 9 bits"),
+    "no bits": ("bits", 0, "no bits routes of 0 bits"),
+    "bits of no id": ("dense", 17, "<= 16"),
+    "no numbers for so few": ("dense", 1, "no dense routes of 1 bits and 1 experts"),
+}
+FORGED = {
+    "unknown column": (edit(*COLUMN, 0, 0, value="surprise"), "unknown column 'surprise'"),
+    "column twice": (edit(*COLUMN, 2, value=["token_ids", "int32"]), "a column comes twice"),
+    "other dtype": (edit(*COLUMN, 0, 1, value="float32"), "dtype 'float32', expected int32"),
+    "object dtype": (edit(*COLUMN, 0, 1, value="object"), "dtype 'object', expected int32"),
+    "other length": (edit(*TABLE, ROWS, value=6), "sets of"),
+    "other inner shape": (edit(*COLUMN, ROUTES, 2, value=[6]), "2 dimensions, not 3"),
+    "negative dimension": (edit(*TABLE, ROWS, value=-7), r">= 0 .* at `\$.samples\[0\].table"),
+    "huge dimensions": (
+        lambda b: edit(*TABLE, ROWS, value=2**24)(edit(*COLUMN, ROUTES, 2, value=[2**24, 2**24])(b)),
+        "'token_ids' takes 67108864 bytes, its frame has",
+    ),
+    "huge inner dimensions": (
+        edit(*COLUMN, ROUTES, 2, value=[2**24, 2**24]),
+        "'routed_experts' takes 1970324836974592 bytes, its frame has",
+    ),
+    "dimension over the limit": (edit(*TABLE, ROWS, value=2**40), "<= 16777216"),
+    "many dimensions": (edit(*COLUMN, 0, 2, value=[1] * 9), "length <= 8"),
+    "layouts that are too long": (edit(*COLUMN, 0, 0, value="x" * 2**15), "length <= 16384"),
+    "layouts that are none": (edit(*COLUMN, value=7), "malformed table layout"),
+    "block longer than what is there": (
+        edit(*TABLE, PACKED, value=2**30),
+        "'the packed columns' takes 1073741824 bytes",
+    ),
+    "bits that did not come": (
+        edit(*COLUMN, ROUTES, value=["routed_experts", "uint8", [2**20, 1], "bits", 7]),
+        "'routed_experts' takes 6422528 bytes, its frame has",
+    ),
+    "routes of other columns": (edit(*COLUMN, 0, value=["token_ids", "int32", [], "bits", 7]), "cannot come as bits"),
+    **{
+        name: (edit(*COLUMN, ROUTES, value=["routed_experts", "uint8", [2, 1], form, bits]), reason)
+        for name, (form, bits, reason) in WANTS_ROUTES.items()
+    },
+    "a column too many": (edit("samples", 1, "table", LAYOUTS, value=[]), "column 'token_ids' is missing"),
+    "a missing sample": (
+        lambda b: b | {"samples": b["samples"][:1], "turns": []},
+        "1 column frames, but the header describes 1, and [0-9]+ bytes of the last",
+    ),
+    "a table of text": (edit(*TABLE, value="rows"), r"got `str` .*at `\$.samples\[0\].table"),
+    "text for a reward": (edit("turns", 0, "reward", value="0.5"), r"`\$.turns\[0\].reward"),
+    "true for a number": (edit("group_index", value=True), "group_index"),
+    "nan time": (edit("finished_at", value=math.nan), "finished_at is not finite"),
+    "no id": (edit("trajectory_id", value=""), "1 to 100 characters"),
+    "long id": (edit("trajectory_id", value="x" * 257), "1 to 100 characters"),
+    "a list": (lambda b: [1, 2], "Expected `object`, got `array`"),
+    "missing field": (lambda b: {k: v for k, v in b.items() if k != "samples"}, "field `samples`"),
+    "deep nesting": (lambda b: b"\x81\xa7samples" + b"\x91" * 100_000, "malformed"),
+    "deep table": (
+        lambda b: b"\x81\xa7samples\x91\x81\xa5table" + b"\x91" * 100_000,
+        "more than 128 lists and objects",
+    ),
+    "length of 4 G": (
+        lambda b: b"\x81\xa7samples\xdd\xff\xff\xff\xff",
+        "malformed trajectory: Input data was truncated",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_refused_body(case):
+    change, reason = FORGED[case]
+    frames = as_bytes(encode_trajectory(make_trajectory()))
+    assert decode_trajectory(forge(frames, lambda b: b)) == make_trajectory()
+    with pytest.raises(WireError, match=reason):
+        decode_trajectory(forge(frames, change))
+
+
+def test_refused_frames():
+    frames = as_bytes(encode_trajectory(make_trajectory()))
+    flipped = bytes([frames[1][0] ^ 1]) + frames[1][1:]
+    header = wire.read_trajectory_header(frames[0])
+    old = msgspec.msgpack.encode({"kind": "trajectory", "wire": 3, "schema": header.schema, "crc32": 1, "body": {}})
+    huge = msgspec.structs.replace(header, nbytes=wire.MAX_HEADER_BYTES + 1)
+    cut = msgspec.structs.replace(header, nbytes=header.nbytes - 1)
+    cases = [
+        ([], "at least a header"),
+        ([b"\xc1\x00"], "malformed header"),
+        ([b"", *frames[1:]], "malformed header"),
+        ([frames[0][:-3], *frames[1:]], "malformed header"),
+        ([frames[0] + b"zz", *frames[1:]], "malformed header"),
+        ([msgspec.msgpack.encode(huge), *frames[1:]], r"<= 4194304 .* at `\$.nbytes`"),
+        ([msgspec.msgpack.encode(cut), *frames[1:]], "a packed block"),
+        (frames[:1], "only 0 column frames, no frame for 'token_ids'"),
+        ([*frames, b"x"], "2 column frames, but the header describes 1"),
+        ([frames[0], frames[1][:27]], "'token_ids' takes 28 bytes, its frame has 27"),
+        ([frames[0], frames[1][:-1]], "'the packed columns' takes [0-9]+ bytes, its frame has"),
+        ([frames[0], frames[1] + b"x"], "the header describes 1, and [0-9]+ bytes of the last"),
+        ([frames[0], flipped, *frames[2:]], "checksum"),
+        ([frames[0].replace(SCHEMA.fingerprint.encode(), b"0badf00d"), *frames[1:]], "schema '0badf00d'"),
+        ([frames[0].replace(b"\xa4wire\x08", b"\xa4wire\x07"), *frames[1:]], "wire version 7, expected 8"),
+        ([old, *frames[1:]], "wire version 3, expected 8"),
+        (["text"], "contiguous bytes, not str"),
+        ([memoryview(np.zeros((4, 4)))[::2]], "contiguous bytes"),
+    ]
+    for bad, reason in cases:
+        with pytest.raises(WireError, match=reason):
+            decode_trajectory(bad)
+
+
+ORIGINAL = make_trajectory()
+ORIGINAL_FRAMES = as_bytes(encode_trajectory(ORIGINAL))
+
+
+@st.composite
+def mutated(draw) -> list[bytes]:
+    """The frames of a trajectory with bytes changed, cut or added, or frames dropped, doubled or swapped."""
+    frames = list(ORIGINAL_FRAMES)
+    for _ in range(draw(st.integers(1, 3))):
+        if not frames:
+            break
+        i = 0 if draw(st.booleans()) else draw(st.integers(0, len(frames) - 1))
+        frame = frames[i]
+        at = draw(st.integers(0, len(frame)))
+        kind = draw(st.sampled_from(["byte", "cut", "insert", "drop", "double", "swap", "replace"]))
+        if kind == "byte":
+            frames[i] = frame[:at] + bytes([draw(st.integers(0, 255))]) + frame[at + 1 :]
+        elif kind == "cut":
+            frames[i] = frame[:at]
+        elif kind == "insert":
+            frames[i] = frame[:at] + draw(st.binary(max_size=9)) + frame[at:]
+        elif kind == "drop":
+            del frames[i]
+        elif kind == "double":
+            frames.insert(i, frame)
+        elif kind == "swap":
+            j = draw(st.integers(0, len(frames) - 1))
+            frames[i], frames[j] = frames[j], frames[i]
+        else:
+            frames[i] = draw(st.binary(max_size=60))
+    return frames
+
+
+@settings(FAST, max_examples=200)
+@given(frames=mutated())
+def test_no_mutation_is_taken_for_another_trajectory(frames):
+    with contextlib.suppress(WireError):
+        assert decode_trajectory(frames) == ORIGINAL
+
+
+@settings(FAST, max_examples=200)
+@given(data=st.data())
+def test_no_body_raises_anything_but_wire_error(data):
+    """Past the checksum: the body itself is mutated, and signed again."""
+    body = wire.read_trajectory_header(ORIGINAL_FRAMES[0]).body
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(body) - 1))
+        body = body[:at] + data.draw(st.binary(max_size=3)) + body[at + data.draw(st.integers(0, 3)) :] or b"\x00"
+    try:
+        decoded = decode_trajectory(forge(ORIGINAL_FRAMES, lambda _: body))
+    except WireError:
+        return
+    encode_trajectory(decoded)
+
+
+@FAST
+@given(st.binary(max_size=200) | st.sampled_from([b"\x91" * 60_000, b"\xdf" + b"\xff" * 4, b"\xa2\xff\xff"]))
+def test_control_messages_refuse_garbage(data):
+    for frame in (data, wire.append_control_crc(data)):
+        with pytest.raises(WireError):
+            decode_control(frame)
+
+
+@FAST
+@given(data=st.data())
+def test_control_messages_mutated(data):
+    message = wire.Welcome("session", "epoch", 3, 100, ["t1", "t2"])
+    raw = wire.encode_control(message)
+    assert decode_control(raw) == message
+    body = raw[: -wire.CRC_BYTES]
+    at = data.draw(st.integers(0, len(body) - 1))
+    with contextlib.suppress(WireError):
+        decode_control(wire.append_control_crc(body[:at] + data.draw(st.binary(max_size=4)) + body[at + 1 :]))
+
+
+def test_a_control_message_of_which_one_bit_changed_is_no_message():
+    raw = wire.encode_control(wire.Deliver("session", [wire.DeliveryItem("t1", 3, 100, [10, 20])]))
+    for bit in range(8 * len(raw)):
+        changed = bytearray(raw)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(WireError, match="checksum"):
+            decode_control(bytes(changed))
+
+
+@pytest.mark.long
+def test_control_messages_have_limits_and_may_grow():
+    grown = msgspec.msgpack.encode({"kind": "ack", "ids": ["a"], "invented_later": 1})
+    assert decode_control(wire.append_control_crc(grown)) == wire.Ack(["a"])
+    for bad in (
+        wire.Hello("s", "", "run", "schema"),
+        wire.Hello("s" * 65, "g0", "run", "schema"),
+        wire.Deliver("s", [wire.DeliveryItem("x" * 257, 0, 1, [])]),
+        wire.Deliver("s", [wire.DeliveryItem("x", 0, -1, [])]),
+        wire.Deliver("s", [wire.DeliveryItem("x", 0, 1, [-1])]),
+        wire.Deliver("s", []),
+        wire.Deliver("s", [wire.DeliveryItem("x", 0, 1, [1])] * (wire.MAX_DELIVERY_ITEMS + 1)),
+        wire.Reject("x", "why", "perhaps"),
+        wire.Ack(["x" * 1000] * (wire.MAX_CONTROL_BYTES // 1000)),
+    ):
+        with pytest.raises(WireError):
+            decode_control(wire.encode_control(bad))

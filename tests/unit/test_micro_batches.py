@@ -1,11 +1,13 @@
-"""Which samples make up which micro-batch: what holds for every plan, and how good plans are."""
+"""Which samples make up which micro-batch, what plans cost, and what the packed rows are."""
 
 import itertools
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
 from dev.bench.packing import (
     LENGTH_CAPS,
@@ -16,13 +18,20 @@ from dev.bench.packing import (
     plan_efficiency,
     read_model_shape,
 )
+from r3async.data.tokens import Sample
 from r3async.learner.batch import (
     CostModel,
     PackingError,
     build_cost_model,
+    collate_samples,
     find_round_levels,
+    make_padding_batch,
+    pack_for_ranks,
+    pack_samples,
     plan_micro_batches,
 )
+from tests.helpers.wire import make_table
+from tests.unit.test_records import EXTRA
 
 COSTS = [CostModel(), CostModel(1, 0.01), CostModel(1e-3, 5)]
 costs = st.sampled_from(COSTS)
@@ -202,3 +211,140 @@ def test_no_plan_is_below_a_simpler_way(kind, ranks):
         found = plan_efficiency(plan_micro_batches(lengths.tolist(), max_tokens=cap, ranks=ranks, cost=cost), each)
         for simpler in (divide_then_pack, pack_then_deal):
             assert found >= plan_efficiency(simpler(lengths, cap, ranks, cost), each) * (1 - 1e-9)
+
+
+def make_samples(lengths):
+    return [Sample(f"s{i}", make_table(i, n, schema=EXTRA), 0.5 + i) for i, n in enumerate(lengths)]
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 9), max_size=12), st.integers(9, 30), st.integers(1, 5))
+def test_packed_rows_are_the_samples_rows_with_positions_from_zero(lengths, cap, ranks):
+    samples = make_samples(lengths)
+    by_id = {s.sample_id: s for s in samples}
+    divided = pack_for_ranks(samples, cap, ranks=ranks)
+    assert len(divided) == ranks
+    assert len({len(mine) for mine in divided}) == 1
+    seen = []
+    for batch in (m for mine in divided for m in mine):
+        for s, name in enumerate(batch.sample_ids):
+            start, stop = batch.cu_seqlens[s : s + 2]
+            assert batch.table.slice_rows(start, stop) == by_id[name].table
+            assert batch.positions[start:stop].tolist() == list(range(stop - start))
+            assert np.allclose(batch.token_temperatures[start:stop], by_id[name].temperature)
+            seen.append(name)
+        assert batch.num_tokens <= cap
+        assert batch.num_tokens == (batch.num_real_tokens or 1)
+    assert sorted(seen) == sorted(by_id)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_rank_that_runs_out_is_given_one_row_that_nothing_counts(ranks):
+    divided = pack_for_ranks(make_samples([9]), 4096, ranks=ranks)
+    assert [len(mine) for mine in divided] == [1] * ranks
+    real, *padding = sorted((m for (m,) in divided), key=lambda m: -m.num_tokens)
+    assert real.num_real_tokens == real.num_tokens == 9
+    for m in padding:
+        assert (m.num_tokens, m.num_real_tokens, m.sample_ids) == (1, 0, ())
+        assert list(m.table) == list(real.table)
+        assert m.cu_seqlens.tolist() == [0, 1]
+        assert m.temperatures.tolist() == [1.0]
+        assert not m.support.recorded_mask.any()
+        for name, values in m.table.without_columns("support").items():
+            fill = EXTRA.columns[name].fill
+            assert (values == (np.arange(values.shape[-1]) if fill == "arange" else fill)).all(), name
+            assert values.dtype == real.table[name].dtype
+
+
+def test_nothing_to_train_is_no_micro_batch():
+    assert pack_samples([], 8) == []
+    assert pack_for_ranks([], 8, ranks=3) == [[], [], []]
+
+
+def test_padding_of_padding_stays_padding():
+    padding = make_padding_batch(make_padding_batch(collate_samples(make_samples([3, 4]))), 5)
+    assert (padding.num_tokens, padding.num_real_tokens, padding.segment_lengths.tolist()) == (5, 0, [5])
+
+
+@pytest.mark.parametrize("cap", [100, 3])
+def test_a_batch_that_mixes_columns_names_the_sample(cap):
+    """Also if no micro-batch does: ranks with different columns would run different passes."""
+    whole, without = make_table(0, 3), make_table(0, 3).without_columns("routed_experts", "routing_recorded")
+    with pytest.raises(PackingError, match="sample b"):
+        pack_samples([Sample("a", whole), Sample("b", without)], cap)
+
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def test_qwen3_30b_a3b_by_hand():
+    per_layer = 2048 * 4096 * 2 + 2048 * 512 * 2 + 8 * 3 * 2048 * 768 + 2048 * 128
+    cost = build_cost_model(read_model_shape("Qwen3-30B-A3B"))
+    assert cost.linear == 2 * (48 * per_layer + 2048 * 151936)
+    assert cost.quadratic == 48 * 32 * (128 + 128)
+    assert cost.linear / 2 == pytest.approx(3.04e9, rel=0.01)  # the name says 3 B active
+
+
+def by_matrices(config):
+    """Twice the weights that one token meets, from the shapes of a model's own matrices."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    total = 0
+    for name, p in model.named_parameters():
+        if p.dim() < 2 or "embed_tokens" in name:
+            continue
+        share = config.num_experts_per_tok / p.shape[0] if ".experts." in name else 1
+        total += int(p.numel() * share)
+    return 2 * total
+
+
+def test_mixture_with_a_dense_layer_is_what_its_matrices_say():
+    config = Qwen3MoeConfig(**SMALL, head_dim=16, num_local_experts=8, mlp_only_layers=[1])
+    assert build_cost_model(config.to_dict()).linear == by_matrices(config)
+    assert build_cost_model(config.to_dict()).quadratic == 3 * 4 * 32
+
+
+@pytest.mark.parametrize("q_rank", [12, None])
+def test_latent_attention_and_a_shared_expert_are_what_their_matrices_say(q_rank):
+    small = {k: v for k, v in SMALL.items() if k != "num_key_value_heads"}
+    config = DeepseekV3Config(
+        **small,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        first_k_dense_replace=1,
+        q_lora_rank=q_rank,
+        kv_lora_rank=10,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+        n_group=1,
+        topk_group=1,
+    )
+    assert build_cost_model(config.to_dict()).linear == by_matrices(config)
+    assert build_cost_model(config.to_dict()).quadratic == 3 * 4 * (12 + 6)
+
+
+def test_a_sliding_window_costs_its_width_and_linear_attention_nothing_quadratic():
+    kinds = ["full_attention", "sliding_attention", "linear_attention"]
+    plain = SMALL | {"num_experts": 8}
+    mixed = build_cost_model(plain | {"layer_types": kinds, "sliding_window": 10})
+    assert mixed.quadratic == build_cost_model(plain).quadratic / 3
+    assert mixed.linear == build_cost_model(plain).linear + 2 * 4 * 16 * 10
+
+
+def test_dense_models_and_nested_configurations_are_counted_too():
+    dense = build_cost_model(SMALL)
+    assert dense.linear == 2 * (3 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48) + 32 * 64)
+    assert build_cost_model({"text_config": SMALL}) == dense
+    assert build_cost_model({"d_model": 32, "n_layers": 3}) == CostModel()
+    assert np.isfinite(dense.estimate_costs(np.asarray([1, 10**6]))).all()

@@ -15,9 +15,9 @@ from r3async.rollout.engine import sample_probe
 from r3async.weights.probe import compare_probe, compare_sampled_probe, make_probe_pair, make_probe_text
 from r3async.weights.publish import VersionStore
 from tests.helpers import torch as ht
-from tests.helpers.architectures import gates_of
 from tests.helpers.engine import Reference
 from tests.helpers.fleet import Events
+from tests.helpers.models import gates_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

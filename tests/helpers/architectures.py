@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from r3async.data.models import parse_model_shape
@@ -113,47 +108,6 @@ def make_model(directory: Path, variant: str, **changes: Any) -> Path:
 def mixtures(directory: Path) -> int:
     """Return the number of the model's layers that are mixtures of experts."""
     return len(parse_model_shape(json.loads((directory / "config.json").read_text())).moe_layers)
-
-
-def load_plain(directory: Path) -> torch.nn.Module:
-    """Load a model in float32, with transformers' own attention and plain loop over experts."""
-    return AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
-
-
-def gates_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the model's routers, by layer; gpt-oss has another name for them."""
-    for layer in model.model.layers:
-        gate = getattr(layer.mlp, "gate", None) or getattr(layer.mlp, "router", None)
-        if gate is not None:
-            yield gate
-
-
-@contextmanager
-def forced(model: torch.nn.Module, routes: np.ndarray) -> Iterator[None]:
-    """Make the routers choose `routes`, int `[T, L, K]` (columns are MoE layers), in the next forward pass of one
-    sequence."""
-    gates = list(gates_of(model))
-    assert not gates or len(gates) == routes.shape[1]
-    with ExitStack() as stack:
-        for index, gate in enumerate(gates):
-            chosen = torch.from_numpy(routes[:, index].astype(np.int64))
-            gate.forward = MethodType(
-                lambda gate, hidden, chosen=chosen: _gated(model.config, gate, hidden, chosen), gate
-            )
-            stack.callback(gate.__delattr__, "forward")
-        yield
-
-
-def _gated(config: Any, gate: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), gate.weight, getattr(gate, "bias", None))
-    sigmoid = hasattr(gate, "e_score_correction_bias")
-    scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
-    weights = scores.gather(1, chosen)
-    if getattr(config, "norm_topk_prob", True):  # Mixtral always normalises, and has no such setting
-        weights = weights / weights.sum(-1, keepdim=True)
-    return logits, weights * (config.routed_scaling_factor if sigmoid else 1.0), chosen
 
 
 def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

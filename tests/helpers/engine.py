@@ -17,7 +17,7 @@ from r3async.rollout.vllm.worker import WorkerExtension, digest_parameters
 from r3async.weights.fetch import VersionFile
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.publish import VersionStore
-from tests.helpers.architectures import gates_of
+from tests.helpers.models import gates_of
 
 VOCABULARY = 264
 END = 257

@@ -44,7 +44,7 @@ def assert_equal_transformers(
     for sample in samples:
         rows = slice(at, at := at + len(sample.table))
         routes = sample.table["routed_experts"] if "routed_experts" in sample.table else np.zeros((0, 0, 0))
-        with ha.forced(plain, routes):
+        with hm.forced_routes(plain, routes):
             theirs = plain(torch.from_numpy(sample.table["token_ids"].astype(np.int64))[None]).logits[0]
         assert (ours[rows] - theirs).abs().max() < TOLERANCE * theirs.abs().max()
         (theirs * weight[rows]).sum().backward()

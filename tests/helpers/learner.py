@@ -37,40 +37,12 @@ def gradients(learner: MegatronLearner) -> dict[str, torch.Tensor]:
     return gather_weights(learner.mappings, lambda parameter: parameter.grad)
 
 
-def hf_gradients(model) -> dict[str, torch.Tensor]:
-    """Return the gradients under checkpoint names: one tensor per expert and projection."""
-    out = {}
-    for name, parameter in model.named_parameters():
-        if name.endswith("experts.gate_up_proj"):
-            for e, both in enumerate(parameter.grad):
-                prefix = name.removesuffix("gate_up_proj")
-                out[f"{prefix}{e}.gate_proj.weight"], out[f"{prefix}{e}.up_proj.weight"] = both.chunk(2)
-        elif name.endswith("experts.down_proj"):
-            for e, down in enumerate(parameter.grad):
-                out[f"{name.removesuffix('down_proj')}{e}.down_proj.weight"] = down
-        else:
-            out[name] = parameter.grad
-    return out
-
-
 def fully_recorded(samples: list[Sample]) -> list[Sample]:
     return [replace_columns(s, routing_recorded=np.ones(len(s.table), bool)) for s in samples]
 
 
 def replace_columns(sample: Sample, **columns) -> Sample:
     return Sample(sample.sample_id, sample.table.with_columns(**columns), sample.temperature)
-
-
-def own_routes(learner: MegatronLearner, micro_batch) -> np.ndarray:
-    """Return the routes that the learner chooses without replay, uint8 `[N, L, K]`, read from its routers' maps."""
-    seen = []
-    routers = [layer.mlp.router for layer in learner.model.decoder.layers if hasattr(layer.mlp, "router")]
-    handles = [r.register_forward_hook(lambda m, i, out: seen.append(out[1])) for r in routers]
-    with torch.no_grad():
-        logits(learner, micro_batch)
-    for handle in handles:
-        handle.remove()
-    return np.stack([m.nonzero()[:, 1].reshape(len(m), -1).numpy() for m in seen], axis=1).astype(np.uint8)
 
 
 def with_routes(samples: list[Sample], routes: np.ndarray) -> list[Sample]:

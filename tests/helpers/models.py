@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3MoeConfig
 
 from r3async.data.tokens import Sample, TokenTable
 
@@ -55,32 +57,45 @@ def save_random(directory: Path, config: PreTrainedConfig, *, seed: int = 0, std
     return directory
 
 
-def load_hf(directory: Path) -> Qwen3MoeForCausalLM:
-    """Load a model in float32 with plain attention."""
-    return Qwen3MoeForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+def load_hf(directory: Path) -> torch.nn.Module:
+    """Load a model in float32, with transformers' own attention and plain loop over experts."""
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+
+
+def gates_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the model's routers, by layer; gpt-oss has another name for them."""
+    for layer in model.model.layers:
+        gate = getattr(layer.mlp, "gate", None) or getattr(layer.mlp, "router", None)
+        if gate is not None:
+            yield gate
 
 
 @contextmanager
-def forced_routes(model: Qwen3MoeForCausalLM, routes: np.ndarray):
+def forced_routes(model: torch.nn.Module, routes: np.ndarray) -> Iterator[None]:
     """Make the routers choose `routes`, int `[T, L, K]` (columns are MoE layers), in the next forward pass of one
     sequence."""
-    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
-
-    def forward(gate, hidden_states, chosen):
-        logits = torch.nn.functional.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), gate.weight)
-        weights = torch.softmax(logits.float(), -1).gather(1, chosen)
-        if gate.norm_topk_prob:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return logits, weights.to(logits.dtype), chosen
-
-    for index, gate in enumerate(gates):
-        chosen = torch.from_numpy(routes[:, index].astype(np.int64))
-        gate.forward = MethodType(lambda gate, h, chosen=chosen: forward(gate, h, chosen), gate)
-    try:
+    gates = list(gates_of(model))
+    assert not gates or len(gates) == routes.shape[1]
+    with ExitStack() as stack:
+        for index, gate in enumerate(gates):
+            chosen = torch.from_numpy(routes[:, index].astype(np.int64))
+            gate.forward = MethodType(
+                lambda gate, hidden, chosen=chosen: _gated(model.config, gate, hidden, chosen), gate
+            )
+            stack.callback(gate.__delattr__, "forward")
         yield
-    finally:
-        for gate in gates:
-            del gate.forward
+
+
+def _gated(config: Any, gate: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), gate.weight, getattr(gate, "bias", None))
+    sigmoid = hasattr(gate, "e_score_correction_bias")
+    scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
+    weights = scores.gather(1, chosen)
+    if getattr(config, "norm_topk_prob", True):  # Mixtral always normalises, and has no such setting
+        weights = weights / weights.sum(-1, keepdim=True)
+    return logits, weights * (config.routed_scaling_factor if sigmoid else 1.0), chosen
 
 
 def random_routes(rng: np.random.Generator, length: int, layers: int = LAYERS) -> np.ndarray:

@@ -14,7 +14,6 @@ from r3async.learner.batch import MicroBatch, make_padding_batch, pack_samples
 from r3async.learner.loss import TokenBatch, compute_loss
 from tests.helpers import architectures as ha
 from tests.helpers import models as hm
-from tests.helpers.learner import hf_gradients
 
 LENGTHS = [9, 40, 5, 17, 33, 6, 21]
 BUDGET = 48
@@ -87,26 +86,17 @@ def gradients_of_rank(model_path: str, settings: Config, micro_batches: list[Mic
 def reference(
     model_path: Path, micro_batches: list[MicroBatch], settings: Config
 ) -> tuple[float, dict[str, np.ndarray]]:
-    """Return loss and gradients of plain transformers with forced routes, one sample at a time, for Qwen3-MoE.
+    """Return loss and gradients of plain transformers with forced routes, one sample at a time.
 
     Rows without a record are forced to what the model chooses itself under the routes forced so far (they are last in
     their sample, and a last row's routes influence nothing that is trained).
     """
     model = hm.load_hf(model_path)
-    total = _train(model, micro_batches, settings, hm.forced_routes)
-    return total, {n: g.numpy() for n, g in hf_gradients(model).items()}
-
-
-def plain_reference(
-    path: Path, micro_batches: list[MicroBatch], settings: Config
-) -> tuple[float, dict[str, np.ndarray]]:
-    """Return what `reference` returns, for any architecture."""
-    model = ha.load_plain(path)
-    total = _train(model, micro_batches, settings, ha.forced)
+    total = _train(model, micro_batches, settings)
     return total, {n: g.numpy() for n, g in ha.gradients_of(model).items()}
 
 
-def _train(model: Any, micro_batches: list[MicroBatch], settings: Config, forced: Any) -> float:
+def _train(model: Any, micro_batches: list[MicroBatch], settings: Config) -> float:
     """Return the loss, and leave the gradients in the model."""
     trained = sum(int(m.table["loss_mask"].sum()) for m in micro_batches)
     total = 0.0
@@ -116,7 +106,7 @@ def _train(model: Any, micro_batches: list[MicroBatch], settings: Config, forced
         ):
             table = micro_batch.table.slice_rows(int(start), int(stop))
             routes = table["routed_experts"] if "routed_experts" in table else np.zeros((0, 0, 0))
-            with forced(model, routes):
+            with hm.forced_routes(model, routes):
                 ids = torch.from_numpy(table["token_ids"].astype(np.int64))
                 logits = model(ids[None]).logits[0] / float(temperature)
             rows = np.flatnonzero(table["loss_mask"])

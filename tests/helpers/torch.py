@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import MixtralConfig, OlmoeConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from r3async.config import Config, config_from_dict
 from r3async.data.tokens import Sample
@@ -19,7 +17,8 @@ from r3async.learner.batch import MicroBatch
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.torch.model import PackedInputs
 from r3async.learner.trainer import train_minibatch
-from tests.helpers.models import make_samples, save_random
+from tests.helpers.learner import fully_recorded
+from tests.helpers.models import forced_routes, load_hf, make_samples, save_random
 
 VOCAB, EXPERTS, TOP_K = 97, 8, 2
 LENGTHS = [9, 40, 5, 17, 40, 6]
@@ -72,61 +71,12 @@ def recorded_samples(layers: int, *, seed: int = 1, **options: Any) -> list[Samp
     return fully_recorded(samples) if layers else samples
 
 
-def fully_recorded(samples: Sequence[Sample]) -> list[Sample]:
-    return [replace_columns(s, routing_recorded=np.ones(len(s.table), bool)) for s in samples]
-
-
-def replace_columns(sample: Sample, **columns: np.ndarray) -> Sample:
-    return Sample(sample.sample_id, sample.table.with_columns(**columns), sample.temperature)
-
-
-def with_routes(samples: Sequence[Sample], routes: np.ndarray) -> list[Sample]:
-    """Return the samples with `routes`, `[N, L, K]`, which are those of all samples laid end to end."""
-    ends = np.cumsum([len(s.table) for s in samples])
-    parts = np.split(routes, ends[:-1])
-    return fully_recorded([replace_columns(s, routed_experts=r) for s, r in zip(samples, parts, strict=True)])
-
-
-def load_reference(directory: Path) -> torch.nn.Module:
-    """Load a model in float32, with transformers' own attention and plain loop over experts."""
-    return AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
-
-
-def gates(model: torch.nn.Module) -> list[torch.nn.Module]:
-    return [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
-
-
-@contextmanager
-def forced_routes(model: torch.nn.Module, routes: np.ndarray):
-    """Make the routers choose `routes`, int `[T, L, K]` (columns are MoE layers), in the next forward pass of one
-    sequence."""
-
-    def forward(gate, hidden_states, chosen):
-        logits = torch.nn.functional.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), gate.weight)
-        weights = torch.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1).gather(1, chosen)
-        # Mixtral always normalises, and has no such setting.
-        if getattr(model.config, "norm_topk_prob", True):
-            weights = weights / weights.sum(-1, keepdim=True)
-        return logits, weights.to(logits.dtype), chosen
-
-    for index, gate in enumerate(gates(model)):
-        chosen = torch.from_numpy(routes[:, index].astype(np.int64))
-        gate.forward = MethodType(lambda gate, h, chosen=chosen: forward(gate, h, chosen), gate)
-    try:
-        yield
-    finally:
-        for gate in gates(model):
-            del gate.forward
-
-
 def reference_step(
     path: Path, samples: Sequence[Sample], config: Config, dtype: torch.dtype = torch.float32
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Return the losses, and the gradient of every checkpoint tensor, of a step with forced routes: sample by sample,
     token by token."""
-    model = load_reference(path).to(dtype)
+    model = load_hf(path).to(dtype)
     policy = kl = torch.zeros((), dtype=torch.float64)
     count = 0
     for sample in samples:

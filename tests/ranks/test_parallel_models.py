@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers import architectures as ha
-from tests.helpers.parity import assert_gradients, batch, config, gradients_of_rank, plain_reference
+from tests.helpers.parity import assert_gradients, batch, config, gradients_of_rank, reference
 
 CASES = [
     ("deepseek_v3", {"tp": 2, "ep": 2}, "selective"),
@@ -30,4 +30,4 @@ def test_two_ranks_have_the_gradient_of_transformers(two_ranks, tmp_path, varian
     micro_batches = batch(layers=layers or 1, routes=layers > 0)
     settings = config(recompute=recompute, replay=replay, **layout)
     answers = two_ranks.call(gradients_of_rank, str(path), settings, micro_batches)
-    assert_gradients(answers, plain_reference(path, micro_batches, settings))
+    assert_gradients(answers, reference(path, micro_batches, settings))

@@ -160,15 +160,6 @@ def test_a_rank_masks_its_own_part_of_the_vocabulary(first, columns):
     assert np.array_equal(mask.numpy(), ~dense[:, first : first + columns])
 
 
-def test_what_is_left_out_has_no_gradient():
-    hidden, matrix, targets, temperatures, dense, sets = case(33, 9, 1)
-    for token in np.flatnonzero(dense.sum(1) > 1):
-        found, _ = token_logprobs(matrix, hidden, targets, temperatures, supports=sets)
-        (of_ids,) = torch.autograd.grad(found[token], matrix)
-        assert (of_ids[torch.from_numpy(~dense[token])] == 0).all()
-        assert (of_ids[torch.from_numpy(dense[token])] != 0).all()
-
-
 def test_without_supports_nothing_is_masked():
     assert select_supports(None, np.arange(3)) is None
     assert select_supports(SupportSets.unrecorded(5), np.arange(3)) is None

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from r3async.config import Config, ParallelConfig
+from r3async.config import ParallelConfig
 from r3async.data.tokens import Sample
 from r3async.learner import LearnerError
 from r3async.learner.batch import collate_samples, pack_samples
@@ -20,16 +20,16 @@ from r3async.learner.megatron.layers import TorchRMSNorm
 from r3async.learner.model import read_model_shape
 from r3async.learner.optimizer import MasterAdamW
 from r3async.learner.trainer import train_minibatch
+from tests.helpers import architectures as ha
 from tests.helpers import models as hm
 from tests.helpers.learner import (
     LENGTHS,
     fully_recorded,
-    gradients,
-    hf_gradients,
     replace_columns,
     settings,
 )
 from tests.helpers.parity import assert_equal, batch, config, gradients_of_rank, reference
+from tests.helpers.torch import reference_step
 from tests.helpers.unheld import end_groups
 
 
@@ -65,33 +65,10 @@ def test_save_then_load_gives_the_same_bits(tmp_path, dtype, tied):
         assert not tensor.requires_grad
     for parameter in loaded.parameters():
         parameter.grad = parameter.data
-    for name, tensor in hf_gradients(loaded).items():
+    for name, tensor in ha.gradients_of(loaded).items():
         assert torch.equal(
             tensor, exported["model.embed_tokens.weight" if tied and name == "lm_head.weight" else name]
         ), name
-
-
-def reference_step(path, samples: list[Sample], config: Config) -> tuple[float, float, float]:
-    """Policy loss, KL loss and gradient norm of a step, by transformers and NumPy-like code."""
-    model = hm.load_hf(path)
-    policy_sum = kl_sum = torch.zeros((), dtype=torch.float64)
-    count = 0
-    for s in samples:
-        table = s.table
-        with hm.forced_routes(model, table["routed_experts"]):
-            out = model(torch.from_numpy(table["token_ids"].astype(np.int64))[None]).logits[0]
-        logp = torch.log_softmax(out.double() / s.temperature, -1)
-        for t in range(1, len(table)):
-            if table["loss_mask"][t] and np.isfinite(table["rollout_logprobs"][t]):
-                lp, mu = logp[t - 1, int(table["token_ids"][t])], float(table["rollout_logprobs"][t])
-                ratio = min(float(torch.exp(lp.detach() - mu)), config.algorithm.truncated_pg.cap)
-                policy_sum = policy_sum - ratio * float(table["advantages"][t]) * lp
-                kl_sum = kl_sum + config.algorithm.rollout_kl.coef * (lp - mu) ** 2 / 2
-                count += 1
-    loss = (policy_sum + kl_sum) / count
-    loss.backward()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    return policy_sum.item() / count, kl_sum.item() / count, norm.item()
 
 
 def test_step_equals_the_reference(learner, model_path):
@@ -100,11 +77,9 @@ def test_step_equals_the_reference(learner, model_path):
     rollout = samples[0].table["rollout_logprobs"].copy()
     rollout[[5, 7]] = np.nan, -np.inf
     samples[0] = replace_columns(samples[0], rollout_logprobs=rollout)
-    policy, kl, norm = reference_step(model_path, samples, settings())
+    losses, _ = reference_step(model_path, samples, settings())
     metrics = train_minibatch(learner, pack_samples(samples, 64)).metrics
-    assert metrics["loss/policy"] == pytest.approx(policy, rel=1e-4)
-    assert metrics["loss/rollout_kl"] == pytest.approx(kl, rel=1e-4)
-    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert {name: metrics[name] for name in losses} == pytest.approx(losses, rel=1e-4)
     tokens = sum(LENGTHS)
     assert metrics["tokens/dropped_non_finite"] == 2
     assert metrics["batch/tokens"] == tokens
@@ -116,32 +91,10 @@ def test_step_equals_the_reference(learner, model_path):
     assert learner.update_count == 1
 
 
-def test_gradient_does_not_depend_on_packing(model_path):
-    samples = hm.make_samples(13, LENGTHS)
-    results = []
-    for budget in (4096, 64, 40):
-        learner = MegatronLearner.from_pretrained(settings(), model_path)
-        taken = {}
-        learner.optimizer._adam.register_step_pre_hook(
-            lambda *a, learner=learner, taken=taken: taken.update(gradients(learner))
-        )
-        metrics = train_minibatch(learner, pack_samples(samples, budget)).metrics
-        results.append((metrics, {n: g.clone() for n, g in taken.items()}))
-    assert [m["batch/micro_batches"] for m, _ in results] == [1, 2, 3]
-    whole, whole_grads = results[0]
-    for metrics, grads in results[1:]:
-        for name, expected in whole_grads.items():
-            assert (grads[name] - expected).norm() <= 2e-5 * expected.norm(), name
-        for name in set(whole) - {"batch/micro_batches", "batch/fill"}:
-            assert metrics[name] == pytest.approx(whole[name], rel=1e-4), name
-
-
 def test_unusable_batches_name_the_sample(learner):
     (sample,) = hm.make_samples(18, [12])
     with pytest.raises(LearnerError, match="s0: column 'advantages' is missing"):
         train_minibatch(learner, [collate_samples([Sample("s0", sample.table.without_columns("advantages"))])])
-    with pytest.raises(LearnerError, match="sample s0: its first token"):
-        train_minibatch(learner, [collate_samples([replace_columns(sample, loss_mask=np.ones(12, bool))])])
 
 
 def test_rms_norm_and_its_gradient_equal_torch():

@@ -52,7 +52,7 @@ def test_every_architecture_has_a_model_here():
 
 
 def test_logits_and_all_gradients_equal_transformers(learner, path):
-    assert_equal_transformers(learner, ha.load_plain(path), samples_for(learner), logits=logits, gradients=gradients)
+    assert_equal_transformers(learner, hm.load_hf(path), samples_for(learner), logits=logits, gradients=gradients)
     learner.optimizer.zero_grad()
 
 
@@ -61,7 +61,7 @@ def test_own_routes_are_those_of_transformers(learner, path, temperature):
     """Groups, biases of experts and scores: what decides who is chosen."""
     ids = np.random.default_rng(0).integers(0, hm.VOCAB, 65)
     with torch.no_grad():
-        theirs = torch.log_softmax(ha.load_plain(path)(torch.from_numpy(ids)[None]).logits[0] / temperature, -1)
+        theirs = torch.log_softmax(hm.load_hf(path)(torch.from_numpy(ids)[None]).logits[0] / temperature, -1)
     expected = theirs[:-1].gather(1, torch.from_numpy(ids)[1:, None])[:, 0].numpy()
     assert np.abs(learner.score_sequence(ids, temperature) - expected).max() < 1e-4
 
@@ -76,7 +76,7 @@ def test_export_gives_every_bit_back(learner, path):
 
 def test_numbers_of_the_plan_are_those_of_the_model(learner, path):
     shape = parse_model_shape(json.loads((path / "config.json").read_text()))
-    assert shape.num_parameters == sum(p.numel() for p in ha.load_plain(path).parameters())
+    assert shape.num_parameters == sum(p.numel() for p in hm.load_hf(path).parameters())
     assert shape.rank_parameters(learner.config.learner, 0) == sum(p.numel() for p in learner.model.parameters())
 
 

@@ -75,17 +75,6 @@ def test_the_order_of_samples_is_of_no_account(lengths, ranks, cost, chance):
     assert one == other
 
 
-@given(some_lengths, st.integers(1, 9), costs)
-def test_no_plan_is_better_than_the_bounds(lengths, ranks, cost):
-    planned = plan_micro_batches(lengths, max_tokens=128, ranks=ranks, cost=cost)
-    count = len(planned[0])
-    assert count >= -(-fewest_bins(np.asarray(lengths, np.int64), 128) // ranks)
-    found = costs_of(planned, lengths, cost)
-    work = cost.estimate_costs(np.asarray(lengths)).sum()
-    least = find_round_levels(np.asarray(lengths), max_tokens=128, ranks=ranks, count=count, cost=cost, total_cost=work)
-    assert least.sum() <= found.max(0, initial=0).sum() * (1 + 1e-9)
-
-
 def every_plan(n, slots):
     return itertools.product(range(slots), repeat=n)
 

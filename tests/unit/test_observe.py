@@ -121,14 +121,3 @@ def test_a_metric_is_a_number(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="number"):
         writer.write({"step": 1, "loss/policy": [1.0]})
     assert read_json_objects(tmp_path / "metrics.jsonl") == []
-
-
-def test_metrics_survive_a_torn_last_line(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    MetricsFile(tmp_path).write({"step": 1})
-    with path.open("ab") as file:
-        file.write(b'{"step":2,"rew')
-    assert read_json_objects(path) == [{"step": 1}]
-    MetricsFile(tmp_path).write({"step": 2})
-    assert read_json_objects(path) == [{"step": 1}, {"step": 2}]
-    assert read_json_objects(tmp_path / "nothing.jsonl") == []

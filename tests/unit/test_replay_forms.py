@@ -39,7 +39,7 @@ def sent(samples: list[Sample], form: packed.RouteForm) -> list[Sample]:
 
 def backwards(samples: list[Sample]) -> list[Sample]:
     """With the experts of each row in the opposite order."""
-    return [plain.replace_columns(s, routed_experts=s.table["routed_experts"][..., ::-1].copy()) for s in samples]
+    return [megatron.replace_columns(s, routed_experts=s.table["routed_experts"][..., ::-1].copy()) for s in samples]
 
 
 def of_four(samples: list[Sample]) -> list[Sample]:
@@ -47,7 +47,7 @@ def of_four(samples: list[Sample]) -> list[Sample]:
     rng = np.random.default_rng(7)
     shapes = [s.table["routed_experts"].shape[:2] for s in samples]
     rows = [rng.random((*shape, models.EXPERTS)).argsort(axis=-1)[..., :TOP_K].astype(np.uint8) for shape in shapes]
-    return [plain.replace_columns(s, routed_experts=r) for s, r in zip(samples, rows, strict=True)]
+    return [megatron.replace_columns(s, routed_experts=r) for s, r in zip(samples, rows, strict=True)]
 
 
 def check_every_form(load, samples: list[Sample]) -> None:

@@ -24,7 +24,7 @@ from r3async.config import (
     load_command_config,
     load_config,
 )
-from r3async.envs.pool import filter_variables, make_pooled_factory
+from r3async.envs.pool import make_pooled_factory
 from r3async.rollout.agents import make_agent
 from r3async.rollout.episode import EpisodeError, EpisodeTask
 from r3async.rollout.evaluation import check_environment
@@ -210,19 +210,6 @@ def test_eval_of_a_run_whose_token_is_not_known_serves_its_own_agent(planted, tm
 
 
 # -- other programs -----------------------------------------------------------------------------------------------
-
-
-def test_a_process_is_passed_what_every_program_needs_and_what_is_named():
-    ours = {
-        "PATH": "/bin",
-        "LC_ALL": "C",
-        "PYTHONPATH": "x",
-        "RAY_AUTH_TOKEN": "t",
-        "HF_TOKEN": "t",
-        "WANDB_API_KEY": "t",
-    }
-    assert filter_variables((), ours) == {"PATH": "/bin", "LC_ALL": "C", "PYTHONPATH": "x"}
-    assert filter_variables(["HF_TOKEN", "NOT_SET"], ours)["HF_TOKEN"] == "t"
 
 
 class Variables:

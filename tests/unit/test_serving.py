@@ -4,7 +4,6 @@ import asyncio
 import json
 import socket
 
-import numpy as np
 import openai
 import pytest
 
@@ -470,21 +469,3 @@ async def test_a_token_may_be_kept_in_the_environment_and_a_taken_port_is_named(
                 pass
     with pytest.raises(ValueError, match="port"):
         ServingConfig(port=70000)
-
-
-async def test_parallel_requests_branch_share_their_prompts_routes_and_are_trained_once():
-    texts = ["a1", "b2", "c3"]
-    async with talking(texts) as (_, session, client):
-        answers = await asyncio.gather(*(ask(client, [user("q")]) for _ in texts))
-        got = [a.choices[0].message for a in answers]
-        await ask(client, [user("q"), got[1], user("more")])
-        trajectory = finished(session)
-    assert len(trajectory.samples) == 3
-    assert sorted(len(s.table) for s in trajectory.samples)[:2] == [6, 6]
-    long = max(trajectory.samples, key=lambda s: len(s.table)).table
-    assert session.renderer.decode(long["token_ids"].tolist()).startswith(
-        f"<|user|>q<|assistant|>{got[1].content}<|end|>"
-    )
-    assert sum(int(s.table["loss_mask"].sum()) for s in trajectory.samples) == 4 * 3
-    recorded = np.concatenate([s.table["routing_recorded"][:-1] for s in trajectory.samples])
-    assert recorded.all()

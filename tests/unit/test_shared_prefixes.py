@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from r3async.config import Config, config_from_dict
-from r3async.data.tokens import Sample
 from r3async.learner import build_learner
 from r3async.learner.backend import LearnerBackend
 from r3async.learner.batch import MicroBatch, pack_samples
@@ -157,11 +156,3 @@ def test_two_steps_of_the_same_batch_are_the_same_to_the_last_bit(learner, model
             train_minibatch(each, both()[0], version=0)
     ours, other = learner.export_weights(), again.export_weights()
     assert all((ours[name] == other[name]).all() for name in ours)
-
-
-def test_prompts_without_routes_are_shared_as_well(tmp_path):
-    samples = hm.make_families(0, routes=False)
-    (m,) = pack_samples(samples, 4096, share_prefixes=True)
-    rest = [Sample(s.sample_id, s.table) for s in samples]
-    assert m.num_shared_tokens > 100
-    assert sum(len(s.table) for s in rest) == m.num_tokens + m.num_shared_tokens

@@ -15,9 +15,9 @@ from r3async.learner.batch import pack_samples
 from r3async.learner.supervised import compute_supervised_loss, run_supervised_step
 from r3async.rollout.chat import ChatRenderer, build_demonstration
 from r3async.tools.init_model import build_byte_tokenizer
+from tests.helpers import architectures as ha
 from tests.helpers import lora as hl
 from tests.helpers import models as hm
-from tests.helpers.learner import hf_gradients
 
 LENGTHS = [9, 40, 5, 17]
 
@@ -49,7 +49,7 @@ def reference(model_path):
         loss = torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum") / count
         loss.backward()
         total += float(loss)
-    return total, hf_gradients(model)
+    return total, ha.gradients_of(model)
 
 
 @pytest.mark.parametrize("budget", [40, 1000])

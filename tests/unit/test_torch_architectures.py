@@ -31,7 +31,7 @@ from tests.helpers.torch import SHARED, logits, settings
 @pytest.mark.parametrize("variant", ha.ALL)
 def test_logits_gradients_and_export_are_those_of_transformers(tmp_path, variant):
     path = ha.make_model(tmp_path / "m", variant)
-    learner, plain, layers = TorchLearner.from_pretrained(settings(), path), ha.load_plain(path), ha.mixtures(path)
+    learner, plain, layers = TorchLearner.from_pretrained(settings(), path), hm.load_hf(path), ha.mixtures(path)
     samples = hm.make_samples(1, LENGTHS, layers=layers or 1, routes=layers > 0)
     samples = fully_recorded(samples) if layers else samples
     assert_equal_transformers(
@@ -60,7 +60,7 @@ def test_numbers_of_the_plan_are_those_of_models_that_only_this_backend_trains(t
     for variant in ha.TORCH_ONLY:
         path = ha.make_model(tmp_path / variant, variant)
         shape = parse_model_shape(json.loads((path / "config.json").read_text()))
-        assert shape.num_parameters == sum(p.numel() for p in ha.load_plain(path).parameters())
+        assert shape.num_parameters == sum(p.numel() for p in hm.load_hf(path).parameters())
 
 
 SMALL = {
@@ -88,7 +88,7 @@ def test_scores_with_own_routes_sinks_and_windows_are_those_of_transformers(tmp_
     path = ha.make_model(tmp_path / "m", variant)
     ids = np.random.default_rng(0).integers(0, hm.VOCAB, 65)
     with torch.no_grad():
-        theirs = torch.log_softmax(ha.load_plain(path)(torch.from_numpy(ids)[None]).logits[0], -1)
+        theirs = torch.log_softmax(hm.load_hf(path)(torch.from_numpy(ids)[None]).logits[0], -1)
     expected = theirs[:-1].gather(1, torch.from_numpy(ids)[1:, None])[:, 0].numpy()
     assert np.abs(TorchLearner.from_pretrained(settings(), path).score_sequence(ids) - expected).max() < 1e-4
 

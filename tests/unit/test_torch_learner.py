@@ -15,7 +15,7 @@ from r3async.learner.batch import collate_samples, make_padding_batch, pack_samp
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import torch as ht
-from tests.helpers.models import make_samples
+from tests.helpers.models import forced_routes, gates_of, load_hf, make_samples
 from tests.helpers.torch import settings
 
 VARIANTS = {
@@ -76,7 +76,7 @@ def test_loss_and_all_gradients_equal_transformers_with_forced_routes(models, re
 
 @pytest.mark.parametrize("name", ["qwen3", "mixtral", "olmoe"])
 def test_logprobs_and_score_equal_transformers(models, name):
-    learner, reference = TorchLearner.from_pretrained(settings(), models[name]), ht.load_reference(models[name])
+    learner, reference = TorchLearner.from_pretrained(settings(), models[name]), load_hf(models[name])
     samples = make_samples(3, ht.LENGTHS, layers=ht.moe_layers(name), vocab=ht.VOCAB, temperature=0.7)
     samples = ht.fully_recorded(samples)
     micro_batches = [*pack_samples(samples, ht.BUDGET), make_padding_batch(collate_samples(samples), 3)]
@@ -86,7 +86,7 @@ def test_logprobs_and_score_equal_transformers(models, name):
         ids = torch.from_numpy(sample.table["token_ids"].astype(np.int64))
         with torch.no_grad():
             if replay:
-                with ht.forced_routes(reference, sample.table["routed_experts"]):
+                with forced_routes(reference, sample.table["routed_experts"]):
                     out = reference(ids[None]).logits[0]
             else:
                 out = reference(ids[None]).logits[0]
@@ -143,8 +143,8 @@ def test_record_routes_records_what_the_learner_chooses_by_itself(models):
     assert padding.table["routed_experts"].shape == (2, 2, ht.TOP_K)
 
     seen = []
-    reference = ht.load_reference(models["qwen3"])
-    for gate in ht.gates(reference):
+    reference = load_hf(models["qwen3"])
+    for gate in gates_of(reference):
         gate.register_forward_hook(lambda m, i, out: seen.append(out[2]))
     for sample, start in zip(samples, recorded.cu_seqlens, strict=False):
         seen.clear()

@@ -121,18 +121,6 @@ async def test_a_receiver_that_was_busy_does_not_blame_its_senders():
         assert sender.reconnects == 0
 
 
-async def test_sender_may_come_first():
-    port = free_port()
-    inbox = Inbox()
-    async with sending(f"tcp://127.0.0.1:{port}") as sender:
-        task = asyncio.create_task(sender.send(make_trajectory(1)))
-        await until(lambda: sender.reconnects)
-        async with receiving(inbox, port=port):
-            await asyncio.wait_for(task, LIMIT)
-            assert await sender.flush(LIMIT) == 0
-    assert inbox.once({"t1"})
-
-
 @pytest.mark.parametrize("restored", [True, False])
 async def test_receiver_restarts_on_the_same_port(restored: bool):
     """With its ledger: each once. Without: what was accepted and not acknowledged comes twice, but nothing is lost."""

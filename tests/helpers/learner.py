@@ -3,6 +3,8 @@ replaced."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -15,15 +17,16 @@ LENGTHS = [9, 40, 5, 17, 40, 6]
 """Tokens of the samples of most tests: two buckets, not in order."""
 
 
-def settings(**changes) -> Config:
-    data = {
+def settings(**changes: Any) -> Config:
+    """Return the configuration of a learner. `changes` are settings, such as `learner__lr`."""
+    data: dict[str, dict[str, Any]] = {
         "learner": {"dtype": "float32", "lr": 1e-2},
         "algorithm": {"rollout_kl": {"coef": 0.1}},
         "routing": {"min_recorded_fraction": 0.0},
     }
     for key, value in changes.items():
         section, name = key.split("__")
-        data[section][name] = value
+        data.setdefault(section, {})[name] = value
     return config_from_dict(data)
 
 

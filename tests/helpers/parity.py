@@ -9,23 +9,20 @@ import numpy as np
 import pytest
 import torch
 
-from r3async.config import Config, config_from_dict
+from r3async.config import Config
 from r3async.learner.batch import MicroBatch, make_padding_batch, pack_samples
 from r3async.learner.loss import TokenBatch, compute_loss
 from tests.helpers import architectures as ha
 from tests.helpers import models as hm
+from tests.helpers.learner import settings
 
 LENGTHS = [9, 40, 5, 17, 33, 6, 21]
 BUDGET = 48
 
 
 def config(*, recompute: str = "none", replay: str = "rollout", dtype: str = "float32", **parallel: int) -> Config:
-    return config_from_dict(
-        {
-            "learner": {"dtype": dtype, "lr": 1e-2, "parallel": parallel, "recompute": recompute},
-            "algorithm": {"rollout_kl": {"coef": 0.1}},
-            "routing": {"min_recorded_fraction": 0.0, "replay": replay},
-        }
+    return settings(
+        learner__dtype=dtype, learner__parallel=parallel, learner__recompute=recompute, routing__replay=replay
     )
 
 

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from transformers import MixtralConfig, OlmoeConfig, PreTrainedConfig, Qwen3MoeConfig
 
-from r3async.config import Config, config_from_dict
+from r3async.config import Config
 from r3async.data.tokens import Sample
 from r3async.learner import MinibatchResult
 from r3async.learner.batch import MicroBatch
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.torch.model import PackedInputs
 from r3async.learner.trainer import train_minibatch
+from tests.helpers import learner
 from tests.helpers.learner import fully_recorded
 from tests.helpers.models import forced_routes, load_hf, make_samples, save_random
 
@@ -128,17 +129,9 @@ def gradients_of_step(
         del optimizer.step
 
 
-def settings(**changes) -> Config:
-    data: dict[str, dict[str, Any]] = {
-        "learner": {"backend": "torch", "dtype": "float32", "lr": 1e-2},
-        "algorithm": {"rollout_kl": {"coef": 0.1}},
-        "routing": {"min_recorded_fraction": 0.0},
-        "episode": {"max_total_tokens": 1024, "max_prompt_tokens": 256},
-    }
-    for key, value in changes.items():
-        section, name = key.split("__")
-        data[section][name] = value
-    return config_from_dict(data)
+def settings(**changes: Any) -> Config:
+    limits = {"episode__max_total_tokens": 1024, "episode__max_prompt_tokens": 256}
+    return learner.settings(learner__backend="torch", **limits, **changes)
 
 
 def worst_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.config import config_from_dict
 from r3async.data.supports import SupportSets
 from r3async.data.tokens import Sample
 from r3async.learner import build_learner
@@ -21,6 +20,7 @@ from r3async.learner.kernels import SupportMask, select_supports, token_logprobs
 from r3async.learner.torch.backend import TorchLearner
 from tests.helpers import models as hm
 from tests.helpers import torch as ht
+from tests.helpers.learner import settings as learner_settings
 from tests.helpers.parity import gradients_of_rank
 
 
@@ -60,12 +60,8 @@ def test_loss_and_all_gradients_equal_transformers_with_masked_logits(tmp_path, 
 @pytest.mark.parametrize("backend", ["megatron", "torch"])
 def test_log_probs_are_those_of_masked_logits(tmp_path, backend):
     path = hm.make_hf_model(tmp_path / "m")
-    data = {
-        "learner": {"dtype": "float32", "lr": 1e-2, "backend": backend},
-        "algorithm": {"rollout_kl": {"coef": 0.1}, "reference_kl": {"coef": 0.1}},
-        "routing": {"min_recorded_fraction": 0.0, "replay": "off"},
-    }
-    learner = build_learner(config_from_dict(data), path)
+    changes = {"learner__backend": backend, "algorithm__reference_kl": {"coef": 0.1}, "routing__replay": "off"}
+    learner = build_learner(learner_settings(**changes), path)
     samples = with_supports(hm.make_families(1), hm.VOCAB)
     micro_batches = pack_samples(samples, 4096, share_prefixes=True)
     assert sum(m.num_shared_tokens for m in micro_batches) > 60
@@ -88,13 +84,7 @@ def test_log_probs_are_those_of_masked_logits(tmp_path, backend):
 
 def test_megatron_has_the_same_gradient_however_samples_are_packed(tmp_path):
     path = hm.make_hf_model(tmp_path / "m")
-    settings = config_from_dict(
-        {
-            "learner": {"dtype": "float32", "lr": 1e-2},
-            "algorithm": {"rollout_kl": {"coef": 0.1}, "entropy_coef": 0.1},
-            "routing": {"min_recorded_fraction": 0.0},
-        }
-    )
+    settings = learner_settings(algorithm__entropy_coef=0.1)
     samples = with_supports(hm.make_families(0), hm.VOCAB)
     packed = [
         pack_samples(samples, 4096, share_prefixes=True),

@@ -18,6 +18,7 @@ from r3async.learner.metrics import combine_results
 from r3async.learner.trainer import prepare_minibatches, train_minibatch
 from tests.helpers import models as hm
 from tests.helpers.learner import replace_columns
+from tests.helpers.learner import settings as learner_settings
 from tests.helpers.parity import of_rank
 from tests.unit.test_buffer import make_trajectory
 from tests.unit.test_trust_region_run import optimizer_state, same
@@ -35,19 +36,11 @@ def settings(backend: str, **changes: Any) -> Config:
         "entropy_coef": 0.01,
         "router_aux": {"coef": 0.01},
     }
-    return config_from_dict(
-        {
-            "learner": {
-                "backend": backend,
-                "dtype": "float32",
-                "lr": 1e-2,
-                "weight_decay": 0.1,
-                "parallel": {"dp": changes.pop("dp", 1)},
-            },
-            "algorithm": algorithm | changes,
-            "routing": {"min_recorded_fraction": 0.0},
-            "episode": {"max_total_tokens": 1024, "max_prompt_tokens": 256},
-        }
+    return learner_settings(
+        learner__backend=backend,
+        learner__weight_decay=0.1,
+        learner__parallel={"dp": changes.pop("dp", 1)},
+        **{f"algorithm__{name}": value for name, value in (algorithm | changes).items()},
     )
 
 

@@ -16,6 +16,7 @@ from r3async.learner.batch import pack_for_ranks
 from r3async.learner.metrics import combine_results
 from r3async.learner.trainer import prepare_minibatches, train_minibatch
 from tests.helpers import models as hm
+from tests.helpers.learner import settings
 from tests.helpers.parity import batch
 from tests.unit.test_buffer import make_trajectory
 
@@ -122,19 +123,12 @@ def test_figures_of_several_updates_become_one():
     assert combine_results([only]) is only
 
 
-def settings(backend, **algorithm):
-    return config_from_dict(
-        {
-            "learner": {"dtype": "float32", "lr": 1e-2, "backend": backend},
-            "routing": {"min_recorded_fraction": 0.0},
-            "algorithm": algorithm,
-        }
-    )
-
-
 @pytest.mark.parametrize("backend", ["megatron", "torch"])
 def test_the_reference_model_stays_what_it_was_and_leaves_the_weights_alone(tmp_path, backend):
-    learner = build_learner(settings(backend, reference_kl={"coef": 0.5}), hm.make_hf_model(tmp_path / "m"))
+    learner = build_learner(
+        settings(learner__backend=backend, algorithm__reference_kl={"coef": 0.5}, algorithm__rollout_kl={}),
+        hm.make_hf_model(tmp_path / "m"),
+    )
     before = learner.logprobs(batch())
     reference = learner.logprobs(batch(), use_reference=True)
     assert all(np.array_equal(a, b) for a, b in zip(before, reference, strict=True))
@@ -160,7 +154,8 @@ def test_the_reference_model_stays_what_it_was_and_leaves_the_weights_alone(tmp_
 
 def test_log_probs_before_the_first_update_are_the_anchor_of_every_minibatch(tmp_path):
     """The first minibatch's ratios are 1; the second's are not, because the first update came between."""
-    config = settings("megatron", policy_loss="ppo", anchor="recomputed", rollout_kl={"coef": 0.0})
+    changes = {"algorithm__policy_loss": "ppo", "algorithm__anchor": "recomputed"}
+    config = settings(algorithm__rollout_kl={"coef": 0.0}, **changes)
     learner = LocalRank.load(config, hm.make_hf_model(tmp_path / "m"))
     samples = hm.make_samples(3, [20, 30, 25, 15])
     minibatches = [pack_for_ranks(samples[:2], 64), pack_for_ranks(samples[2:], 64)]

@@ -11,25 +11,19 @@ from r3async.learner import build_learner
 from r3async.learner.batch import collate_samples, pack_samples
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import models as hm
-from tests.helpers.learner import fully_recorded
+from tests.helpers.learner import fully_recorded, settings
 from tests.helpers.parity import LENGTHS, gradients_of_rank
 
 COEF = 0.7
 
 
 def config(backend: str = "megatron", recompute: str = "none", coef: float = COEF, **parallel: int):
-    return config_from_dict(
-        {
-            "learner": {
-                "dtype": "float32",
-                "lr": 1e-2,
-                "backend": backend,
-                "parallel": parallel,
-                "recompute": recompute,
-            },
-            "routing": {"min_recorded_fraction": 0.0},
-            "algorithm": {"router_aux": {"coef": coef}, "rollout_kl": {"coef": 0.0}},
-        }
+    return settings(
+        learner__backend=backend,
+        learner__parallel=parallel,
+        learner__recompute=recompute,
+        algorithm__router_aux={"coef": coef},
+        algorithm__rollout_kl={"coef": 0.0},
     )
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from r3async.config import Config, LearnerConfig, RolloutKLConfig, config_from_dict
+from r3async.config import Config, LearnerConfig, RolloutKLConfig
 from r3async.data.tokens import Sample
 from r3async.learner import build_learner, trust_region
 from r3async.learner.backend import SINGLE_RANK
@@ -43,7 +43,7 @@ from r3async.learner.trust_region import (
     shorten_to_limit,
 )
 from tests.helpers import models as hm
-from tests.helpers.learner import fully_recorded, replace_columns
+from tests.helpers.learner import fully_recorded, replace_columns, settings
 from tests.helpers.parity import of_rank
 from tests.unit.test_trust_region_run import optimizer_state, trajectories
 
@@ -55,20 +55,12 @@ AGAIN = 1 / 2
 
 
 def configured(backend: str = "megatron", dp: int = 1, **region: Any) -> Config:
-    return config_from_dict(
-        {
-            "learner": {
-                "backend": backend,
-                "dtype": "float32",
-                "lr": 1e-2,
-                "weight_decay": 0.1,
-                "parallel": {"dp": dp},
-            },
-            # Without a target no term: it would pull the probed episodes, which are trained too, back within the limit.
-            "algorithm": {"rollout_kl": {"coef": 0.1 if "target" in region else 0.0} | region},
-            "routing": {"min_recorded_fraction": 0.0},
-            "episode": {"max_total_tokens": 1024, "max_prompt_tokens": 256},
-        }
+    return settings(
+        learner__backend=backend,
+        learner__weight_decay=0.1,
+        learner__parallel={"dp": dp},
+        # Without a target no term: it would pull the probed episodes, which are trained too, back within the limit.
+        algorithm__rollout_kl={"coef": 0.1 if "target" in region else 0.0} | region,
     )
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from r3async.config import Config, config_from_dict
-from r3async.learner import build_learner
+from r3async.config import Config
+from r3async.learner import LearnerError, build_learner
 from r3async.learner.backend import LearnerBackend
 from r3async.learner.batch import MicroBatch, pack_samples
 from r3async.learner.trainer import train_minibatch
 from r3async.record.routes import merge_traces
 from tests.helpers import models as hm
 from tests.helpers import torch as ht
+from tests.helpers.learner import replace_columns, settings
 from tests.helpers.parity import gradients_of_rank
 
 BUDGETS = [80, 4096]
@@ -21,16 +22,12 @@ ANOTHER = {"batch/micro_batches", "batch/shared_tokens", "batch/fill"}
 
 
 def config(backend: str = "megatron", replay: str = "rollout", recompute: str = "none") -> Config:
-    return config_from_dict(
-        {
-            "learner": {"dtype": "float32", "lr": 1e-2, "backend": backend, "recompute": recompute},
-            "algorithm": {
-                "rollout_kl": {"coef": 0.1},
-                "router_aux": {"coef": 0.7 * (replay != "off")},
-                "entropy_coef": 0.1,
-            },
-            "routing": {"min_recorded_fraction": 0.0, "replay": replay},
-        }
+    return settings(
+        learner__backend=backend,
+        learner__recompute=recompute,
+        algorithm__router_aux={"coef": 0.7 * (replay != "off")},
+        algorithm__entropy_coef=0.1,
+        routing__replay=replay,
     )
 
 
@@ -67,10 +64,10 @@ def test_megatron_has_the_same_gradient_and_figures(model_path, budget, replay, 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_torch_has_the_same_gradient_and_figures(tmp_path, family, recompute):
     path = ht.make_model(tmp_path / "m", family)
-    settings, results, taken = config("torch", recompute=recompute), [], []
+    configured, results, taken = config("torch", recompute=recompute), [], []
     samples = hm.make_families(2, layers=ht.moe_layers(family))
     for share in (True, False):
-        learner = build_learner(settings, path)
+        learner = build_learner(configured, path)
         result, gradients = ht.gradients_of_step(learner, pack_samples(samples, 4096, share_prefixes=share))
         results.append(result)
         taken.append(gradients)
@@ -139,9 +136,6 @@ def test_traces_have_whole_samples(learner):
 
 
 def test_a_first_token_to_be_trained_is_refused_by_name_as_before(learner):
-    from r3async.learner import LearnerError
-    from tests.helpers.learner import replace_columns
-
     samples = hm.make_families(0)
     at = next(i for i, s in enumerate(samples) if s.sample_id == "alone")
     samples[at] = replace_columns(samples[at], loss_mask=np.ones(len(samples[at].table), bool))

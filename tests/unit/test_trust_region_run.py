@@ -13,7 +13,7 @@ import torch
 
 from r3async.actors.learner import LearnerActor, TrainStepResult
 from r3async.actors.ranks import LocalRank
-from r3async.config import Config, config_from_dict, config_to_dict
+from r3async.config import Config, config_to_dict
 from r3async.data.tokens import Sample, Trajectory, Turn
 from r3async.learner import build_learner
 from r3async.learner.batch import MicroBatch, pack_samples
@@ -22,6 +22,7 @@ from r3async.record.reading import read_json_objects
 from r3async.world.real import REAL_WORLD
 from tests.helpers import models as hm
 from tests.helpers.learner import replace_columns
+from tests.helpers.learner import settings as learner_settings
 from tests.helpers.parity import of_rank
 
 LENGTHS = [9, 40, 5, 17, 33, 6, 21]
@@ -32,14 +33,12 @@ BACKENDS = ["megatron", "torch"]
 
 def settings(backend: str = "megatron", **changes: Any) -> Config:
     """`changes` are of `algorithm.rollout_kl`, but for `dp`."""
-    return config_from_dict(
-        {
-            "learner": {"backend": backend, "dtype": "float32", "lr": 1e-2, "parallel": {"dp": changes.pop("dp", 1)}},
-            "algorithm": {"rollout_kl": {"coef": 0.1, "max": LIMIT} | changes},
-            "routing": {"min_recorded_fraction": 0.0},
-            "schedule": {"group_size": len(LENGTHS), "prompts_per_step": 1},
-            "episode": {"max_total_tokens": 1024, "max_prompt_tokens": 256},
-        }
+    return learner_settings(
+        learner__backend=backend,
+        learner__parallel={"dp": changes.pop("dp", 1)},
+        algorithm__rollout_kl={"coef": 0.1, "max": LIMIT} | changes,
+        schedule__group_size=len(LENGTHS),
+        schedule__prompts_per_step=1,
     )
 
 

@@ -282,16 +282,3 @@ async def test_from_the_engine_to_the_routers(tmp_path: Path, rows, fail_first: 
     assert result.equal == recorded * layers
     assert result.equal + result.unrecorded == tokens * layers
     assert (result.equal > 0) == (rows != "none")
-
-
-async def test_routes_that_slip_by_one_position_on_the_way_are_found(tmp_path: Path) -> None:
-    inner = await scripted([[*b"dcba", 257]])
-    samples = await play(record_engine_routes(inner, tmp_path, "generator-0", traced()), False)
-    table = samples[2].table
-    slipped = table.with_columns(routed_experts=np.roll(table["routed_experts"], 1, axis=0))
-    samples[2] = Sample(samples[2].sample_id, slipped)
-    RouteFileTracer(tmp_path, traced(), Reports()).write_trace(1, samples, train(samples))
-    result = verify_routes(RouteIndex(tmp_path))
-    assert result.different > 0
-    assert result.first is not None
-    assert result.first.sample_id == samples[2].sample_id

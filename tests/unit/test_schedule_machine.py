@@ -196,11 +196,6 @@ class OneSlotTooFew(AdmissionController):
         self.slots -= 1
 
 
-class NamesTheVersionBefore(AdmissionController):
-    def _oldest_allowed_version(self, group):
-        return max(0, super()._oldest_allowed_version(group) - 1)
-
-
 class ForgetsAReturnedLease(AdmissionController):
     def requeue_leases(self, owner, missing_episodes):
         back = super().requeue_leases(owner, missing_episodes)
@@ -219,11 +214,6 @@ class TakesWhatOthersPlay(AdmissionController):
             if missing_episodes(group):
                 self._waiting_episodes[group] = tuple(missing_episodes(group))
         return back
-
-
-class LeasesToTheStale(AdmissionController):
-    def _oldest_allowed_version(self, group):
-        return 0
 
 
 class WiderWindow(GroupBuffer):
@@ -252,10 +242,8 @@ class WiderWindowUnseen(AdmissionController):
     [
         (OneSlotTooMany, GroupBuffer, "promise at most"),
         (OneSlotTooFew, GroupBuffer, "can_progress"),
-        (NamesTheVersionBefore, GroupBuffer, "promise at most"),
         (ForgetsAReturnedLease, GroupBuffer, "cannot be finished"),
         (TakesWhatOthersPlay, GroupBuffer, "two live owners"),
-        (LeasesToTheStale, GroupBuffer, "promise at most"),
         (AdmissionController, WiderWindow, "may not overtake"),
         (AdmissionController, ForgetsWhatOvertook, "cannot be finished"),
     ],

@@ -127,12 +127,6 @@ async def test_routes_are_valid_and_begin_where_asked(shape):
         assert np.array_equal(rows, everything[first:])
 
 
-async def test_routes_can_be_missing():
-    assert (await (await started([[1, 2]], returned_routes="none")).generate(request())).routed_experts is None
-    assert (await (await started([[1, 2]], routing=None)).generate(request())).routed_experts is None
-    assert len((await (await started([[1, 2]], returned_routes="half")).generate(request())).routed_experts) == 2
-
-
 async def test_an_installation_in_the_middle_of_an_answer_splits_its_spans():
     gate = Gate()
     engine = await started([[1, 2, 3, 4, 5]], before_token=gate)

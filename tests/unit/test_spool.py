@@ -37,7 +37,7 @@ from tests.helpers.transport import (
     sending,
     until,
 )
-from tests.unit.test_transport_crash import process
+from tests.unit.test_transport import process
 
 
 @pytest.mark.parametrize("fsync", [False, True])

@@ -202,6 +202,15 @@ def test_who_has_a_key_is_let_in_among_strangers_who_come_back_at_once(monkeypat
     assert max(waited_outside(seed, monkeypatch) for seed in range(20)) < 15
 
 
+def test_those_who_came_longer_ago_than_a_handshake_takes_close_no_door(monkeypatch):
+    clock, door = [0.0], ConnectionLimiter()
+    monkeypatch.setattr("r3async.world.sockets.time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    for _ in range(2 * MAX_NEW_PEERS):
+        clock[0] += 2 * HANDSHAKE_TIMEOUT_MS / 1000 / MAX_NEW_PEERS
+        door.count_accepted()
+    assert door.opens_at is None
+
+
 def test_the_door_is_closed_also_when_no_descriptor_is_left(monkeypatch):
     monkeypatch.setattr("r3async.world.sockets.HANDSHAKE_TIMEOUT_MS", 300)
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.closing(ConnectionLimiter()) as door:

@@ -24,8 +24,6 @@ from r3async.tools.rows import add_row_digests
 
 WEIGHTS = st.lists(st.floats(0.01, 100), min_size=1, max_size=5)
 
-# -- the order ---------------------------------------------------------------------------------------------------------
-
 
 @settings(max_examples=60)
 @given(WEIGHTS, st.integers(0, 5000), st.integers(1, 300))
@@ -78,8 +76,6 @@ def test_a_quarantined_task_is_not_posed_from_its_group_on_and_is_of_its_environ
     with pytest.raises(ValueError, match="all 4 tasks of the environment are quarantined"):
         [cursor.pick_task(group) for group in range(21, 23)]
 
-
-# -- the configuration ---------------------------------------------------------------------------------------------------
 
 TOML = """
 extends = "quickstart"
@@ -178,9 +174,6 @@ def test_secrets_of_an_entry_are_not_written(mixed):
     assert "KEY" in config_to_toml(config)
 
 
-# -- the environments ----------------------------------------------------------------------------------------------------
-
-
 async def test_a_task_s_seed_says_which_environment_poses_it(mixed):
     factory = build_environment_factory(mixed.env)
     reverse, small = (build_environment_factory(each.env) for each in resolve_envs(mixed))
@@ -246,9 +239,6 @@ def test_what_is_named_to_be_evaluated_is(mixed):
     assert add_default_evaluation_sets(named) is named
     alone = load_config("quickstart")
     assert add_default_evaluation_sets(alone) is alone
-
-
-# -- metrics -------------------------------------------------------------------------------------------------------------
 
 
 def episode(entry: int, group: int, reward: float, tokens: int, **told: float) -> Trajectory:

@@ -123,9 +123,6 @@ def test_gradients_in_float32_are_those_in_float64(loss, reduction):
     assert got.sums.to_metrics() == pytest.approx(want.sums.to_metrics(), rel=1e-5, abs=1e-6)
 
 
-# -- what has no tokens, or bad ones ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
 def test_nothing_to_train_is_a_zero_that_can_be_propagated_back(loss):
     config = algorithm(**TERMS | loss)
@@ -188,9 +185,6 @@ def test_logprobs_that_the_configuration_needs_must_be_there():
         lacking = dataclasses.replace(batch, **{f"{name}_logprobs": None})
         with pytest.raises(ValueError, match=f"needs `{name}_logprobs`"):
             compute_loss(lacking, logprobs, entropies, algorithm(**changes), rollout_kl_coef=0.0)
-
-
-# -- the figures -----------------------------------------------------------------------------------------------------
 
 
 def test_figures_against_single_tokens():

@@ -102,9 +102,6 @@ def test_console_shows_the_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "boom" in format_event({"event": "e", "exception": "boom"})
 
 
-# --- metrics
-
-
 def test_non_finite_values_are_null_and_reported(tmp_path: Path) -> None:
     writer = MetricsFile(tmp_path)
     row = {"step": 1, "reward/mean": 0.5, "grad_norm": float("nan"), "ratio/max": np.float32(np.inf), "x": None}

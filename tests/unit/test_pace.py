@@ -84,9 +84,6 @@ def test_places_that_slots_could_never_fill_are_not_idle():
     assert useful_concurrency(schedule, generators=1) == 32
 
 
-# -- concurrency ------------------------------------------------------------------------------------------------------
-
-
 class Clock:
     now = 0.0
 
@@ -133,9 +130,6 @@ def test_an_engine_that_carries_so_many_is_found_and_held():
         limits.update_limit({"kv_cache_usage": min(1.0, playing / 40), "preemptions": counter}, playing)
     assert 24 <= limits.limit <= 50
     assert late <= 25
-
-
-# -- data and event loops ---------------------------------------------------------------------------------------------
 
 
 def test_every_epoch_poses_every_task_once_in_an_order_of_its_own():

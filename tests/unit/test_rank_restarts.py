@@ -351,9 +351,6 @@ def test_what_ranks_fail_with_says_whether_one_was_lost(answers, kind, message):
     assert actors.killed == 2
 
 
-# -- the log -----------------------------------------------------------------------------------------------------------
-
-
 def test_the_base_waits_for_copies_that_are_not_written():
     log = RecoveryLog(copy_steps=1)
     train, snapshot, stage = LocalRank.train_minibatches, LocalRank.snapshot_weights, LocalRank.stage_checkpoint

@@ -354,9 +354,6 @@ def resolved(path):
         return getattr(importlib.import_module(module), name)
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
-
-
 def test_the_command_says_whether_all_is_the_same(recorded_run, monkeypatch):
     (recorded_run / "config.toml").touch()
     done = CliRunner().invoke(app, ["replay", str(recorded_run)])

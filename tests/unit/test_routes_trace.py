@@ -43,9 +43,6 @@ def traced(mode: str = "all", **routing) -> Config:
     return config_from_dict({"routing": {"trace": mode, **routing}, "schedule": {"prompts_per_step": 4}})
 
 
-# --- which trajectories
-
-
 def test_the_plan_is_a_question_of_the_id_alone() -> None:
     assert parse_episode_id("g00000012e0003s1") == ("g00000012e0003", 12, 3, 1)
     assert parse_episode_id("score#1") is None
@@ -58,9 +55,6 @@ def test_the_plan_is_a_question_of_the_id_alone() -> None:
     assert TraceFilter(traced("all")).should_trace("g00000007e0003s0")
     with pytest.raises(ConfigError, match="trace_every"):
         traced(trace_every=0)
-
-
-# --- who writes
 
 
 class Reports(list):
@@ -215,9 +209,6 @@ def test_traces_that_are_not_whole_are_told_and_end_no_run(tmp_path: Path) -> No
     ((event, fields),) = reports
     assert (event, fields["step"]) == ("routes_not_written", 1)
     assert "no trace has row 0 of MoE layer 2" in fields["error"]
-
-
-# --- the whole way, without Ray
 
 
 async def play(engine, fail_first: bool) -> list[Sample]:

@@ -220,9 +220,6 @@ def test_rows_of_another_model_are_refused() -> None:
         compare_routes(trained, calls)
 
 
-# --- files
-
-
 def test_records_come_back_as_they_were(tmp_path: Path) -> None:
     trained, calls = episode()
     RouteFile(tmp_path / "routes", "learner").append(trained)
@@ -311,9 +308,6 @@ def test_threads_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(list(tmp_path.iterdir())) == 1
 
 
-# --- several ranks
-
-
 def parts(trace: RouteTrace, rows: list[slice], columns: list[list[int]]) -> list[RouteTrace]:
     return [
         msgspec.structs.replace(trace, first=r.start, columns=c, own=trace.own[r][:, c], used=trace.used[r][:, c])
@@ -368,9 +362,6 @@ def test_a_part_that_is_missing_or_contradicts_is_refused() -> None:
     changed[0, 0] = changed[0, 0] + 1
     with pytest.raises(RoutingError, match="contradict"):
         merge_traces([*split, msgspec.structs.replace(split[1], used=changed)], LAYERS)
-
-
-# --- an index that is read on
 
 
 def test_an_index_reads_on_where_it_stopped_and_never_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

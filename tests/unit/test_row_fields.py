@@ -53,9 +53,6 @@ def environment(folder, row):
     return build_environment_factory(EnvConfig(name="dataset", args={"path": str(folder / "rows.jsonl")}))
 
 
-# -- used --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
 def test_a_thought_beside_the_content_is_learnt_whatever_it_is_called(key):
     row = {"messages": [USER, {"role": "assistant", key: "because", "content": "A"}]}
@@ -124,8 +121,6 @@ def test_tools_count_where_long_prompts_are_dropped(tmp_path):
     with pytest.raises(ConfigError, match=r"longer than `episode.max_prompt_tokens` = 30"):
         drop_long_prompts(factory, renderer(), EpisodeConfig(max_prompt_tokens=30, max_new_tokens=8))
 
-
-# -- refused -----------------------------------------------------------------------------------------------------------
 
 BAD_COLUMNS = [
     ({"tools": ["add"]}, "`tools` must be a list of JSON schemas"),

@@ -209,9 +209,6 @@ def test_eval_of_a_run_whose_token_is_not_known_serves_its_own_agent(planted, tm
     assert (target.config.serving.host, target.config.serving.token) == ("127.0.0.1", Secret())
 
 
-# -- other programs -----------------------------------------------------------------------------------------------
-
-
 class Variables:
     """Says what it sees of its environment."""
 
@@ -290,9 +287,6 @@ async def test_a_key_opens_its_own_episode_and_no_other():
             async with client_of(server, guess or "none") as nobody:
                 with pytest.raises(Exception, match="Incorrect API key"):
                     await nobody.get("/r3async/session", cast_to=object)
-
-
-# -- shared memory ------------------------------------------------------------------------------------------------
 
 
 def test_the_folder_of_weights_is_for_its_owner_only(tmp_path):

@@ -373,9 +373,6 @@ def test_a_shortened_step_is_the_step_of_a_smaller_learning_rate(shares, decay, 
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=2e-6)
 
 
-# -- how sure a measurement is ----------------------------------------------------------------------------------------------
-
-
 def probed_sums(
     replayed: np.ndarray, served: np.ndarray, tokens: np.ndarray, probed: np.ndarray
 ) -> tuple[DriftSums, GapMoments]:
@@ -441,9 +438,6 @@ def test_the_estimate_takes_the_gap_of_each_age_and_that_of_age_0_for_no_other()
     region.record_served_gaps([None, 0.04, None], None)
     assert region.extrapolate_served_drift(0.1, [5.0, 5.0, 0.0]) == pytest.approx(0.1 + (0.01 + 0.04) / 2)
     assert region.extrapolate_served_drift(0.1, [0.0, 0.0, 3.0]) == pytest.approx(0.14)
-
-
-# -- which episodes ------------------------------------------------------------------------------------------------------
 
 
 @examples(max_examples=60)

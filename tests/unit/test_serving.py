@@ -419,9 +419,6 @@ async def test_a_task_seed_that_no_environment_has_is_refused():
                 await owner.post("/r3async/sessions", body={"task_seed": seed}, cast_to=object)
 
 
-# -- who may begin ------------------------------------------------------------------------------------------------
-
-
 async def test_beginning_a_session_takes_the_token_and_the_endpoint_is_on_loopback():
     chat = renderer()
     async with serving(await ready(answer_ids(chat, "a")), chat, enabled=True, max_sessions=1) as server:

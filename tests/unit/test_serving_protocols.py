@@ -255,8 +255,6 @@ def test_the_form_of_calls_is_that_of_the_chat_template():
     assert detect_parser("<｜tool▁calls▁begin｜>") == "deepseek_v31"
 
 
-# -- errors -------------------------------------------------------------------------------------------------------
-
 REFUSED_RESPONSES = [
     ({"temperature": 0.3}, "temperature"),
     ({"top_p": 0.9}, "top_p"),

@@ -93,8 +93,6 @@ def test_rows_without_an_answer_change_nothing(model_path, backend):
         learner.close()
 
 
-# -- rows --------------------------------------------------------------------------------------------------------------
-
 RENDERER = ChatRenderer(build_byte_tokenizer())
 
 

@@ -48,9 +48,6 @@ async def made(text: str, tools: list = [PAY], **options: bool) -> list[tuple[st
     return calls
 
 
-# --- answers that are no call
-
-
 @pytest.mark.parametrize("text", DEEP_ANSWERS.values(), ids=list(DEEP_ANSWERS))
 async def test_an_answer_that_no_decoder_reads_is_a_text(text):
     assert parse_tool_calls(text, [PAY]) == (text, [])
@@ -85,8 +82,6 @@ def test_an_answer_that_repeats_one_token_is_read_at_once(text):
     assert parse_tool_calls(text, [PAY]) == (text, [])
     assert time.process_time() - began < 2
 
-
-# --- thoughts
 
 ALL = '{"all": true}'
 THOUGHT = f"<think>Should I {tagged(arguments=ALL)}? No.</think>"
@@ -141,9 +136,6 @@ def test_no_character_of_an_answer_is_lost(thinking):
     for text in ("", "a", THOUGHT, f"a{THOUGHT}b", "a</think>b<think>c", f"{tagged()}</think>{tagged()}<think>"):
         thoughts, spoken = split_reasoning(text, thinking=thinking)
         assert sorted(thoughts + spoken) == sorted(text)
-
-
-# --- tools that were not offered
 
 
 async def test_a_call_of_a_tool_that_was_not_offered_is_a_text_in_either_form():

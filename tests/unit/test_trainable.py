@@ -225,9 +225,6 @@ def test_what_is_trainable_is_prepared_with_finite_advantages_and_the_rest_is_na
     assert all(np.isfinite(value) for value in prepared.metrics.values())
 
 
-# -- where it is made --------------------------------------------------------------------------------------------------
-
-
 async def test_a_generators_own_mistake_is_named_there_and_its_group_is_played_without_it(tmp_path, monkeypatch):
     monkeypatch.setattr("r3async.actors.generator.prepare_process", lambda *args: None)
     config = config_to_dict(config_from_dict({"supervise": {"max_failed_fraction": 1.0}}))
@@ -252,9 +249,6 @@ async def test_a_generators_own_mistake_is_named_there_and_its_group_is_played_w
     text = (tmp_path / "events.jsonl").read_text()
     assert "trajectory_rejected" in text
     assert "g0 made it wrong: trajectory g0e0 has rewards of 1e+39" in text
-
-
-# -- where it is kept --------------------------------------------------------------------------------------------------
 
 
 def test_the_quarantine_stays_below_its_limit_and_names_all(tmp_path):

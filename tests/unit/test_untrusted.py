@@ -116,8 +116,6 @@ def test_nothing_but_one_kind_of_error_is_ever_raised(data):
             decode(data)
 
 
-# --- numbers
-
 NUMBERS = [1, True, 0.5, -1e308, np.float32(0.5), np.int64(3), np.array(2.0), torch.tensor(0.25), Fraction(1, 4)]
 NOT_FINITE = [math.nan, math.inf, -math.inf, 10**400, -(10**400), 10**5000, np.float32("inf"), torch.tensor(math.nan)]
 NO_NUMBERS = [None, "1.0", b"1", [1.0], {}, 1j, object(), torch.tensor([1.0, 2.0]), np.array([1.0, 2.0])]

@@ -189,9 +189,6 @@ def test_numbers_for_people() -> None:
     assert [format_percent(v) for v in (None, 1.0, 0.99999, 0.5)] == ["-", "100 %", "99.9 %", "50.0 %"]
 
 
-# --- report
-
-
 class Page(HTMLParser):
     """The text that a reader sees, the scripts, and everything that would be fetched."""
 
@@ -271,9 +268,6 @@ def test_charts_leave_out_what_was_not_measured() -> None:
     drawing = build_charts(rows, None)
     assert [chart["title"] for chart in drawing.charts] == ["Reward"]
     assert drawing.series == {"reward/mean": [0.5]}
-
-
-# --- maps of routing
 
 
 def routing_lines(steps: int) -> list[dict]:

@@ -135,17 +135,6 @@ def test_nothing_to_train_is_a_zero_that_can_be_propagated_back(loss):
     assert LossSums.zeros().to_metrics() == run([masked], config).sums.to_metrics()
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=str)
-def test_a_sample_of_one_token(loss):
-    config = algorithm(**loss)
-    (sample,) = make_samples(3, [1], masked=0)
-    got, want = run([[sample]], config, torch.float64), by_hand([sample], config)
-    assert got.loss == pytest.approx(
-        want["loss/policy"] + want["loss/rollout_kl"] + want["loss/reference_kl"], rel=1e-9
-    )
-    assert distance(got.logprob_grads, want["gradients"]) < 1e-9
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("column", ["logprobs", "rollout"])
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from r3async.schedule.validation import StalenessError, check_staleness, compute_staleness_metrics
 from tests.helpers.schedule import Run, Shape, episode
@@ -98,42 +96,6 @@ def possible_moves(run):
     moves += ["lease"] * run.admission.can_lease()
     moves += ["train"] * bool(run.batch())
     return moves + ["install"] * (player.version < run.learner_version)
-
-
-@settings(max_examples=60)
-@given(
-    st.builds(
-        Shape,
-        staleness=st.integers(0, 4),
-        per_step=st.integers(1, 4),
-        per_version=st.integers(1, 3),
-        samples=st.just(1),
-        window=st.integers(1, 12),
-        versions=st.integers(4, 12),
-        tokens=st.sampled_from([0, 3]),
-    ),
-    st.randoms(use_true_random=False),
-)
-def test_long_random_runs_with_stragglers_keep_the_bound(shape, chance):
-    run = Run(shape, players=2)
-    for _ in range(4000):
-        if run.done:
-            break
-        for name, player in run.players.items():
-            while chance.random() < 0.7 and run.lease(name, 40):
-                pass
-            for key in list(player.playing):
-                if chance.random() < (0.03 if key[0] % 5 == 0 else 0.5):  # every fifth group is late
-                    player.outbox[key] = player.playing.pop(key)
-            while run.arrive(name):
-                pass
-        run.train()
-        if chance.random() < 0.5:
-            run.publish()
-            run.install()
-        run.check()
-    run.finish_run(40)
-    assert run.oldest <= shape.bound
 
 
 def test_a_token_older_than_the_bound_stops_the_run_and_is_named():

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,6 @@ from r3async.data.versions import ConsumedGroups
 from r3async.transport import TrajectoryLedger, encode_trajectory
 from r3async.transport.spool import SPOOL_FORMAT, Spool
 from r3async.world import disk
-from tests.helpers.spool import DISK, put_all, recovered, sampled, tell
 from tests.helpers.transport import (
     LIMIT,
     SLOW,
@@ -37,7 +37,29 @@ from tests.helpers.transport import (
     sending,
     until,
 )
+from tests.helpers.wire import runny_table
 from tests.unit.test_transport import process
+
+DISK = BufferConfig(durability="disk")
+
+
+def sampled(index: int, length: int = 300, group: int | None = None) -> Trajectory:
+    made = make_trajectory(index, length, group=group)
+    made.samples[0].table = runny_table(length)
+    return made
+
+
+def tell(told: list[str]) -> Any:
+    return lambda event, **facts: told.append(event)
+
+
+async def put_all(spool: Spool, trajectories: list[Trajectory], spill: bool = False) -> list[Any]:
+    return [await spool.put_trajectory(t, wire.encode_trajectory(t), spill=spill) for t in trajectories]
+
+
+async def recovered(directory: Path, **options: Any) -> tuple[Spool, list[Trajectory]]:
+    spool = Spool(directory, DISK, **options)
+    return spool, [kept.trajectory for kept in await spool.recover_trajectories()]
 
 
 @pytest.mark.parametrize("fsync", [False, True])

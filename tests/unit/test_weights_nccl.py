@@ -33,7 +33,18 @@ from r3async.weights.nccl import (
     encode_nccl_message,
     request_receive_offer,
 )
-from tests.helpers.nccl import Process
+
+
+class Process:
+    def __init__(self) -> None:
+        self.code: int | None = None
+        self.killed = False
+
+    def poll(self):
+        return self.code
+
+    def kill(self) -> None:
+        self.killed = True
 
 
 class Beside(Process):

@@ -12,11 +12,9 @@ import numpy as np
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from typer.testing import CliRunner
 
 from r3async.config import config_from_dict, config_to_toml
 from r3async.record.routes import RouteFile
-from r3async.tools.cli import app
 from r3async.tools.init_model import build_byte_tokenizer
 from r3async.tools.inspect.routes import label_token_roles
 from r3async.tools.inspect.run import find_run
@@ -46,14 +44,6 @@ def write_run(root: Path, name: str = "demo", *, change=None, config=QUIET) -> P
     return run
 
 
-def inspect(*words: str, root: Path, monkeypatch: pytest.MonkeyPatch, code: int = 0) -> str:
-    monkeypatch.chdir(root)
-    monkeypatch.setenv("COLUMNS", "80")
-    result = CliRunner().invoke(app, ["inspect", *words])
-    assert result.exit_code == code, result.output
-    return result.output
-
-
 LAST = "g00000040e0000"
 
 
@@ -66,30 +56,30 @@ def flipped(trained, calls):
 # --- verification
 
 
-def test_equal_routes_are_verified(tmp_path, monkeypatch) -> None:
+def test_equal_routes_are_verified(tmp_path, inspect) -> None:
     write_run(tmp_path)
-    text = inspect("verify", "demo", root=tmp_path, monkeypatch=monkeypatch)
+    text = inspect("verify", "demo")
     assert "2 samples of 2 steps (1 to 11)" in text
     assert f"equal       {2 * 9 * LAYERS:>12}" in text
     assert "every recorded route was used" in text
-    found = json.loads(inspect("verify", "demo", "--json", root=tmp_path, monkeypatch=monkeypatch))
+    found = json.loads(inspect("verify", "demo", "--json"))
     assert (found["equal"], found["different"], found["verified"]) == (2 * 9 * LAYERS, 0, True)
 
 
-def test_one_difference_is_named_and_exits_1(tmp_path, monkeypatch) -> None:
+def test_one_difference_is_named_and_exits_1(tmp_path, inspect) -> None:
     write_run(tmp_path, change=flipped)
-    text = inspect("verify", "demo", root=tmp_path, monkeypatch=monkeypatch, code=1)
+    text = inspect("verify", "demo", code=1)
     assert f"step 11, sample {LAST}s0, position 4, MoE layer 1: the engine chose" in text
     assert "every recorded" not in text
 
 
-def test_a_sample_the_engine_never_sampled_exits_1(tmp_path, monkeypatch) -> None:
+def test_a_sample_the_engine_never_sampled_exits_1(tmp_path, inspect) -> None:
     write_run(tmp_path, change=lambda trained, calls: (trained, calls[:1]))
-    text = inspect("verify", "demo", root=tmp_path, monkeypatch=monkeypatch, code=1)
+    text = inspect("verify", "demo", code=1)
     assert f"1 samples are not in the engine's record as they were trained; the first is {LAST}s0" in text
 
 
-def test_nothing_compared_verifies_nothing(tmp_path, monkeypatch) -> None:
+def test_nothing_compared_verifies_nothing(tmp_path, inspect) -> None:
     def unrecorded(trained, calls):
         calls = [msgspec.structs.replace(c, rows=np.zeros((0, 0, 0), np.uint8)) for c in calls]
         return msgspec.structs.replace(trained, used=trained.own), calls
@@ -101,46 +91,46 @@ def test_nothing_compared_verifies_nothing(tmp_path, monkeypatch) -> None:
     RouteFile(run / "routes", "learner").append(trained)
     for each in calls:
         RouteFile(run / "routes", "engine-generator-0").append(each)
-    text = inspect("verify", "demo", root=tmp_path, monkeypatch=monkeypatch, code=1)
+    text = inspect("verify", "demo", code=1)
     assert "nothing could be compared" in text
 
 
-def test_a_torn_file_is_reported_beside_what_could_be_compared(tmp_path, monkeypatch) -> None:
+def test_a_torn_file_is_reported_beside_what_could_be_compared(tmp_path, inspect) -> None:
     run = write_run(tmp_path)
     with (run / "routes" / "learner.0.routes").open("ab") as file:
         file.write(b"r3rou")
-    text = inspect("verify", "demo", root=tmp_path, monkeypatch=monkeypatch)
+    text = inspect("verify", "demo")
     assert "on there is no record: 5 bytes, less than the head of a record" in text
     assert "every recorded route was used" in text
-    assert "less than the head" in inspect("demo", root=tmp_path, monkeypatch=monkeypatch)
+    assert "less than the head" in inspect("demo")
 
 
-def test_a_damaged_record_is_one_line(tmp_path, monkeypatch) -> None:
+def test_a_damaged_record_is_one_line(tmp_path, inspect) -> None:
     run = write_run(tmp_path)
     path = run / "routes" / "learner.0.routes"
     data = bytearray(path.read_bytes())
     data[-9] ^= 255  # what follows may be padding
     path.write_bytes(data)
     for command in ("verify", "routes"):
-        text = inspect(command, "demo", root=tmp_path, monkeypatch=monkeypatch, code=2)
+        text = inspect(command, "demo", code=2)
         assert "is damaged" in text
         assert "Traceback" not in text
 
 
 @pytest.mark.parametrize("replay", ["off", "learner"])
-def test_routes_that_were_not_to_be_the_engines_are_not_verified(tmp_path, monkeypatch, replay) -> None:
+def test_routes_that_were_not_to_be_the_engines_are_not_verified(tmp_path, inspect, replay) -> None:
     write_run(tmp_path, config={"routing": {"trace": "all", "replay": replay}})
-    text = inspect("verify", "demo", root=tmp_path, monkeypatch=monkeypatch, code=2)
+    text = inspect("verify", "demo", code=2)
     assert f'routing.replay="{replay}"' in text
-    inspect("routes", "demo", root=tmp_path, monkeypatch=monkeypatch)
+    inspect("routes", "demo")
 
 
 # --- token by token
 
 
-def test_routes_are_shown_token_by_token(tmp_path, monkeypatch) -> None:
+def test_routes_are_shown_token_by_token(tmp_path, inspect) -> None:
     write_run(tmp_path)
-    text = inspect("routes", "demo", root=tmp_path, monkeypatch=monkeypatch)
+    text = inspect("routes", "demo")
     lines = text.splitlines()
     trained, calls = episode()
     rows = np.concatenate([c.rows for c in calls])
@@ -167,12 +157,12 @@ def test_routes_are_shown_token_by_token(tmp_path, monkeypatch) -> None:
     assert "\x1b" not in text
 
 
-def test_only_what_disagrees_and_only_one_layer(tmp_path, monkeypatch) -> None:
+def test_only_what_disagrees_and_only_one_layer(tmp_path, inspect) -> None:
     write_run(tmp_path)
     trained, calls = episode()
     rows = np.concatenate([c.rows for c in calls])
     differs = np.flatnonzero((np.sort(rows[:, 1]) != np.sort(trained.own[:9, 1])).any(axis=-1))
-    text = inspect("routes", "demo", "--layer", "1", "--diff", root=tmp_path, monkeypatch=monkeypatch)
+    text = inspect("routes", "demo", "--layer", "1", "--diff")
     table = text[text.index("  pos") :].splitlines()
     assert "layer 1" in table[0]
     assert "layer 0" not in table[0]
@@ -183,19 +173,19 @@ def test_only_what_disagrees_and_only_one_layer(tmp_path, monkeypatch) -> None:
         return msgspec.structs.replace(trained, own=trained.used), calls
 
     write_run(tmp_path, "same", change=agreeing)
-    assert "no token to show" in inspect("routes", "same", "--diff", root=tmp_path, monkeypatch=monkeypatch)
+    assert "no token to show" in inspect("routes", "same", "--diff")
 
 
-def test_help_says_what_each_subcommand_does(tmp_path, monkeypatch) -> None:
-    text = inspect("--help", root=tmp_path, monkeypatch=monkeypatch)
+def test_help_says_what_each_subcommand_does(inspect) -> None:
+    text = inspect("--help")
     for command in ("trajectories", "routes", "verify", "frames"):
         assert re.search(rf"{command} +[A-Z]", text)
-        assert "--json" in inspect(command, "--help", root=tmp_path, monkeypatch=monkeypatch)
+        assert "--json" in inspect(command, "--help")
 
 
-def test_one_json_object_per_token(tmp_path, monkeypatch) -> None:
+def test_one_json_object_per_token(tmp_path, inspect) -> None:
     write_run(tmp_path)
-    text = inspect("routes", "demo", "--step", "1", "--json", root=tmp_path, monkeypatch=monkeypatch)
+    text = inspect("routes", "demo", "--step", "1", "--json")
     tokens = [json.loads(line) for line in text.splitlines()]
     trained, calls = episode()
     assert [t["token"] for t in tokens] == trained.token_ids.tolist()
@@ -211,7 +201,7 @@ def test_one_json_object_per_token(tmp_path, monkeypatch) -> None:
     assert tokens[3]["text"] == byte.decode([10])
 
 
-def test_many_layers_in_few_columns_are_counted_not_listed(tmp_path, monkeypatch) -> None:
+def test_many_layers_in_few_columns_are_counted_not_listed(tmp_path, inspect) -> None:
     def deep(trained, calls):
         def wider(rows):
             return np.tile(rows, (1, 16, 1))
@@ -220,24 +210,24 @@ def test_many_layers_in_few_columns_are_counted_not_listed(tmp_path, monkeypatch
         return trained, [msgspec.structs.replace(c, rows=wider(c.rows)) for c in calls]
 
     write_run(tmp_path, change=deep)
-    text = inspect("routes", "demo", root=tmp_path, monkeypatch=monkeypatch)
+    text = inspect("routes", "demo")
     table = text[text.index("  pos") :].splitlines()
     assert "too many layers for this width; --layer L" in text
     assert all(cell_len(line) <= 80 for line in text.splitlines())
     assert all("of 48" in line for line in table[1:10])
     assert table[10].endswith("not recorded")
-    assert "layer 47" in inspect("routes", "demo", "--layer", "47", root=tmp_path, monkeypatch=monkeypatch)
+    assert "layer 47" in inspect("routes", "demo", "--layer", "47")
 
 
-def test_without_the_engines_record_only_the_learners_routes_are_shown(tmp_path, monkeypatch) -> None:
+def test_without_the_engines_record_only_the_learners_routes_are_shown(tmp_path, inspect) -> None:
     run = write_run(tmp_path)
     (run / "routes" / "engine-generator-0.0.routes").unlink()
-    text = inspect("routes", "demo", root=tmp_path, monkeypatch=monkeypatch)
+    text = inspect("routes", "demo")
     assert "the engine's record of these tokens is not among the files" in text
     assert text.count("[") >= 10 * LAYERS
 
 
-def test_text_that_could_upset_a_terminal_or_the_table_is_made_visible(tmp_path, monkeypatch) -> None:
+def test_text_that_could_upset_a_terminal_or_the_table_is_made_visible(tmp_path, inspect) -> None:
     odd = build_byte_tokenizer().encode("\x1b\n[b]", add_special_tokens=False)
 
     def change(trained, calls):
@@ -248,7 +238,7 @@ def test_text_that_could_upset_a_terminal_or_the_table_is_made_visible(tmp_path,
         return msgspec.structs.replace(trained, token_ids=tokens), calls
 
     write_run(tmp_path, change=change)
-    text = inspect("routes", "demo", root=tmp_path, monkeypatch=monkeypatch)
+    text = inspect("routes", "demo")
     assert "\x1b" not in text
     assert "\\x1b" in text
     assert "recorded 9 of 10" in text
@@ -263,21 +253,21 @@ def test_an_end_that_was_not_sampled_is_injected() -> None:
     assert label_token_roles(tokens, np.zeros(10, bool), END) == ["prompt"] * 10
 
 
-def test_ids_stand_for_tokens_where_there_is_no_tokenizer(tmp_path, monkeypatch) -> None:
+def test_ids_stand_for_tokens_where_there_is_no_tokenizer(tmp_path, inspect) -> None:
     run = write_run(tmp_path)
     (run / "init" / "tokenizer.json").unlink()
-    text = inspect("routes", "demo", root=tmp_path, monkeypatch=monkeypatch)
+    text = inspect("routes", "demo")
     assert "#10" in text
 
 
 # --- what is not there
 
 
-def test_the_overview_says_what_there_is(tmp_path, monkeypatch) -> None:
+def test_the_overview_says_what_there_is(tmp_path, inspect) -> None:
     run = write_run(tmp_path)
     (tmp_path / "runs" / "latest").symlink_to("demo")
     for words in ((), ("demo",), ("runs/latest",), (str(run),)):
-        text = inspect(*words, root=tmp_path, monkeypatch=monkeypatch)
+        text = inspect(*words)
         assert text.startswith("demo")
         assert "2 trajectories of 2 steps (1 to 11)" in text
         assert f"{LAST} of step 11" in text
@@ -295,9 +285,9 @@ def test_the_overview_says_what_there_is(tmp_path, monkeypatch) -> None:
         (["routes", "demo", "--layer", "3"], "there is no MoE layer 3: there are 0 to 2"),
     ],
 )
-def test_what_is_not_there_is_one_line_that_helps(tmp_path, monkeypatch, words, message) -> None:
+def test_what_is_not_there_is_one_line_that_helps(tmp_path, inspect, words, message) -> None:
     write_run(tmp_path)
-    text = inspect(*words, root=tmp_path, monkeypatch=monkeypatch, code=2)
+    text = inspect(*words, code=2)
     assert message in text
     assert "Traceback" not in text
 
@@ -309,13 +299,13 @@ def test_what_is_not_there_is_one_line_that_helps(tmp_path, monkeypatch, words, 
         ("all", "no step of an MoE model"),
     ],
 )
-def test_a_run_without_routes_names_the_setting(tmp_path, monkeypatch, trace, message) -> None:
+def test_a_run_without_routes_names_the_setting(tmp_path, inspect, trace, message) -> None:
     run = tmp_path / "runs" / "bare"
     run.mkdir(parents=True)
     (run / "config.toml").write_text(f'[routing]\ntrace = "{trace}"\n')
-    assert message in inspect("bare", root=tmp_path, monkeypatch=monkeypatch)
+    assert message in inspect("bare")
     for command in ("routes", "verify"):
-        assert message in inspect(command, "bare", root=tmp_path, monkeypatch=monkeypatch, code=2)
+        assert message in inspect(command, "bare", code=2)
 
 
 def test_a_run_is_found_by_directory_before_name(tmp_path, monkeypatch) -> None:

@@ -30,7 +30,6 @@ from r3async.tools.inspect.trajectories import (
 )
 from r3async.transport.spool import SPOOL_FORMAT
 from tests.helpers.routes import ID, TOKENS, episode, experts
-from tests.tools.test_inspect import inspect
 
 MASK = np.asarray([t >= 10 for t in TOKENS])
 
@@ -87,20 +86,18 @@ def traced(run: Path, step: int, reward: float) -> None:
 # --- spools
 
 
-def test_a_spool_is_listed_with_ages_from_the_newest_version_known(tmp_path, monkeypatch) -> None:
+def test_a_spool_is_listed_with_ages_from_the_newest_version_known(tmp_path, inspect) -> None:
     run = write_spool(tmp_path, made(0), made(1, version=3, reward=0.25))
-    lines = inspect("runs/demo/spool", root=tmp_path, monkeypatch=monkeypatch).splitlines()
+    lines = inspect("runs/demo/spool").splitlines()
     heads, *rows = [line.split() for line in lines]
     assert heads[0] == "trajectory"
     ages = {row[0]: (row[heads.index("age")], row[heads.index("reward")], row[heads.index("versions")]) for row in rows}
     assert ages == {"g00000000e0000": ("1", "1", "5-6"), "g00000001e0000": ("3", "0.25", "3-4")}
     MetricsFile(run).write({"step": 1, "version": 12, "time": 1.0})
     one = run / "spool" / "000000000-0000.spool"
-    (row,) = inspect(str(one), "--json", root=tmp_path, monkeypatch=monkeypatch).splitlines()
+    (row,) = inspect(str(one), "--json").splitlines()
     assert json.loads(row)["age"] == 7
-    (row,) = inspect(
-        "trajectories", str(one), "--json", "--version", "20", root=tmp_path, monkeypatch=monkeypatch
-    ).splitlines()
+    (row,) = inspect("trajectories", str(one), "--json", "--version", "20").splitlines()
     assert json.loads(row)["age"] == 15
 
 
@@ -118,25 +115,25 @@ def test_a_spool_is_listed_with_ages_from_the_newest_version_known(tmp_path, mon
         (["--turns", "2", "--age-above", "1"], [1]),
     ],
 )
-def test_filters_choose_trajectories(tmp_path, monkeypatch, words, expected) -> None:
+def test_filters_choose_trajectories(tmp_path, inspect, words, expected) -> None:
     write_spool(tmp_path, made(0), made(1, version=3, reward=0.25), made(2, turns=1))
-    text = inspect("trajectories", "runs/demo/spool", "--json", *words, root=tmp_path, monkeypatch=monkeypatch)
+    text = inspect("trajectories", "runs/demo/spool", "--json", *words)
     assert [json.loads(line)["group_index"] for line in text.splitlines()] == expected
 
 
-def test_what_a_limit_hides_is_counted_and_nothing_found_says_what_there_is(tmp_path, monkeypatch) -> None:
+def test_what_a_limit_hides_is_counted_and_nothing_found_says_what_there_is(tmp_path, inspect) -> None:
     write_spool(tmp_path, made(0), made(1), made(2))
-    assert "and 2 more; --limit 0" in inspect("runs/demo/spool", "--limit", "1", root=tmp_path, monkeypatch=monkeypatch)
-    text = inspect("trajectories", "demo", "--reward-below", "-1", root=tmp_path, monkeypatch=monkeypatch, code=2)
+    assert "and 2 more; --limit 0" in inspect("runs/demo/spool", "--limit", "1")
+    text = inspect("trajectories", "demo", "--reward-below", "-1", code=2)
     assert "no such trajectory" in text
     assert "spool: 3 files" in text
     assert '"all" keeps every one' in text
 
 
-def test_tokens_are_shown_one_a_line(tmp_path, monkeypatch) -> None:
+def test_tokens_are_shown_one_a_line(tmp_path, inspect) -> None:
     run = write_spool(tmp_path, made(0))
     build_byte_tokenizer().save_pretrained(run / "init")
-    text = inspect("trajectories", "runs/demo/spool", "--tokens", root=tmp_path, monkeypatch=monkeypatch)
+    text = inspect("trajectories", "runs/demo/spool", "--tokens")
     lines = text.splitlines()
     at = next(i for i, line in enumerate(lines) if line.lstrip().startswith("pos"))
     heads, rows = lines[at].split(), [line.split() for line in lines[at + 1 :]]
@@ -146,16 +143,14 @@ def test_tokens_are_shown_one_a_line(tmp_path, monkeypatch) -> None:
     assert rows[3][8:] == [",".join(map(str, layer)) for layer in experts(0, 10)[3].tolist()]
     assert rows[9][3:] == ["1", "-0.1000", "6", "1", "1", "-"], "the last token was never fed"
     assert rows[0][3:8] == ["0", "-", "-", "-", "-"]
-    objects = inspect(
-        "trajectories", "runs/demo/spool", "--tokens", "--json", root=tmp_path, monkeypatch=monkeypatch
-    ).splitlines()
+    objects = inspect("trajectories", "runs/demo/spool", "--tokens", "--json").splitlines()
     assert [json.loads(o)["token"] for o in objects] == TOKENS
     assert json.loads(objects[3])["routes"] == experts(0, 10)[3].tolist()
 
 
-def test_without_a_tokenizer_tokens_are_ids(tmp_path, monkeypatch) -> None:
+def test_without_a_tokenizer_tokens_are_ids(tmp_path, inspect) -> None:
     SPOOL_FORMAT.append_record(tmp_path / "a.spool", encode_trajectory(made(0)), fsync=False)
-    assert "#11" in inspect("trajectories", "a.spool", "--tokens", root=tmp_path, monkeypatch=monkeypatch)
+    assert "#11" in inspect("trajectories", "a.spool", "--tokens")
 
 
 def test_routes_of_many_layers_are_cut_short() -> None:
@@ -164,7 +159,7 @@ def test_routes_of_many_layers_are_cut_short() -> None:
 
 
 @pytest.mark.parametrize("damage", ["torn", "flipped", "foreign"])
-def test_what_is_left_of_a_damaged_spool_is_shown_and_the_rest_named(tmp_path, monkeypatch, damage) -> None:
+def test_what_is_left_of_a_damaged_spool_is_shown_and_the_rest_named(tmp_path, inspect, damage) -> None:
     run = write_spool(tmp_path, made(0), made(1))
     path = run / "spool" / "000000000-0000.spool"
     first = path.stat().st_size
@@ -177,7 +172,7 @@ def test_what_is_left_of_a_damaged_spool_is_shown_and_the_rest_named(tmp_path, m
     else:
         data[-200] ^= 1
         path.write_bytes(data)
-    text = inspect("runs/demo/spool", root=tmp_path, monkeypatch=monkeypatch, code=2)
+    text = inspect("runs/demo/spool", code=2)
     assert "g00000000e0000" in text
     assert "g00000001e0000" in text
     assert "g00000002e0000" not in text
@@ -188,12 +183,12 @@ def test_what_is_left_of_a_damaged_spool_is_shown_and_the_rest_named(tmp_path, m
 # --- runs
 
 
-def test_a_run_shows_what_waits_what_was_trained_and_what_was_said(tmp_path, monkeypatch) -> None:
+def test_a_run_shows_what_waits_what_was_trained_and_what_was_said(tmp_path, inspect) -> None:
     run = write_spool(tmp_path, made(4, version=9))
     traced(run, 7, reward=0.5)
     turns = [{"user": "u", "assistant": "a", "reward": 0.125}]
     (run / "episodes.jsonl").write_text(json.dumps({"step": 7, "reward": 0.125, "turns": turns}) + "\n{torn")
-    text = inspect("trajectories", "demo", "--json", root=tmp_path, monkeypatch=monkeypatch)
+    text = inspect("trajectories", "demo", "--json")
     found = [json.loads(line) for line in text.splitlines()]
     assert [(f["source"], f["step"], f["reward"], f["turns"], f["tokens"]) for f in found] == [
         ("spool", None, 1.0, 2, 10),
@@ -201,19 +196,19 @@ def test_a_run_shows_what_waits_what_was_trained_and_what_was_said(tmp_path, mon
         ("episode", 7, 0.125, 1, 0),
     ]
     assert found[1]["age"] == 6, "the step that made version 7 trained version 6"
-    old = inspect("trajectories", "demo", "--tokens", "--step", "7", root=tmp_path, monkeypatch=monkeypatch)
+    old = inspect("trajectories", "demo", "--tokens", "--step", "7")
     assert "-1.2500" in old, "the learner's log-prob"
-    overview = inspect("demo", root=tmp_path, monkeypatch=monkeypatch)
+    overview = inspect("demo")
     assert "spool: 1 files" in overview
     assert "traces: 1 trained" in overview
     assert "conversations: 1" in overview
 
 
-def test_a_run_without_a_spool_says_which_setting_makes_one(tmp_path, monkeypatch) -> None:
+def test_a_run_without_a_spool_says_which_setting_makes_one(tmp_path, inspect) -> None:
     run = tmp_path / "runs" / "demo"
     run.mkdir(parents=True)
     (run / "config.toml").write_text(config_to_toml(config_from_dict({})))
-    text = inspect("demo", root=tmp_path, monkeypatch=monkeypatch)
+    text = inspect("demo")
     assert '`buffer.durability` is "memory"; "disk"' in text
     assert '`routing.trace` is "sample"; "all"' in text
 
@@ -251,15 +246,13 @@ def assert_round_trip(rows: list[dict], trajectories: list[Trajectory]) -> None:
             assert TokenTable(columns) == sample.table
 
 
-def test_json_lines_hold_everything_and_give_it_back(tmp_path, monkeypatch) -> None:
+def test_json_lines_hold_everything_and_give_it_back(tmp_path, inspect) -> None:
     trajectories = [made(0), made(1, reward=0.25, turns=1)]
     write_spool(tmp_path, *trajectories)
-    output = inspect("trajectories", "demo", "--export", "out.jsonl", root=tmp_path, monkeypatch=monkeypatch)
+    output = inspect("trajectories", "demo", "--export", "out.jsonl")
     assert "out.jsonl: 2 trajectories" in output
     assert_round_trip([json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()], trajectories)
-    inspect(
-        "trajectories", "demo", "--reward-below", "0.5", "--export", "few.jsonl", root=tmp_path, monkeypatch=monkeypatch
-    )
+    inspect("trajectories", "demo", "--reward-below", "0.5", "--export", "few.jsonl")
     assert [json.loads(x)["group_index"] for x in (tmp_path / "few.jsonl").read_text().splitlines()] == [1]
 
 
@@ -275,12 +268,12 @@ def test_any_log_prob_and_version_come_back_exactly(tmp_path_factory, logprob: f
     assert_round_trip([json.loads(path.read_text())], [trajectory])
 
 
-def test_parquet_holds_the_rows_of_the_json_lines(tmp_path, monkeypatch) -> None:
+def test_parquet_holds_the_rows_of_the_json_lines(tmp_path, inspect) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     run = write_spool(tmp_path, made(0), made(1))
     traced(run, 7, reward=0.5)
     for name in ("out.parquet", "out.jsonl"):
-        inspect("trajectories", "demo", "--export", name, root=tmp_path, monkeypatch=monkeypatch)
+        inspect("trajectories", "demo", "--export", name)
     rows = parquet.read_table(tmp_path / "out.parquet").to_pylist()
     assert_round_trip(rows[:2], [made(0), made(1)])
     for row, line in zip(rows, (tmp_path / "out.jsonl").read_text().splitlines(), strict=True):
@@ -295,16 +288,12 @@ def test_parquet_holds_the_rows_of_the_json_lines(tmp_path, monkeypatch) -> None
         assert row == exact
 
 
-def test_an_export_that_can_not_be_written_leaves_nothing_and_says_why(tmp_path, monkeypatch) -> None:
+def test_an_export_that_can_not_be_written_leaves_nothing_and_says_why(tmp_path, inspect, monkeypatch) -> None:
     write_spool(tmp_path, made(0))
-    assert "end in .jsonl or .parquet" in inspect(
-        "trajectories", "demo", "--export", "a.csv", root=tmp_path, monkeypatch=monkeypatch, code=2
-    )
-    assert "No such file" in inspect(
-        "trajectories", "demo", "--export", "no/a.jsonl", root=tmp_path, monkeypatch=monkeypatch, code=2
-    )
+    assert "end in .jsonl or .parquet" in inspect("trajectories", "demo", "--export", "a.csv", code=2)
+    assert "No such file" in inspect("trajectories", "demo", "--export", "no/a.jsonl", code=2)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    text = inspect("trajectories", "demo", "--export", "a.parquet", root=tmp_path, monkeypatch=monkeypatch, code=2)
+    text = inspect("trajectories", "demo", "--export", "a.parquet", code=2)
     assert 'pip install "r3async[parquet]"' in text
 
     def breaks():
@@ -316,10 +305,10 @@ def test_an_export_that_can_not_be_written_leaves_nothing_and_says_why(tmp_path,
     assert {p.name for p in tmp_path.iterdir()} == {"runs"}
 
 
-def test_routes_are_of_runs_only(tmp_path, monkeypatch) -> None:
+def test_routes_are_of_runs_only(tmp_path, inspect) -> None:
     write_spool(tmp_path, made(0))
     for command in ("routes", "verify"):
-        text = inspect(command, "runs/demo/spool", root=tmp_path, monkeypatch=monkeypatch, code=2)
+        text = inspect(command, "runs/demo/spool", code=2)
         assert "only a run has routes" in text
 
 

@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 import msgspec
-import pytest
 from typer.testing import CliRunner, Result
 
-from r3async.config import ConfigError, config_to_toml, load_config
+from r3async.config import config_to_toml, load_config
 from r3async.record.timeline import Timeline
 from r3async.tools.cli import app
 from tests.sim.test_capacity import row
@@ -42,22 +41,3 @@ def test_durations_of_a_run_are_taken_and_the_run_itself_is_predicted(tmp_path: 
     answer = plan("--calibrate", str(tmp_path), "--steps", "12")
     assert answer.exit_code == 0, answer.output
     assert "took 3 s a step; its durations predict" in answer.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        ([], "a preset's name or a TOML file"),
-        (["--capacity"], "needs a preset"),
-        (["quickstart", "--generators", "8"], "add `--capacity`"),
-        (["quickstart", "--picture", "p.svg"], "add `--capacity`"),
-        (["quickstart", "--capacity", "--staleness", "few"], "whole numbers"),
-        (["quickstart", "--capacity", "--hardware", "abacus"], "must be one of h100"),
-        (["quickstart", "--capacity", "--steps", "3"], "at least 12"),
-        (["--calibrate", "nowhere"], "no directory of a run"),
-    ],
-)
-def test_what_can_be_mended_is_said(words: list[str], reason: str) -> None:
-    error = plan(*words).exception
-    assert isinstance(error, ConfigError)
-    assert reason in str(error)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from dev.__main__ import main as dev_main
-from tests.helpers.bad_inputs import judge, make_folder
+from tests.helpers.bad_inputs import judge
 from tests.helpers.cli import Said, typed
 
 COMMANDS = [
@@ -63,6 +63,10 @@ COMMANDS = [
     ("plan --capacity quikstart", "did you mean 'quickstart'"),
     ("plan --capacity quickstart --hardware tpu", "h100, h200"),
     ("plan --capacity quickstart --generators few", "like 1,2,4"),
+    ("plan --capacity quickstart --staleness few", "whole numbers"),
+    ("plan", "a preset's name or a TOML file"),
+    ("plan quickstart --generators 8", "add `--capacity`"),
+    ("plan quickstart --picture p.svg", "add `--capacity`"),
     ("plan --capacity quickstart --calibrate nowhere", "no directory of a run"),
     ("plan --capacity quickstart --steps 1", "at least 12"),
     ("sweep", "Missing argument 'plan'"),
@@ -79,11 +83,28 @@ COMMANDS = [
     ("cluster quikstart", "did you mean 'quickstart'"),
     ("cluster quickstart --address 127.0.0.1:1", "no Ray cluster answers"),
     ("submit quikstart", "did you mean 'quickstart'"),
+    ("submit quickstart learner.lr=abc", "`learner.lr` = 'abc'"),
     ("submit quickstart --steps 3", "r3async submit: No such option: --steps. Settings have no dashes: steps=3"),
     ("submit quickstart --address http://127.0.0.1:1", "no Ray cluster answers"),
     ("submit status nowhere --address http://127.0.0.1:1", "no Ray cluster answers"),
     ("submit logs nowhere --token-file nowhere", "--token-file nowhere"),
+    ("submit list --address http://127.0.0.1:1", "no Ray cluster answers at http://127.0.0.1:1"),
     ("doctor --everything", "No such option"),
+    ("doctor --pack packed", "add --gpu"),
+    ("doctor --pack packed --gpu --python 3", "a version such as 3.12"),
+    ("doctor --pack packed --gpu --platform linux", "manylinux_2_28_x86_64"),
+    ("doctor --pack packed --gpu --has nothing-such", "say which version"),
+    ("sft", "Missing argument 'preset'"),
+    ("sft quikstart", "did you mean 'quickstart'"),
+    ("sft quickstart --steps 3", "Settings have no dashes: steps=3"),
+    ("sft quickstart lr=3", "here it is `learner.lr`"),
+    ("sft quickstart data=rows.jsonl", "`model.path` is empty"),
+    ("sft quickstart model.path=nowhere", "is not a model directory"),
+    ("sft quickstart model.path=models/no_template", "add chat_template.jinja"),
+    ("train quickstart algorithm.distillation.teacher=nowhere", "is not a model directory"),
+    ("report nowhere --serve", "no run 'nowhere'"),
+    ("report empty --serve --port 99999", "--port"),
+    ("eval nowhere --samples-per-task 4", "it is `evaluation.samples_per_task` here"),
 ]
 
 DEV_COMMANDS = [
@@ -91,13 +112,15 @@ DEV_COMMANDS = [
     ("simulate --seed -1", "--seed"),
     ("simulate --case nowhere.json", "--case nowhere.json cannot be read"),
     ("simulate --case file", "--case file cannot be read"),
-    ("bench nothing", "No such command 'nothing'"),
+    ("bench pakcing", "Did you mean 'packing'"),
+    ("bench start --cases warm", "'warm': there are model, none, help"),
     ("bench packing --seeds few", "--seeds 'few'"),
     ("bench conductor --generators few", "--generators 'few'"),
     ("bench conductor --only cloud --quick", "must be one of simulated, ray"),
     ("bench packing --model nowhere --quick", "--model nowhere"),
     ("bench e2e --cases z --quick", "there are a, b, c"),
     ("bench e2e --peer nobody --quick", "there are none, trl"),
+    ("bench e2e --cases a --peer trl --quick", "PEER/bin/pip install trl"),
     ("bench weights weights.backend=pigeon", "'shared_memory'"),
     ("bench weights --updates 0", "--updates"),
     ("bench soak --minutes -1", "--minutes"),
@@ -121,17 +144,10 @@ SAMPLE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bad")
-    make_folder(folder)
-    return folder
-
-
 @pytest.mark.parametrize(("line", "part"), COMMANDS, ids=[line for line, _ in COMMANDS])
 def test_a_command_line_that_cannot_be(line, part, folder):
     judge(typed(*line.split(), cwd=folder), (part,))
-    assert not (folder / "runs").exists()
+    assert not {"runs", "packed", "out"} & {path.name for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize(("line", "part"), DEV_COMMANDS, ids=[line for line, _ in DEV_COMMANDS])
@@ -161,6 +177,10 @@ def test_help_is_everywhere_in_development(words, folder):
     said = typed(*words.split(), cwd=folder, main=dev_main)
     assert (said.returncode, said.stderr) == (0, "")
     assert "Usage: python -m dev" in said.stdout
+
+
+def test_benchmarks_are_listed(folder):
+    assert typed("bench", cwd=folder, main=dev_main).stdout.startswith("e2e ")
 
 
 def test_the_help_of_submit_shows_its_options_and_its_subcommands(folder):

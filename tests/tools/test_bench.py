@@ -20,7 +20,7 @@ import pytest
 
 from dev.bench import start, transport
 from dev.bench.conductor import ConductorJob, measure_simulated
-from dev.bench.e2e import ComparisonPlan, compare_runs, compare_sides, configure_run, peer_job, seconds_to
+from dev.bench.e2e import ComparisonPlan, compare_sides, configure_run, peer_job, seconds_to
 from dev.bench.fleet import ConductorLoad
 from dev.bench.jobs import BenchError, report_progress, run_job
 from dev.bench.packing import (
@@ -93,13 +93,6 @@ def test_rows_that_share_figures_are_one_table_and_problems_are_named():
     ]
 
 
-def test_benchmarks_are_listed_and_near_names_offered(tmp_path):
-    assert cli("bench", cwd=tmp_path).stdout.startswith("e2e ")
-    misspelt = cli("bench", "pakcing", cwd=tmp_path)
-    assert misspelt.returncode == 2
-    assert "Did you mean 'packing'" in misspelt.stderr
-
-
 # -- jobs --------------------------------------------------------------------------------------------------------------
 
 
@@ -168,15 +161,6 @@ def test_the_peer_has_the_settings_of_our_run(case, tmp_path):
     assert job["env"].startswith("r3async.envs.builtin:" if case != "c" else "dev.bench.slow_tools:")
 
 
-def test_a_peer_that_is_not_there_says_how_to_make_it():
-    with pytest.raises(ConfigError, match=r"PEER/bin/pip install trl"):
-        compare_runs(ComparisonPlan(["a"], [0], peer="trl"), print)
-    with pytest.raises(ConfigError, match="there are none, trl"):
-        compare_runs(ComparisonPlan(["a"], [0], peer="another"), print)
-    with pytest.raises(ConfigError, match="there are a, b, c, own"):
-        compare_runs(ComparisonPlan(["d"], [0]), print)
-
-
 def test_processor_time_of_a_tree_is_counted_by_role_also_when_a_process_has_ended():
     code = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True); input()"
     with TreeCpu("mine") as cpu:
@@ -243,11 +227,6 @@ def test_a_start_without_a_model_is_measured_by_stage_and_by_process(monkeypatch
     assert {"driver", "learner", "generator", "conductor", "ray"} <= set(roles)
     assert found["none"]["CPU s"][0] == pytest.approx(sum(roles.values()))
     assert found["help"]["CPU s"][0] > 0.05
-
-
-def test_a_case_that_there_is_not_is_refused():
-    with pytest.raises(ConfigError, match="'warm': there are model, none, help"):
-        start.measure_start(["warm"], 1, print)
 
 
 def test_a_small_conductor(tmp_path):

@@ -26,27 +26,6 @@ def test_presets_are_listed_and_shown(tmp_path):
     assert tomllib.loads(shown)["env"]["name"] == "reverse-text"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["train", "quikstart"], "did you mean 'quickstart'"),
-        (["train", "nowhere.toml"], "no such file: nowhere.toml"),
-        (["train", "quickstart", "env.name=revers-text"], "did you mean 'reverse-text'"),
-        (["train", "quickstart", "model.path=/nowhere"], "`model.path` = '/nowhere' is not a model directory"),
-        (["init-model", "."], "exists already"),
-        (["eval", "nowhere"], "RUN_OR_MODEL = 'nowhere' is no model directory"),
-        (["train", "quickstart", "env.name=agent-comand"], "did you mean 'agent-command'"),
-        (["train", "quickstart", "serving.host=0.0.0.0"], "set `token` to a secret"),
-    ],
-)
-def test_what_can_be_mended_is_one_line_and_leaves_no_run(words, message, tmp_path):
-    done = typed(*words, cwd=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "runs").exists()
-
-
 def test_the_first_signal_asks_and_the_second_interrupts_and_handlers_are_put_back():
     before = signal.getsignal(signal.SIGTERM)
     request = StopRequest()

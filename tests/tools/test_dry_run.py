@@ -122,46 +122,51 @@ def test_a_model_that_transformers_has_no_class_for_is_refused_in_a_line(kind, p
     assert len(said.stderr.strip().splitlines()) == 1
 
 
+def without(variant: str, name: str) -> dict[str, object]:
+    return {key: value for key, value in ha.VARIANTS[variant].items() if key != name}
+
+
+LONG = {"max_position_embeddings": 1024, "head_dim": 32}
+SHORT = ("episode.max_total_tokens=256", "episode.max_prompt_tokens=128")
+UNFIT = {
+    "that engines cannot be given anew": (
+        {"model_type": "gpt_oss", **WHOLE["gpt_oss"], **LONG},
+        ["learner.backend=torch"],
+        ("gpt-oss", TORCH_ONLY_ARCHITECTURES["gpt_oss"].engine_unsupported_reason, "r3async sft"),
+    ),
+    "whose balance has no gradient": (
+        {"model_type": "glm4_moe", **ha.VARIANTS["glm4_moe"], **LONG},
+        ["algorithm.router_aux.coef=0.1"],
+        ("algorithm.router_aux.coef", "glm4_moe", "set it to 0"),
+    ),
+    "without biases": (
+        {"model_type": "qwen3_moe", **ha.VARIANTS["qwen3_moe"], **LONG},
+        ["learner.expert_bias_rate=0.001"],
+        ("learner.expert_bias_rate", "qwen3_moe", "set it to 0"),
+    ),
+    "with a size that transformers would fill in": (
+        {"model_type": "qwen3_moe", **without("qwen3_moe", "moe_intermediate_size")},
+        [],
+        ("'moe_intermediate_size'", "config.json", "add the one that the weights have"),
+    ),
+} | {
+    f"that the engine takes for another one without {name}": (
+        {"model_type": "deepseek_v3", **without("deepseek_v3/moonlight", name)},
+        SHORT,
+        (f"`{name}` = null", "vLLM", "add it to that file"),
+    )
+    for name in sorted(ARCHITECTURES["deepseek_v3"].engine_config)
+}
+
+
+@pytest.mark.parametrize("kind", UNFIT)
 @pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry", "start"])
-def test_a_model_that_engines_cannot_be_given_anew_is_refused(words, tmp_path):
-    own = WHOLE["gpt_oss"] | {"max_position_embeddings": 1024, "head_dim": 32}
-    path = described(tmp_path / "m", model_type="gpt_oss", **own)
-    said = typed("train", "quickstart", f"model.path={path}", "learner.backend=torch", *words, cwd=tmp_path)
-    judge(said, ("gpt-oss", TORCH_ONLY_ARCHITECTURES["gpt_oss"].engine_unsupported_reason, "r3async sft"))
-
-
-@pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry", "start"])
-def test_a_balance_without_gradient_is_refused(words, tmp_path):
-    own = ha.VARIANTS["glm4_moe"] | {"max_position_embeddings": 1024, "head_dim": 32}
-    path = described(tmp_path / "m", model_type="glm4_moe", **own)
-    said = typed("train", "quickstart", f"model.path={path}", "algorithm.router_aux.coef=0.1", *words, cwd=tmp_path)
-    judge(said, ("algorithm.router_aux.coef", "glm4_moe", "set it to 0"))
-
-
-@pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry", "start"])
-def test_biases_that_are_not_there_are_refused(words, tmp_path):
-    own = ha.VARIANTS["qwen3_moe"] | {"max_position_embeddings": 1024, "head_dim": 32}
-    path = described(tmp_path / "m", model_type="qwen3_moe", **own)
-    said = typed("train", "quickstart", f"model.path={path}", "learner.expert_bias_rate=0.001", *words, cwd=tmp_path)
-    judge(said, ("learner.expert_bias_rate", "qwen3_moe", "set it to 0"))
-
-
-@pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry", "start"])
-def test_a_size_that_transformers_would_fill_in_is_refused_by_name(words, tmp_path):
-    own = {key: value for key, value in ha.VARIANTS["qwen3_moe"].items() if key != "moe_intermediate_size"}
-    path = described(tmp_path / "m", model_type="qwen3_moe", **own)
-    said = typed("train", "quickstart", f"model.path={path}", *words, cwd=tmp_path)
-    judge(said, ("'moe_intermediate_size'", "config.json", "add the one that the weights have"))
+def test_a_model_that_does_not_fit_the_settings_is_refused_in_a_line(kind, words, tmp_path):
+    numbers, settings, parts = UNFIT[kind]
+    path = described(tmp_path / "m", **numbers)
+    said = typed("train", "quickstart", f"model.path={path}", *settings, *words, cwd=tmp_path)
+    judge(said, parts)
     assert len(said.stderr.strip().splitlines()) == 1
-
-
-@pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry", "start"])
-@pytest.mark.parametrize("lacks", sorted(ARCHITECTURES["deepseek_v3"].engine_config))
-def test_what_the_engine_would_take_for_another_model_is_refused(words, lacks, tmp_path):
-    rest = {key: value for key, value in ha.VARIANTS["deepseek_v3/moonlight"].items() if key != lacks}
-    path = described(tmp_path / "m", model_type="deepseek_v3", **rest)
-    words = [f"model.path={path}", "episode.max_total_tokens=256", "episode.max_prompt_tokens=128", *words]
-    judge(typed("train", "quickstart", *words, cwd=tmp_path), (f"`{lacks}` = null", "vLLM", "add it to that file"))
 
 
 def test_ranks_that_one_host_cannot_hold_are_refused(tmp_path):

@@ -152,22 +152,6 @@ def test_what_the_other_machine_has_is_named_or_read_from_its_pip_freeze(tmp_pat
             pack.had([bad])
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "add --gpu"),
-        (["--gpu", "--python", "3"], "a version such as 3.12"),
-        (["--gpu", "--platform", "linux"], "manylinux_2_28_x86_64"),
-        (["--gpu", "--has", "nothing-such"], "say which version"),
-    ],
-)
-def test_a_mistake_of_the_command_line_is_one_line(words, said, tmp_path):
-    result = CliRunner().invoke(app, ["doctor", "--pack", str(tmp_path / "new"), *words])
-    assert result.exit_code == 2
-    assert said in result.output
-    assert not (tmp_path / "new").exists()
-
-
 @pytest.fixture
 def bundle(tmp_path):
     """Of two handmade wheels, in pieces that do not end where wheels end."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from dev.simulation.history import (
     CheckpointSaved,
     FaultsOver,
@@ -119,8 +117,3 @@ def good() -> list[RunEvent]:
         w.add(SpoolFileRemoved, group, file)
     w.add(RunFinished, 4)
     return w.events
-
-
-def changed(events: Sequence[RunEvent], index: int, **facts: object) -> list[RunEvent]:
-    """With other facts in one of them."""
-    return [msgspec.structs.replace(e, **facts) if i == index else e for i, e in enumerate(events)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -109,6 +110,13 @@ def run(simulation):
     return lambda main: simulation.run(driver, main(driver.world))
 
 
+def in_driver(main):
+    """Make a test that runs `main(world)` in the driver's process, or `main(world, simulation)`."""
+    if len(inspect.signature(main).parameters) == 1:
+        return lambda run: run(main)
+    return lambda run, simulation: run(lambda world: main(world, simulation))
+
+
 def test_it_is_what_the_protocols_say(simulation):
     world = simulation.begin_process("driver", simulation.hosts["a"]).world
     actors: Actors = world.actors
@@ -168,50 +176,44 @@ def test_nothing_mutable_is_shared(run):
     assert again["a"][1] == (1, "x")
 
 
-def test_refs_pass_through_and_name_the_same_actor(run):
-    async def main(world):
-        one, other = (world.actors.spawn_actor(Counter, name=name) for name in ("one", "other"))
-        await one.call("add", 41)
-        assert await other.call("ask", one, "add") == 42
-        assert copy_as_sent([Box([one])])[0].items[0].actor is one.actor  # also through pickle
-        me = await one.call("me")
-        assert (me.name, await me.call("add")) == ("one", 43)
-        spawned = await one.call("spawn", "third")
-        assert await spawned.call("add") == 8
-
-    run(main)
+@in_driver
+async def test_refs_pass_through_and_name_the_same_actor(world):
+    one, other = (world.actors.spawn_actor(Counter, name=name) for name in ("one", "other"))
+    await one.call("add", 41)
+    assert await other.call("ask", one, "add") == 42
+    assert copy_as_sent([Box([one])])[0].items[0].actor is one.actor  # also through pickle
+    me = await one.call("me")
+    assert (me.name, await me.call("add")) == ("one", 43)
+    spawned = await one.call("spawn", "third")
+    assert await spawned.call("add") == 8
 
 
-def test_exceptions_arrive_as_themselves(run):
-    async def main(world):
-        actor = world.actors.spawn_actor(Counter, name="c")
-        with pytest.raises(OwnError) as found:
-            await actor.call("fail", "own")
-        assert found.value.both == (1, 2)
-        with pytest.raises(RuntimeError, match="Unpicklable: cannot be made"):
-            await actor.call("fail", "unpicklable")
-        with pytest.raises(RuntimeError, match="was cancelled"):
-            await actor.call("fail", "cancelled")
-        with pytest.raises(AttributeError, match="nothing"):
-            await actor.call("nothing")
-        with pytest.raises(NotImplementedError):
-            world.actors.begin_call(actor, "add")
-
-    run(main)
+@in_driver
+async def test_exceptions_arrive_as_themselves(world):
+    actor = world.actors.spawn_actor(Counter, name="c")
+    with pytest.raises(OwnError) as found:
+        await actor.call("fail", "own")
+    assert found.value.both == (1, 2)
+    with pytest.raises(RuntimeError, match="Unpicklable: cannot be made"):
+        await actor.call("fail", "unpicklable")
+    with pytest.raises(RuntimeError, match="was cancelled"):
+        await actor.call("fail", "cancelled")
+    with pytest.raises(AttributeError, match="nothing"):
+        await actor.call("nothing")
+    with pytest.raises(NotImplementedError):
+        world.actors.begin_call(actor, "add")
 
 
-def test_a_timeout_does_not_stop_the_method(run):
-    async def main(world):
-        actor = world.actors.spawn_actor(Counter, name="c")
-        await actor.call("add")
-        with pytest.raises(TimeoutError):
-            await actor.call("slow", 100.0, timeout=1.0)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(1.0):
-                await actor.call("slow", 100.0)
-        assert await actor.call("slow", 0.0, timeout=1.0) == 1
-
-    run(main)
+@in_driver
+async def test_a_timeout_does_not_stop_the_method(world):
+    actor = world.actors.spawn_actor(Counter, name="c")
+    await actor.call("add")
+    with pytest.raises(TimeoutError):
+        await actor.call("slow", 100.0, timeout=1.0)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1.0):
+            await actor.call("slow", 100.0)
+    assert await actor.call("slow", 0.0, timeout=1.0) == 1
 
 
 def test_a_killed_actor_loses_its_calls_a_bit_later(run, simulation):
@@ -235,55 +237,49 @@ def test_a_killed_actor_loses_its_calls_a_bit_later(run, simulation):
     assert low <= run(main) <= high
 
 
-def test_a_restarted_actor_is_a_new_process_of_the_same_name(run):
-    async def main(world):
-        actor = world.actors.spawn_actor(Counter, 10, name="c", actor_options=ActorOptions(max_restarts=2))
-        pid, host = await actor.call("whereabouts")
-        for count in range(2):
-            await actor.call("add")
-            assert world.processes.kill_process(pid, "nowhere") is False
-            assert world.processes.is_alive(pid, host) == (host == world.processes.host)
-            running = asyncio.create_task(actor.call("forever"))
-            await asyncio.sleep(0.5)
-            if host == world.processes.host:
-                assert world.processes.kill_process(pid, host)
-            else:
-                world.actors.kill_actor(actor, restart=True)
-            with pytest.raises(ActorLostError):
-                await running
-            with pytest.raises(ActorLostError, match="restarts"):
-                await actor.call("whereabouts")
-            await asyncio.sleep(10.0)
-            now, host = await actor.call("whereabouts")
-            assert now != pid
-            pid = now
-            assert await actor.call("add", 0) == 10, count
-        world.actors.kill_actor(actor, restart=True)
+@in_driver
+async def test_a_restarted_actor_is_a_new_process_of_the_same_name(world):
+    actor = world.actors.spawn_actor(Counter, 10, name="c", actor_options=ActorOptions(max_restarts=2))
+    pid, host = await actor.call("whereabouts")
+    for count in range(2):
+        await actor.call("add")
+        assert world.processes.kill_process(pid, "nowhere") is False
+        assert world.processes.is_alive(pid, host) == (host == world.processes.host)
+        running = asyncio.create_task(actor.call("forever"))
+        await asyncio.sleep(0.5)
+        if host == world.processes.host:
+            assert world.processes.kill_process(pid, host)
+        else:
+            world.actors.kill_actor(actor, restart=True)
         with pytest.raises(ActorLostError):
-            await actor.call("add")
-        await asyncio.sleep(100.0)
-        with pytest.raises(ActorLostError):
-            await actor.call("add")
+            await running
+        with pytest.raises(ActorLostError, match="restarts"):
+            await actor.call("whereabouts")
+        await asyncio.sleep(10.0)
+        now, host = await actor.call("whereabouts")
+        assert now != pid
+        pid = now
+        assert await actor.call("add", 0) == 10, count
+    world.actors.kill_actor(actor, restart=True)
+    with pytest.raises(ActorLostError):
+        await actor.call("add")
+    await asyncio.sleep(100.0)
+    with pytest.raises(ActorLostError):
+        await actor.call("add")
 
-    run(main)
+
+@in_driver
+async def test_a_process_that_kills_itself_does_no_more(world):
+    actor = world.actors.spawn_actor(Counter, name="c")
+    with pytest.raises(ActorLostError, match="killed by c"):
+        await actor.call("end_self")
 
 
-def test_a_process_that_kills_itself_does_no_more(run):
-    async def main(world):
-        actor = world.actors.spawn_actor(Counter, name="c")
-        with pytest.raises(ActorLostError, match="killed by c"):
-            await actor.call("end_self")
-
-    run(main)
-
-
-def test_an_actor_that_cannot_be_made_is_lost(run):
-    async def main(world):
-        actor = world.actors.spawn_actor(Unmakeable, name="c", actor_options=ActorOptions(max_restarts=3))
-        with pytest.raises(ActorLostError, match="OSError: no memory"):
-            await actor.call("add")
-
-    run(main)
+@in_driver
+async def test_an_actor_that_cannot_be_made_is_lost(world):
+    actor = world.actors.spawn_actor(Unmakeable, name="c", actor_options=ActorOptions(max_restarts=3))
+    with pytest.raises(ActorLostError, match="OSError: no memory"):
+        await actor.call("add")
 
 
 def test_a_start_that_fails_is_made_again(run, simulation):
@@ -300,45 +296,39 @@ def test_a_start_that_fails_is_made_again(run, simulation):
     run(main)
 
 
-def test_actors_end_with_the_process_that_spawned_them(run):
-    async def main(world):
-        parent = world.actors.spawn_actor(Counter, name="parent")
-        child = await parent.call("spawn", "child")
-        assert await child.call("add") == 8
-        world.actors.kill_actor(parent)
-        with pytest.raises(ActorLostError, match="parent ended"):
-            await child.call("add")
-
-    run(main)
+@in_driver
+async def test_actors_end_with_the_process_that_spawned_them(world):
+    parent = world.actors.spawn_actor(Counter, name="parent")
+    child = await parent.call("spawn", "child")
+    assert await child.call("add") == 8
+    world.actors.kill_actor(parent)
+    with pytest.raises(ActorLostError, match="parent ended"):
+        await child.call("add")
 
 
-def test_what_was_put_is_lost_with_its_owner(run):
-    async def main(world):
-        owner, other = (world.actors.spawn_actor(Counter, name=name) for name in ("owner", "other"))
-        reference = await owner.call("put", [1, 2])
-        assert await other.call("get", [reference]) == [1, 2]
-        assert await other.call("same", reference) == [1, 2]
-        assert world.actors.get(copy_as_sent(Box([reference])).items[0]) == [1, 2]
-        world.actors.kill_actor(owner)
-        for method, argument in (("get", [reference]), ("same", reference)):
-            with pytest.raises(ActorLostError):
-                await other.call(method, argument)
-
-    run(main)
+@in_driver
+async def test_what_was_put_is_lost_with_its_owner(world):
+    owner, other = (world.actors.spawn_actor(Counter, name=name) for name in ("owner", "other"))
+    reference = await owner.call("put", [1, 2])
+    assert await other.call("get", [reference]) == [1, 2]
+    assert await other.call("same", reference) == [1, 2]
+    assert world.actors.get(copy_as_sent(Box([reference])).items[0]) == [1, 2]
+    world.actors.kill_actor(owner)
+    for method, argument in (("get", [reference]), ("same", reference)):
+        with pytest.raises(ActorLostError):
+            await other.call(method, argument)
 
 
-def test_a_frozen_process_answers_when_it_thaws(run, simulation):
-    async def main(world):
-        actor = world.actors.spawn_actor(Counter, name="c")
-        await actor.call("add")
-        process = simulation.find_process("c")
-        simulation.freeze_process(process)
-        with pytest.raises(TimeoutError):
-            await actor.call("add", timeout=5.0)
-        simulation.loop.call_later(20.0, simulation.thaw_process, process)
-        assert await actor.call("add") == 3
-
-    run(main)
+@in_driver
+async def test_a_frozen_process_answers_when_it_thaws(world, simulation):
+    actor = world.actors.spawn_actor(Counter, name="c")
+    await actor.call("add")
+    process = simulation.find_process("c")
+    simulation.freeze_process(process)
+    with pytest.raises(TimeoutError):
+        await actor.call("add", timeout=5.0)
+    simulation.loop.call_later(20.0, simulation.thaw_process, process)
+    assert await actor.call("add") == 3
 
 
 def test_calls_wait_while_their_hosts_are_cut_off(run, simulation):
@@ -353,40 +343,36 @@ def test_calls_wait_while_their_hosts_are_cut_off(run, simulation):
     assert 30.0 < run(main) < 31.0
 
 
-def test_a_host_that_is_lost_takes_its_processes_along(run, simulation):
-    async def main(world):
-        actor = world.actors.spawn_actor(Counter, name="c", actor_options=ActorOptions(max_restarts=1))
-        assert (await actor.call("whereabouts"))[1] == "b"
-        running = asyncio.create_task(actor.call("forever"))
-        await asyncio.sleep(0.1)
-        simulation.lose_host(simulation.hosts["b"])
-        with pytest.raises(ActorLostError, match="b was lost"):
-            await running
-        await asyncio.sleep(10.0)
-        assert (await actor.call("whereabouts"))[1] == "a"
-
-    run(main)
+@in_driver
+async def test_a_host_that_is_lost_takes_its_processes_along(world, simulation):
+    actor = world.actors.spawn_actor(Counter, name="c", actor_options=ActorOptions(max_restarts=1))
+    assert (await actor.call("whereabouts"))[1] == "b"
+    running = asyncio.create_task(actor.call("forever"))
+    await asyncio.sleep(0.1)
+    simulation.lose_host(simulation.hosts["b"])
+    with pytest.raises(ActorLostError, match="b was lost"):
+        await running
+    await asyncio.sleep(10.0)
+    assert (await actor.call("whereabouts"))[1] == "a"
 
 
-def test_the_world_of_an_ended_process_does_nothing(run, simulation):
-    async def main(world):
-        actor = world.actors.spawn_actor(Counter, name="c")
-        await actor.call("add")
-        process = simulation.find_process("c")
-        theirs = process.world
-        simulation.end_process(process, "a test")
-        for touch in (
-            lambda: theirs.actors.spawn_actor(Counter, name="d"),
-            lambda: theirs.actors.kill_actor(actor),
-            lambda: theirs.actors.put(1),
-            lambda: theirs.processes.kill_process(1, "a"),
-            lambda: theirs.threads.repeat_until_done("x", 1.0, lambda: True),
-            lambda: theirs.open_sockets(),
-            lambda: theirs.unique_id(),
-        ):
-            with pytest.raises(ProcessKilled):
-                touch()
+@in_driver
+async def test_the_world_of_an_ended_process_does_nothing(world, simulation):
+    actor = world.actors.spawn_actor(Counter, name="c")
+    await actor.call("add")
+    process = simulation.find_process("c")
+    theirs = process.world
+    simulation.end_process(process, "a test")
+    for touch in (
+        lambda: theirs.actors.spawn_actor(Counter, name="d"),
+        lambda: theirs.actors.kill_actor(actor),
+        lambda: theirs.actors.put(1),
+        lambda: theirs.processes.kill_process(1, "a"),
+        lambda: theirs.threads.repeat_until_done("x", 1.0, lambda: True),
+        lambda: theirs.open_sockets(),
+        lambda: theirs.unique_id(),
+    ):
         with pytest.raises(ProcessKilled):
-            await theirs.threads.run(len, ())
-
-    run(main)
+            touch()
+    with pytest.raises(ProcessKilled):
+        await theirs.threads.run(len, ())

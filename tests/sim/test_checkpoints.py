@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from dev.simulation.disk import SimulatedDisk, SimulatedFile, SimulatedFiles
 from dev.simulation.loop import ProcessKilled
 from dev.simulation.processes import HostProcess
-from dev.simulation.world import SimulatedHost, Simulation
+from dev.simulation.world import Simulation
 from r3async.actors.driver import open_run_directory
 from r3async.checkpoint import CheckpointDirectory, CheckpointError, CheckpointWriter, find_checkpoint
 from r3async.checkpoint.directory import begin_lineage, describe_origin
@@ -34,19 +34,6 @@ from tests.helpers.checkpoint import hold_nothing, tiny_state, training_state, w
 from tests.helpers.disk import Process
 
 RUN = Path("/runs/a")
-
-
-class Machine(Simulation):
-    """One host with a disk."""
-
-    def new_disk(self, host: str) -> SimulatedDisk:
-        return SimulatedDisk(self.rng_for(f"disk/{host}"))
-
-    def files(self, process: HostProcess) -> Files:
-        return process.host.disk.files_for(process)
-
-    def lose_unsynced(self, host: SimulatedHost) -> None:
-        host.disk.lose_power()
 
 
 @dataclass
@@ -112,7 +99,7 @@ def start_model(files: Files) -> Path:
     return model
 
 
-def live(simulation: Machine, process: HostProcess, main: Coroutine[Any, Any, None]) -> BaseException | None:
+def live(simulation: Simulation, process: HostProcess, main: Coroutine[Any, Any, None]) -> BaseException | None:
     """Until `main` or its process ends. What `main` raised."""
     over = simulation.loop.create_future()
     task = simulation.loop.create_task(main, context=process.context.copy())
@@ -136,7 +123,7 @@ STARTS = st.lists(
 
 def run(seed: int, starts: list[tuple[str, int, int, bool, bool]]) -> Known:
     """Start a run again and again; in each start a fault comes at an operation, and power may fail when it is over."""
-    simulation = Machine(seed)
+    simulation = Simulation(seed)
     (host,) = simulation.hosts.values()
     known = Known()
     for fault, at, count, back, power in [*starts, ("none", 0, 1, False, True), ("none", 0, 0, False, False)]:
@@ -255,7 +242,7 @@ async def save(world: World, rows: int) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_every_row_that_a_checkpoint_counts_is_there_when_power_has_failed(seed):
-    simulation = Machine(seed)
+    simulation = Simulation(seed)
     (host,) = simulation.hosts.values()
     process = simulation.begin_process("driver", host)
     assert live(simulation, process, save(process.world, 5)) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -76,11 +77,12 @@ def edited(kind: type[RunEvent], number: int = 0, **facts: object) -> list[RunEv
     return [*events[:at], msgspec.structs.replace(events[at], **facts), *events[at + 1 :]]
 
 
-def inserted(kind: type[RunEvent], number: int, *new: Callable[[float], RunEvent]) -> list[RunEvent]:
-    """Before that event."""
+def inserted(kind: type[RunEvent], number: int, *new: tuple[Any, ...] | Callable[[float], RunEvent]) -> list[RunEvent]:
+    """Before that event, each at its time: the kind of the new one and its facts, or what makes one for a time."""
     events = good()
     at = of(events, kind, number)
-    return [*events[:at], *(make(events[at].at) for make in new), *events[at:]]
+    made = [each(events[at].at) if callable(each) else each[0](events[at].at, *each[1:]) for each in new]
+    return [*events[:at], *made, *events[at:]]
 
 
 def test_a_run_that_resumes_and_trains_what_it_kept_keeps_every_invariant():
@@ -91,196 +93,129 @@ def test_a_run_that_resumes_and_trains_what_it_kept_keeps_every_invariant():
     assert checker.state.current_branch.steps[2] is not checker.state.branches[1].steps[2]
 
 
-SPOILED: dict[str, tuple[str, Callable[[], Sequence[RunEvent]]]] = {
-    "a number is taken twice": ("lineage", lambda: edited(LineageBegan, 1, lineage=1)),
-    "a parent that never began": ("lineage", lambda: edited(LineageBegan, 1, parent=7)),
-    "a checkpoint of steps that were not made": ("lineage", lambda: edited(LineageBegan, 1, step=4)),
-    "a checkpoint with other groups": ("lineage", lambda: edited(LineageBegan, 1, consumed=3)),
-    "a checkpoint with another version": ("lineage", lambda: edited(LineageBegan, 1, version=1)),
-    "the learner of an old start trains on": ("lineage", lambda: edited(StepBegan, 3, lineage=1)),
-    "a step is left out": ("lineage", lambda: edited(StepBegan, 1, step=3)),
-    "a safe checkpoint is passed over": ("checkpoint", lambda: edited(LineageBegan, 1, step=1, version=1, consumed=1)),
-    "weights of a checkpoint are other weights": ("checkpoint", lambda: edited(WeightsPublished, 3, weights=7)),
-    "a group is trained twice": ("twice", lambda: edited(StepBegan, 1, groups=(0,))),
-    "a group is twice in a step": ("twice", lambda: edited(StepBegan, 0, groups=(0, 0))),
-    "an episode is missing": ("whole", lambda: edited(StepTrained, 0, groups=(pair(0, 1, 0)[:1],))),
-    "a step of two groups": ("whole", lambda: edited(StepTrained, 0, groups=(pair(0, 1, 0), pair(1, 1, 0)))),
-    "too few differ": ("replaced", good),
+SPOILED: dict[str, tuple[str, Sequence[RunEvent]]] = {
+    "a number is taken twice": ("lineage", edited(LineageBegan, 1, lineage=1)),
+    "a parent that never began": ("lineage", edited(LineageBegan, 1, parent=7)),
+    "a checkpoint of steps that were not made": ("lineage", edited(LineageBegan, 1, step=4)),
+    "a checkpoint with other groups": ("lineage", edited(LineageBegan, 1, consumed=3)),
+    "a checkpoint with another version": ("lineage", edited(LineageBegan, 1, version=1)),
+    "the learner of an old start trains on": ("lineage", edited(StepBegan, 3, lineage=1)),
+    "a step is left out": ("lineage", edited(StepBegan, 1, step=3)),
+    "a safe checkpoint is passed over": ("checkpoint", edited(LineageBegan, 1, step=1, version=1, consumed=1)),
+    "weights of a checkpoint are other weights": ("checkpoint", edited(WeightsPublished, 3, weights=7)),
+    "a group is trained twice": ("twice", edited(StepBegan, 1, groups=(0,))),
+    "a group is twice in a step": ("twice", edited(StepBegan, 0, groups=(0, 0))),
+    "an episode is missing": ("whole", edited(StepTrained, 0, groups=(pair(0, 1, 0)[:1],))),
+    "a step of two groups": ("whole", edited(StepTrained, 0, groups=(pair(0, 1, 0), pair(1, 1, 0)))),
+    "too few differ": ("replaced", good()),
     "episodes of a group play two tasks": (
         "task",
-        lambda: edited(StepTrained, 0, groups=((msgspec.structs.replace(pair(0, 1, 0)[0], task=2), pair(0, 1, 0)[1]),)),
+        edited(StepTrained, 0, groups=((msgspec.structs.replace(pair(0, 1, 0)[0], task=2), pair(0, 1, 0)[1]),)),
     ),
-    "beyond the window": ("window", lambda: edited(StepBegan, 0, groups=(2,))),
-    "an older one is complete": ("window", lambda: edited(StepBegan, 0, groups=(1,))),
-    "weights that were taken back": ("weights", lambda: edited(StepTrained, 4, groups=(pair(3, 1, 3),))),
-    "a lineage that never was": ("weights", lambda: edited(StepTrained, 4, groups=(pair(3, 9, 2),))),
+    "beyond the window": ("window", edited(StepBegan, 0, groups=(2,))),
+    "an older one is complete": ("window", edited(StepBegan, 0, groups=(1,))),
+    "weights that were taken back": ("weights", edited(StepTrained, 4, groups=(pair(3, 1, 3),))),
+    "a lineage that never was": ("weights", edited(StepTrained, 4, groups=(pair(3, 9, 2),))),
     "other log-probs": (
         "weights",
-        lambda: edited(
-            StepTrained, 0, groups=((msgspec.structs.replace(pair(0, 1, 0)[0], wrong="no"), pair(0, 1, 0)[1]),)
-        ),
+        edited(StepTrained, 0, groups=((msgspec.structs.replace(pair(0, 1, 0)[0], wrong="no"), pair(0, 1, 0)[1]),)),
     ),
-    "as nobody sent it": (
-        "content",
-        lambda: edited(StepTrained, 0, groups=((playing(0, 0, 1, 0, take=1), pair(0, 1, 0)[1]),)),
-    ),
+    "as nobody sent it": ("content", edited(StepTrained, 0, groups=((playing(0, 0, 1, 0, take=1), pair(0, 1, 0)[1]),))),
     "acknowledged, and never sent": (
         "content",
-        lambda: inserted(StepBegan, 0, lambda at: TrajectoriesAcknowledged(at, "a", (format_trajectory_id(9, 0),))),
+        inserted(StepBegan, 0, (TrajectoriesAcknowledged, "a", (format_trajectory_id(9, 0),))),
     ),
-    "too old": ("age", good),
-    "a version is counted twice": ("version", lambda: edited(StepBegan, 1, version=2)),
-    "published before it is made": ("version", lambda: edited(WeightsPublished, 1, version=2)),
-    "published again": ("version", lambda: edited(WeightsPublished, 1, version=0)),
-    "old weights under a new number": ("version", lambda: edited(WeightsPublished, 1, weights=100)),
-    "installed from another lineage": ("version", lambda: edited(WeightsInstalled, 6, lineage=1)),
-    "installed backwards": (
-        "version",
-        lambda: inserted(StepBegan, 1, lambda at: WeightsInstalled(at, "a", 1, 0, 100)),
-    ),
-    "installed, not published": ("version", lambda: edited(WeightsInstalled, 2, version=9)),
-    "other weights installed": ("version", lambda: edited(WeightsInstalled, 2, weights=9)),
-    "sampled by weights that it had not": (
-        "generator",
-        lambda: edited(TrajectorySent, 0, trajectory=playing(0, 0, 1, 1)),
-    ),
-    "named of another lineage": ("generator", lambda: edited(TrajectorySent, 0, trajectory=playing(0, 0, 2, 0))),
-    "acknowledged and lost": ("lost", lambda: edited(MissingReported, 0, missing={2: [1]})),
-    "what was kept is played again": (
-        "again",
-        lambda: inserted(StepBegan, 3, lambda at: GroupsLeased(at, "a", ((3, (1,)),))),
-    ),
-    "what is here is played again": (
-        "again",
-        lambda: inserted(StepBegan, 0, lambda at: GroupsLeased(at, "a", ((1, (0,)),))),
-    ),
-    "what was trained is played again": (
-        "again",
-        lambda: inserted(StepBegan, 1, lambda at: GroupsLeased(at, "a", ((0, (0,)),))),
-    ),
-    "two generators have it": (
-        "again",
-        lambda: inserted(TrajectorySent, 0, lambda at: GroupsLeased(at, "b", ((0, (1,)),))),
-    ),
+    "too old": ("age", good()),
+    "a version is counted twice": ("version", edited(StepBegan, 1, version=2)),
+    "published before it is made": ("version", edited(WeightsPublished, 1, version=2)),
+    "published again": ("version", edited(WeightsPublished, 1, version=0)),
+    "old weights under a new number": ("version", edited(WeightsPublished, 1, weights=100)),
+    "installed from another lineage": ("version", edited(WeightsInstalled, 6, lineage=1)),
+    "installed backwards": ("version", inserted(StepBegan, 1, (WeightsInstalled, "a", 1, 0, 100))),
+    "installed, not published": ("version", edited(WeightsInstalled, 2, version=9)),
+    "other weights installed": ("version", edited(WeightsInstalled, 2, weights=9)),
+    "sampled by weights that it had not": ("generator", edited(TrajectorySent, 0, trajectory=playing(0, 0, 1, 1))),
+    "named of another lineage": ("generator", edited(TrajectorySent, 0, trajectory=playing(0, 0, 2, 0))),
+    "acknowledged and lost": ("lost", edited(MissingReported, 0, missing={2: [1]})),
+    "what was kept is played again": ("again", inserted(StepBegan, 3, (GroupsLeased, "a", ((3, (1,)),)))),
+    "what is here is played again": ("again", inserted(StepBegan, 0, (GroupsLeased, "a", ((1, (0,)),)))),
+    "what was trained is played again": ("again", inserted(StepBegan, 1, (GroupsLeased, "a", ((0, (0,)),)))),
+    "two generators have it": ("again", inserted(TrajectorySent, 0, (GroupsLeased, "b", ((0, (1,)),)))),
     "a slot is freed early": (
         "slots",
-        lambda: inserted(WeightsPublished, 1, *(lambda at, g=g: GroupsLeased(at, "a", ((g, (0, 1)),)) for g in (2, 3))),
+        inserted(WeightsPublished, 1, *((GroupsLeased, "a", ((g, (0, 1)),)) for g in (2, 3))),
     ),
-    "a group is passed over": (
-        "slots",
-        lambda: inserted(StepBegan, 0, lambda at: GroupsLeased(at, "a", ((3, (0, 1)),))),
-    ),
-    "more slots than there are": ("slots", lambda: inserted(StepBegan, 0, lambda at: SlotsReported(at, 4, 3))),
+    "a group is passed over": ("slots", inserted(StepBegan, 0, (GroupsLeased, "a", ((3, (0, 1)),)))),
+    "more slots than there are": ("slots", inserted(StepBegan, 0, (SlotsReported, 4, 3))),
     "something sound is refused": (
         "refused",
-        lambda: inserted(
-            TrajectoriesAcknowledged, 0, lambda at: TrajectoryRefused(at, "a", format_trajectory_id(0, 0), "no")
-        ),
+        inserted(TrajectoriesAcknowledged, 0, (TrajectoryRefused, "a", format_trajectory_id(0, 0), "no")),
     ),
-    "removed before a checkpoint": (
-        "store",
-        lambda: inserted(CheckpointSaved, 0, lambda at: SpoolFileRemoved(at, 1, "1-1")),
-    ),
+    "removed before a checkpoint": ("store", inserted(CheckpointSaved, 0, (SpoolFileRemoved, 1, "1-1"))),
     "the spool keeps what is trained": (
         "store",
-        lambda: [e for e in good() if not isinstance(e, SpoolFileRemoved) or e.group != 2],
+        [e for e in good() if not isinstance(e, SpoolFileRemoved) or e.group != 2],
     ),
-    "the run fails": ("ended", lambda: edited(RunFinished, 0, failed="no")),
-    "a host fetches other weights": (
-        "arrived",
-        lambda: inserted(StepBegan, 1, lambda at: VersionArrived(at, "a", 1, 9)),
-    ),
+    "the run fails": ("ended", edited(RunFinished, 0, failed="no")),
+    "a host fetches other weights": ("arrived", inserted(StepBegan, 1, (VersionArrived, "a", 1, 9))),
     "a version that is used is removed": (
         "held",
-        lambda: inserted(
-            StepBegan, 1, lambda at: VersionFetched(at, "a", "h: v"), lambda at: VersionRemoved(at, "b", "h: v")
-        ),
+        inserted(StepBegan, 1, (VersionFetched, "a", "h: v"), (VersionRemoved, "b", "h: v")),
     ),
-    "a parent that failed": (
-        "parent",
-        lambda: inserted(StepBegan, 0, lambda at: ParentAssigned(at, "a", "tcp://b", ("tcp://b",))),
-    ),
+    "a parent that failed": ("parent", inserted(StepBegan, 0, (ParentAssigned, "a", "tcp://b", ("tcp://b",)))),
     "it plays with old weights": (
         "current",
-        lambda: inserted(
-            StepBegan,
-            1,
-            lambda at: ProcessEnded(at, "a"),
-            lambda at: WeightsInstalled(at, "a", 1, 0, 100),
-            lambda at: PlayRequested(at, "a"),
-        ),
+        inserted(StepBegan, 1, (ProcessEnded, "a"), (WeightsInstalled, "a", 1, 0, 100), (PlayRequested, "a")),
     ),
     "an installation does not end": (
         "prompt",
-        lambda: inserted(
-            WeightsPublished, 4, lambda at: InstallRequested(at, "a", 2, 3), lambda at: TimePassed(at + 97.0)
-        ),
+        inserted(WeightsPublished, 4, (InstallRequested, "a", 2, 3), lambda at: TimePassed(at + 97.0)),
     ),
     "one is left with old weights": (
         "prompt",
-        lambda: [
-            *inserted(WeightsPublished, 4, lambda at: PlayRequested(at, "b"))[: of(good(), WeightsPublished, 4) + 3],
+        [
+            *inserted(WeightsPublished, 4, (PlayRequested, "b"))[: of(good(), WeightsPublished, 4) + 3],
             TimePassed(good()[of(good(), FaultsOver)].at + 98.0),
         ],
     ),
-    "a parent is silent": (
-        "prompt",
-        lambda: inserted(StepBegan, 0, lambda at: ParentRequested(at, "a"), lambda at: TimePassed(at + 21.0)),
-    ),
+    "a parent is silent": ("prompt", inserted(StepBegan, 0, (ParentRequested, "a"), lambda at: TimePassed(at + 21.0))),
     "a silent one keeps what it has": (
         "prompt",
-        lambda: inserted(
-            TrajectorySent, 0, *(lambda at, i=i: GroupsLeased(at + 9.0 * i, "b", free=2) for i in range(1, 6))
-        ),
+        inserted(TrajectorySent, 0, *(lambda at, i=i: GroupsLeased(at + 9.0 * i, "b", free=2) for i in range(1, 6))),
     ),
     "of a session that is over": (
         "session",
-        lambda: inserted(
-            TrajectoriesAcknowledged, 0, lambda at: TrajectoriesDelivered(at, "a", (format_trajectory_id(0, 0),), False)
-        ),
+        inserted(TrajectoriesAcknowledged, 0, (TrajectoriesDelivered, "a", (format_trajectory_id(0, 0),), False)),
     ),
     "given up too soon": (
         "failed",
-        lambda: inserted(
-            StepBegan, 0, lambda at: TrajectorySent(at, "a", msgspec.structs.replace(playing(0, 0, 1), reward=None))
-        ),
+        inserted(StepBegan, 0, (TrajectorySent, "a", msgspec.structs.replace(playing(0, 0, 1), reward=None))),
     ),
-    "two evaluations at a time": (
-        "evaluation",
-        lambda: inserted(StepBegan, 2, lambda at: EvaluationBegan(at, 1), lambda at: EvaluationBegan(at, 2)),
-    ),
-    "evaluated with old weights": (
-        "evaluation",
-        lambda: inserted(StepBegan, 2, lambda at: EvaluationEnded(at, 2, (7,), 1, 2)),
-    ),
+    "two evaluations at a time": ("evaluation", inserted(StepBegan, 2, (EvaluationBegan, 1), (EvaluationBegan, 2))),
+    "evaluated with old weights": ("evaluation", inserted(StepBegan, 2, (EvaluationEnded, 2, (7,), 1, 2))),
     "other tasks are evaluated": (
         "evaluation",
-        lambda: inserted(
-            StepBegan, 2, lambda at: EvaluationEnded(at, 1, (7,), 1, 2), lambda at: EvaluationEnded(at, 2, (9,), 2, 2)
-        ),
+        inserted(StepBegan, 2, (EvaluationEnded, 1, (7,), 1, 2), (EvaluationEnded, 2, (9,), 2, 2)),
     ),
-    "trained tasks are evaluated": (
-        "evaluation",
-        lambda: inserted(StepBegan, 2, lambda at: EvaluationEnded(at, 2, (0,), 2, 2)),
-    ),
-    "an evaluation is missing": ("evaluation", lambda: edited(RunFinished, 0, evaluated=(4,))),
-    "that of the last step is missing": ("evaluation", lambda: edited(RunFinished, 0, evaluated=(2,))),
-    "an evaluation is there twice": ("evaluation", lambda: edited(RunFinished, 0, evaluated=(2, 2, 4))),
-    "steps are missing at the end": ("ended", lambda: edited(RunFinished, 0, steps=3)),
-    "no step after the last fault": ("stuck", lambda: inserted(WeightsPublished, 4, lambda at: TimePassed(at + 101.0))),
-    "no step after a step": ("stuck", lambda: inserted(CheckpointSaved, 1, lambda at: TimePassed(at + 51.0))),
+    "trained tasks are evaluated": ("evaluation", inserted(StepBegan, 2, (EvaluationEnded, 2, (0,), 2, 2))),
+    "an evaluation is missing": ("evaluation", edited(RunFinished, 0, evaluated=(4,))),
+    "that of the last step is missing": ("evaluation", edited(RunFinished, 0, evaluated=(2,))),
+    "an evaluation is there twice": ("evaluation", edited(RunFinished, 0, evaluated=(2, 2, 4))),
+    "steps are missing at the end": ("ended", edited(RunFinished, 0, steps=3)),
+    "no step after the last fault": ("stuck", inserted(WeightsPublished, 4, lambda at: TimePassed(at + 101.0))),
+    "no step after a step": ("stuck", inserted(CheckpointSaved, 1, lambda at: TimePassed(at + 51.0))),
 }
 
 
 @pytest.mark.parametrize("what", SPOILED)
 def test_what_must_not_be_is_named(what: str):
-    name, make = SPOILED[what]
+    name, events = SPOILED[what]
     soon = {"install_seconds": 3.0, "fetch_seconds": 20.0}
     every = {"evaluate_every": 2, "evaluated_tasks": 1}
     other = {"age": {"age_bound": 0}, "replaced": {"replaced_groups": 1}, "prompt": soon, "evaluation": every}.get(
         name, {}
     )
-    assert broken(make(), msgspec.structs.replace(RULES, **other)).name == name
+    assert broken(events, msgspec.structs.replace(RULES, **other)).name == name
 
 
 @pytest.mark.parametrize(
@@ -370,9 +305,9 @@ def test_what_came_after_the_learner_was_asked_may_be_leased_again():
     events = inserted(
         TrajectorySent,
         0,
-        lambda at: ProcessEnded(at, "a"),
-        lambda at: MissingReported(at, {0: [0, 1]}),
-        lambda at: WeightsInstalled(at, "a", 1, 0, 100),
+        (ProcessEnded, "a"),
+        (MissingReported, {0: [0, 1]}),
+        (WeightsInstalled, "a", 1, 0, 100),
     )
     at = of(events, TrajectoriesAcknowledged, 0)
     events.insert(at + 1, GroupsLeased(events[at].at, "b", ((0, (0, 1)),)))

@@ -110,174 +110,165 @@ def play(request: pytest.FixtureRequest) -> Callable[[Callable[[Place], Any]], N
     return over_zeromq if request.param == "zeromq" else simulated
 
 
-def test_messages_arrive_whole_and_in_order_both_ways(play):
-    async def script(place: Place) -> None:
-        router = place.router()
-        dealers = {name: place.dealer(router, name) for name in (b"a", b"b")}
-        sent = [[b"%d" % i, b"", bytes([i]) * (i * 631 % MAX_FRAME), bytearray(b"end")] for i in range(200)]
+def over_both(script: Callable[[Place], Any]) -> Callable[..., None]:
+    """Make a test of a script."""
+
+    def test(play: Callable[[Callable[[Place], Any]], None]) -> None:
+        play(script)
+
+    return test
+
+
+@over_both
+async def test_messages_arrive_whole_and_in_order_both_ways(place: Place) -> None:
+    router = place.router()
+    dealers = {name: place.dealer(router, name) for name in (b"a", b"b")}
+    sent = [[b"%d" % i, b"", bytes([i]) * (i * 631 % MAX_FRAME), bytearray(b"end")] for i in range(200)]
+    for message in sent:
+        for dealer in dealers.values():
+            assert dealer.send(*message) == 0
+    await until(lambda: len(router.heard) == 400)
+    for name, dealer in dealers.items():
+        assert [frames[1:] for frames in router.heard if frames[0] == name] == sent
         for message in sent:
-            for dealer in dealers.values():
-                assert dealer.send(*message) == 0
-        await until(lambda: len(router.heard) == 400)
-        for name, dealer in dealers.items():
-            assert [frames[1:] for frames in router.heard if frames[0] == name] == sent
-            for message in sent:
-                assert router.send(name, *message) == 0
-            await until(lambda: len(dealer.heard) == 200)  # noqa: B023
-            assert dealer.heard == sent
-
-    play(script)
+            assert router.send(name, *message) == 0
+        await until(lambda: len(dealer.heard) == 200)  # noqa: B023
+        assert dealer.heard == sent
 
 
-def test_what_is_sent_is_what_the_frames_held_then(play):
-    async def script(place: Place) -> None:
-        router = place.router()
-        dealer, small = place.dealer(router), bytearray(b"before")
-        dealer.send(small)
-        small[:] = b"after."
-        await until(lambda: router.heard)
-        assert router.heard == [[b"d", b"before"]]
-
-    play(script)
+@over_both
+async def test_what_is_sent_is_what_the_frames_held_then(place: Place) -> None:
+    router = place.router()
+    dealer, small = place.dealer(router), bytearray(b"before")
+    dealer.send(small)
+    small[:] = b"after."
+    await until(lambda: router.heard)
+    assert router.heard == [[b"d", b"before"]]
 
 
-def test_a_router_knows_a_dealer_while_its_connection_stands_and_nobody_else(play):
-    async def script(place: Place) -> None:
-        router = place.router()
-        assert router.send(b"d", b"x") == errno.EHOSTUNREACH
-        dealer = place.dealer(router)
-        await until(lambda: router.send(b"d", b"hello") == 0)  # it has not said anything
-        assert router.send(b"e", b"x") == errno.EHOSTUNREACH
-        await until(lambda: dealer.heard)
-        assert dealer.heard[0] == [b"hello"]
-        dealer.socket.close()
-        dealer.socket.close()
-        assert dealer.send(b"x") == errno.ENOTSOCK
-        await until(lambda: router.send(b"d", b"x") == errno.EHOSTUNREACH)
-        assert not router.heard
-
-    play(script)
+@over_both
+async def test_a_router_knows_a_dealer_while_its_connection_stands_and_nobody_else(place: Place) -> None:
+    router = place.router()
+    assert router.send(b"d", b"x") == errno.EHOSTUNREACH
+    dealer = place.dealer(router)
+    await until(lambda: router.send(b"d", b"hello") == 0)  # it has not said anything
+    assert router.send(b"e", b"x") == errno.EHOSTUNREACH
+    await until(lambda: dealer.heard)
+    assert dealer.heard[0] == [b"hello"]
+    dealer.socket.close()
+    dealer.socket.close()
+    assert dealer.send(b"x") == errno.ENOTSOCK
+    await until(lambda: router.send(b"d", b"x") == errno.EHOSTUNREACH)
+    assert not router.heard
 
 
-def test_a_new_connection_takes_over_the_name(play):
-    async def script(place: Place) -> None:
-        router, sockets = place.router(), place.sockets()
-        earlier = place.dealer(router, sockets=sockets)
-        earlier.send(b"first")
-        await until(lambda: router.heard)
-        earlier.socket.close()
-        later = place.dealer(router, sockets=sockets)
-        later.send(b"second")
+@over_both
+async def test_a_new_connection_takes_over_the_name(place: Place) -> None:
+    router, sockets = place.router(), place.sockets()
+    earlier = place.dealer(router, sockets=sockets)
+    earlier.send(b"first")
+    await until(lambda: router.heard)
+    earlier.socket.close()
+    later = place.dealer(router, sockets=sockets)
+    later.send(b"second")
+    await until(lambda: len(router.heard) == 2)
+    assert router.heard == [[b"d", b"first"], [b"d", b"second"]]
+    assert router.send(b"d", b"answer") == 0
+    await until(lambda: later.heard)
+    assert (earlier.heard, later.heard) == ([], [[b"answer"]])
+
+
+@over_both
+async def test_a_dealer_may_come_first_and_what_it_was_given_waits(place: Place) -> None:
+    sockets = place.sockets()
+    probe = place.router(sockets)
+    await sockets.close()  # its port is free
+    dealer = place.dealer(probe)
+    for i in range(1000):
+        assert dealer.send(b"%d" % i) == 0
+    assert dealer.send(b"more") == errno.EAGAIN
+    await asyncio.sleep(QUIET_SECONDS)
+    router = place.router(address=dealer.socket.endpoint)
+    await until(lambda: len(router.heard) == 1000)
+    assert router.heard == [[b"d", b"%d" % i] for i in range(1000)]
+
+
+@over_both
+async def test_an_address_is_bound_again_and_its_dealers_find_it(place: Place) -> None:
+    sockets = place.sockets()
+    router = place.router(sockets)
+    with pytest.raises(OSError, match="already in use") as failed:
+        place.router(address=router.socket.endpoint)
+    assert failed.value.errno == errno.EADDRINUSE
+    dealer = place.dealer(router)
+    dealer.send(b"first")
+    await until(lambda: router.heard)
+    await sockets.close()
+    await sockets.close()
+    assert router.send(b"d", b"x") == errno.ENOTSOCK
+    again = place.router(address=router.socket.endpoint)
+    await until(lambda: dealer.send(b"second") == 0 and again.heard)
+    assert again.heard[0] == [b"d", b"second"]
+    assert again.send(b"d", b"answer") == 0
+    await until(lambda: dealer.heard)
+
+
+@over_both
+async def test_only_known_keys_are_let_in(place: Place) -> None:
+    router = place.router()
+    unknown = place.dealer(
+        router, b"u", dataclasses.replace(generate_keys()[1], server_public_key=CLIENT_KEYS.server_public_key)
+    )
+    other = place.dealer(
+        router, b"o", dataclasses.replace(CLIENT_KEYS, server_public_key=generate_keys()[1].server_public_key)
+    )
+    right = place.dealer(router, b"r")
+    for dealer in (unknown, other, right):
+        assert dealer.send(b"hello") == 0
+    await until(
+        lambda: (
+            router.refused[REFUSED_UNKNOWN_KEY]
+            and router.refused[REFUSED_OTHER_LEARNER]
+            and unknown.socket.denial_reason
+        )
+    )
+    await until(lambda: router.heard)
+    await asyncio.sleep(QUIET_SECONDS)
+    assert router.heard == [[b"r", b"hello"]]
+    assert set(router.refused) == {REFUSED_UNKNOWN_KEY, REFUSED_OTHER_LEARNER}
+    assert unknown.socket.denial_reason.startswith("this key")
+    assert other.socket.denial_reason == right.socket.denial_reason == ""
+
+
+@over_both
+async def test_who_sends_a_frame_that_is_too_large_is_disconnected(place: Place) -> None:
+    router = place.router()
+    dealer = place.dealer(router)
+    assert dealer.send(b"first") == 0
+    await until(lambda: router.heard)
+    assert dealer.send(b"too", bytes(MAX_FRAME + 100)) == 0
+    await until(lambda: dealer.send(b"next") == 0 and router.heard[-1] == [b"d", b"next"])
+    assert all(len(frame) < 10 for frames in router.heard for frame in frames)
+
+
+@over_both
+async def test_a_process_without_descriptors_makes_no_socket_and_those_that_it_has_go_on(place: Place) -> None:
+    sockets = place.sockets()
+    router, client = place.router(sockets), place.sockets("client")
+    dealer = place.dealer(router, sockets=client)
+    dealer.send(b"before")
+    await until(lambda: router.heard)
+    with place.full():
+        for attempt in (lambda: place.dealer(router, b"e", sockets=client), lambda: place.router(client)):
+            with pytest.raises(OSError, match="Too many open files") as failed:
+                attempt()
+            assert failed.value.errno == errno.EMFILE
+        assert dealer.send(b"meanwhile") == 0
         await until(lambda: len(router.heard) == 2)
-        assert router.heard == [[b"d", b"first"], [b"d", b"second"]]
-        assert router.send(b"d", b"answer") == 0
-        await until(lambda: later.heard)
-        assert (earlier.heard, later.heard) == ([], [[b"answer"]])
-
-    play(script)
-
-
-def test_a_dealer_may_come_first_and_what_it_was_given_waits(play):
-    async def script(place: Place) -> None:
-        sockets = place.sockets()
-        probe = place.router(sockets)
-        await sockets.close()  # its port is free
-        dealer = place.dealer(probe)
-        for i in range(1000):
-            assert dealer.send(b"%d" % i) == 0
-        assert dealer.send(b"more") == errno.EAGAIN
-        await asyncio.sleep(QUIET_SECONDS)
-        router = place.router(address=dealer.socket.endpoint)
-        await until(lambda: len(router.heard) == 1000)
-        assert router.heard == [[b"d", b"%d" % i] for i in range(1000)]
-
-    play(script)
-
-
-def test_an_address_is_bound_again_and_its_dealers_find_it(play):
-    async def script(place: Place) -> None:
-        sockets = place.sockets()
-        router = place.router(sockets)
-        with pytest.raises(OSError, match="already in use") as failed:
-            place.router(address=router.socket.endpoint)
-        assert failed.value.errno == errno.EADDRINUSE
-        dealer = place.dealer(router)
-        dealer.send(b"first")
-        await until(lambda: router.heard)
-        await sockets.close()
-        await sockets.close()
-        assert router.send(b"d", b"x") == errno.ENOTSOCK
-        again = place.router(address=router.socket.endpoint)
-        await until(lambda: dealer.send(b"second") == 0 and again.heard)
-        assert again.heard[0] == [b"d", b"second"]
-        assert again.send(b"d", b"answer") == 0
-        await until(lambda: dealer.heard)
-
-    play(script)
-
-
-def test_only_known_keys_are_let_in(play):
-    async def script(place: Place) -> None:
-        router = place.router()
-        unknown = place.dealer(
-            router, b"u", dataclasses.replace(generate_keys()[1], server_public_key=CLIENT_KEYS.server_public_key)
-        )
-        other = place.dealer(
-            router, b"o", dataclasses.replace(CLIENT_KEYS, server_public_key=generate_keys()[1].server_public_key)
-        )
-        right = place.dealer(router, b"r")
-        for dealer in (unknown, other, right):
-            assert dealer.send(b"hello") == 0
-        await until(
-            lambda: (
-                router.refused[REFUSED_UNKNOWN_KEY]
-                and router.refused[REFUSED_OTHER_LEARNER]
-                and unknown.socket.denial_reason
-            )
-        )
-        await until(lambda: router.heard)
-        await asyncio.sleep(QUIET_SECONDS)
-        assert router.heard == [[b"r", b"hello"]]
-        assert set(router.refused) == {REFUSED_UNKNOWN_KEY, REFUSED_OTHER_LEARNER}
-        assert unknown.socket.denial_reason.startswith("this key")
-        assert other.socket.denial_reason == right.socket.denial_reason == ""
-
-    play(script)
-
-
-def test_who_sends_a_frame_that_is_too_large_is_disconnected(play):
-    async def script(place: Place) -> None:
-        router = place.router()
-        dealer = place.dealer(router)
-        assert dealer.send(b"first") == 0
-        await until(lambda: router.heard)
-        assert dealer.send(b"too", bytes(MAX_FRAME + 100)) == 0
-        await until(lambda: dealer.send(b"next") == 0 and router.heard[-1] == [b"d", b"next"])
-        assert all(len(frame) < 10 for frames in router.heard for frame in frames)
-
-    play(script)
-
-
-def test_a_process_without_descriptors_makes_no_socket_and_those_that_it_has_go_on(play):
-    async def script(place: Place) -> None:
-        sockets = place.sockets()
-        router, client = place.router(sockets), place.sockets("client")
-        dealer = place.dealer(router, sockets=client)
-        dealer.send(b"before")
-        await until(lambda: router.heard)
-        with place.full():
-            for attempt in (lambda: place.dealer(router, b"e", sockets=client), lambda: place.router(client)):
-                with pytest.raises(OSError, match="Too many open files") as failed:
-                    attempt()
-                assert failed.value.errno == errno.EMFILE
-            assert dealer.send(b"meanwhile") == 0
-            await until(lambda: len(router.heard) == 2)
-        later = place.dealer(router, b"e", sockets=client)
-        assert later.send(b"after") == 0
-        await until(lambda: len(router.heard) == 3)
-        place.router(client)
-
-    play(script)
+    later = place.dealer(router, b"e", sockets=client)
+    assert later.send(b"after") == 0
+    await until(lambda: len(router.heard) == 3)
+    place.router(client)
 
 
 @pytest.mark.parametrize("endpoint", ["nowhere", "tcp://", "tcp://host:x"])

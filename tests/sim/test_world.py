@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -69,70 +66,6 @@ def test_a_line_is_stable_and_the_hash_is_of_all_lines():
     again.log_detail("a calls b")
     assert again.compute_digest() == log.compute_digest()
     assert len(again.lines) == 2
-
-
-STORY = """
-import asyncio, sys
-from r3async.world import ActorLostError, ActorOptions
-from dev.simulation.world import Simulation
-
-class Worker:
-    def __init__(self, world):
-        self.world, self.names = world, {world.unique_id() for _ in range(5)}
-    async def work(self, other, n):
-        await asyncio.sleep(0.01 * n)
-        await self.world.threads.run(len, ())
-        return await other.call("add", n) if other else n
-    def add(self, n): return n + 1
-
-async def main(world, simulation):
-    options = ActorOptions(max_restarts=5)
-    workers = [world.actors.spawn_actor(Worker, name=f"worker-{i}", actor_options=options) for i in range(4)]
-    rng = simulation.rng_for("main")
-    async def ask(n):
-        try:
-            answer = await workers[n % 4].call("work", workers[(n + 1) % 4], n, timeout=9.0)
-            simulation.log.log_event("driver", "got", n=answer)
-        except (ActorLostError, TimeoutError) as error:
-            simulation.log.log_event("driver", "missed", n=n, error=str(error))
-    tasks = set()
-    for n in range(200):
-        tasks.add(asyncio.create_task(ask(n)))
-        await asyncio.sleep(rng.random() / 10)
-        process = simulation.find_process(f"worker-{rng.randrange(4)}")
-        if process and n % 9 == 0: simulation.end_process(process, "a fault")
-        if process and n % 7 == 0:
-            simulation.freeze_process(process); simulation.loop.call_later(0.5, simulation.thaw_process, process)
-        done, tasks = await asyncio.wait(tasks, timeout=0) if tasks else (set(), set())
-        for task in done: simulation.log.log_event("driver", "done", task=task.get_name())
-    await asyncio.gather(*tasks)
-
-simulation = Simulation(sys.argv[1], hosts=("a", "b", "c"), max_seconds=10000.0, keep_details=True)
-driver = simulation.begin_process("driver", simulation.hosts["a"])
-simulation.run(driver, main(driver.world, simulation))
-simulation.close()
-assert simulation.loop.failures == [], simulation.loop.failures
-print("\\n".join(simulation.log.lines))
-print(simulation.log.compute_digest(), simulation.loop.callback_count)
-"""
-
-
-def story(seed: str, hash_seed: str) -> str:
-    environment = os.environ | {"PYTHONHASHSEED": hash_seed}
-    done = subprocess.run(
-        [sys.executable, "-c", STORY, seed], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
-
-
-def test_the_same_seed_is_the_same_story_in_every_python_process():
-    first = story("1", "1")
-    assert first == story("1", "2")
-    assert "process_ended" in first
-    assert "missed" in first
-    assert first.count(" got ") > 20
-    assert first.splitlines()[-1] != story("2", "1").splitlines()[-1]
 
 
 def test_a_world_is_not_sent():

@@ -160,31 +160,25 @@ def test_what_was_trained_must_be_what_was_sent():
     assert check_content([step(1, 0)], [passed[0], sent(1.0, "a", "g0e1")]) == []
 
 
+ACKNOWLEDGED = [sent(1, "a"), AcknowledgedRecord(2, ["g0e0"])]
+AGAIN = [*ACKNOWLEDGED, sent(3, "b")]
+BESIDE = [*ACKNOWLEDGED, sent(3, "b", began=1.5)]
+"""Two play it, one was silent."""
+
+
 @pytest.mark.parametrize(
     ("passed", "resumed", "lost"),
     [
         ([sent(1, "a"), sent(2, "b")], [], False),  # never acknowledged
-        ([sent(1, "a"), AcknowledgedRecord(2, ["g0e0"]), sent(3, "a")], [], False),  # its answer was lost
-        ([sent(1, "a"), AcknowledgedRecord(2, ["g0e0"]), sent(3, "b")], [], True),
-        ([sent(1, "a"), AcknowledgedRecord(2, ["g0e0"]), sent(3, "b")], [RunRestart(2.5, 3, 4)], True),
-        ([sent(1, "a"), AcknowledgedRecord(2, ["g0e0"]), sent(3, "b")], [RunRestart(1.5, 2, 4)], True),  # before it
-        (
-            [sent(1, "a"), AcknowledgedRecord(2, ["g0e0"]), sent(3, "b")],
-            [RunRestart(2.5, 2, 4)],
-            False,
-        ),  # its weights are gone
-        (
-            [sent(1, "a", group=4), AcknowledgedRecord(2, ["g0e0"]), sent(3, "b")],
-            [RunRestart(2.5, 3, 4)],
-            False,
-        ),  # its slot is
+        ([*ACKNOWLEDGED, sent(3, "a")], [], False),  # its answer was lost
+        (AGAIN, [], True),
+        (AGAIN, [RunRestart(2.5, 3, 4)], True),
+        (AGAIN, [RunRestart(1.5, 2, 4)], True),  # before it
+        (AGAIN, [RunRestart(2.5, 2, 4)], False),  # its weights are gone
+        ([sent(1, "a", group=4), *AGAIN[1:]], [RunRestart(2.5, 3, 4)], False),  # its slot is
         ([sent(1, "a"), sent(2, "b"), AcknowledgedRecord(3, ["g0e0"]), sent(4, "c")], [], True),
-        (
-            [sent(1, "a"), AcknowledgedRecord(2, ["g0e0"]), sent(3, "b", began=1.5)],
-            [],
-            False,
-        ),  # two play it, one was silent
-        ([sent(1, "a"), AcknowledgedRecord(2, ["g0e0"]), sent(3, "b", began=1.5), sent(4, "c", began=3.5)], [], True),
+        (BESIDE, [], False),
+        ([*BESIDE, sent(4, "c", began=3.5)], [], True),
     ],
 )
 def test_what_was_acknowledged_and_played_again_is_found(passed, resumed, lost):

@@ -4,7 +4,6 @@ import itertools
 import json
 import subprocess
 import sys
-from functools import partial
 
 import numpy as np
 import pytest
@@ -14,14 +13,10 @@ from r3async.data.models import parse_model_shape
 from r3async.data.tokens import Sample, TokenTable, Trajectory, Turn
 from r3async.data.wire import encode_trajectory
 from r3async.tools.memory import (
-    CHUNK_ELEMENTS,
     GIB,
     INIT_VOCAB_SIZE,
     PUBLISHED_CONFIGS,
     check_trainable,
-    count_layer_activations,
-    estimate_rank_memory,
-    find_model_shape,
 )
 from r3async.tools.plan import count_wire_bytes, describe_plan, make_run_plan
 
@@ -54,47 +49,6 @@ def test_an_initial_model_has_the_vocabulary_that_the_plan_says():
     from r3async.tools.init_model import build_byte_tokenizer
 
     assert -(-len(build_byte_tokenizer()) // 8) * 8 == INIT_VOCAB_SIZE
-
-
-def test_the_learner_holds_what_the_plan_says(tiny_model):
-    """Every byte of weights and optimizer, in both precisions, and activations in one of them to within a tenth."""
-    import torch
-
-    from r3async.learner.batch import collate_samples
-    from r3async.learner.kernels import LOGIT_CHUNK_ELEMENTS as LEARNERS
-    from r3async.learner.megatron.backend import MegatronLearner
-
-    assert CHUNK_ELEMENTS == LEARNERS
-    for dtype in ("float32", "bfloat16"):
-        config = load_config("quickstart", [f"learner.dtype={dtype}", f"model.path={tiny_model}", "routing.replay=off"])
-        planned = estimate_rank_memory(find_model_shape(config)[0], config)
-        learner = MegatronLearner.from_pretrained(config, tiny_model)
-        try:
-            parameters = list(learner.model.parameters())
-            assert sum(p.numel() for p in parameters) == planned.parameters
-            assert sum(p.nbytes for p in parameters) == planned.weights
-            held = {id(p) for p in parameters}
-            masters = sum(m.nbytes for m in learner.optimizer._masters if id(m) not in held)
-            assert planned.optimizer == masters + 12 * planned.parameters
-            kept: dict = {}
-            with torch.autograd.graph.saved_tensors_hooks(partial(note, kept), lambda t: t):
-                samples = [Sample(str(i), TokenTable.from_tokens(np.arange(64) % 200)) for i in range(8)]
-                batch = collate_samples(samples)
-                learner.forward(batch, np.zeros(0, np.int64), None)
-            own = {p.untyped_storage().data_ptr() for p in parameters}
-            measured = sum(s.nbytes() for at, s in kept.items() if at not in own) / batch.num_tokens
-            shape = find_model_shape(config)[0]
-            expected = sum(sum(count_layer_activations(shape, i)) for i in range(shape.num_layers)) * 4
-            if dtype == "float32":  # in bfloat16 torch's norms on CPU keep float32 copies, which those on CUDA do not
-                assert measured == pytest.approx(expected, rel=0.1)
-        finally:
-            learner.close()
-
-
-def note(kept, tensor):
-    """Keep the storage too: memory that is given back is used again, and would be counted once."""
-    kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-    return tensor
 
 
 def test_ranks_together_hold_the_model_and_what_is_on_all_of_them():
@@ -156,8 +110,6 @@ def test_bytes_on_the_wire_are_those_of_an_encoded_trajectory(layers, top_k, exp
             "episode.max_total_tokens=40000 learner.max_tokens_per_micro_batch=40000",
             ["episode.max_total_tokens", "positions"],
         ),
-        ("quickstart", "env.name=revers-text", ["env.name", "reverse-text"]),
-        ("quickstart", "learner.parallel.ep=3", ["ep"]),
         ("quickstart", "model.init.heads=8", ["model.init.heads", "32"]),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,7 @@ import msgspec
 from r3async.config import config_from_dict, config_to_toml
 from r3async.record.events import open_event_log
 from r3async.record.metrics import METRICS
-from r3async.record.routes import RouteFile
+from r3async.record.routes import EngineCall, RouteFile, TrainedRoutes
 from r3async.record.timeline import Timeline
 from r3async.record.writer import MetricsFile
 from r3async.tools.init_model import build_byte_tokenizer
@@ -31,17 +32,26 @@ def write_run(root: Path, name: str = "demo", steps: int = 12, **settings: objec
         )
         for at, what in enumerate(("wait", "train", "snapshot")):
             Timeline(run, "learner").add_span(what, 1000.0 + 3 * step + at, 1001.0 + 3 * step + at, step=step)
-    learner, engine = RouteFile(run / "routes", "learner"), RouteFile(run / "routes", "engine-generator-0")
-    for step in (1, 11):
-        trained, calls = episode()
-        other = f"g{4 * (step - 1):08d}e0000"
-        named = {"step": step, "trajectory_id": other, "sample_id": f"{other}s0"}
-        learner.append(msgspec.structs.replace(trained, **named))
-        for call in calls:
-            engine.append(msgspec.structs.replace(call, trajectory_id=other))
+    write_routes(run)
     (run / "routing.jsonl").write_text(
         json.dumps({"step": 1, "agreement": [0.9, 1.0], "load": [[1, 2], [3, 4]]}) + "\n"
     )
     turns = [{"user": "say <b>", "assistant": "no", "reward": 0.5}]
     (run / "episodes.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5, "turns": turns}) + "\n")
     return run
+
+
+def write_routes(run: Path, change: Callable[..., tuple[TrainedRoutes, list[EngineCall]]] | None = None) -> None:
+    """Write the routes of a run whose learner replayed one episode in step 1 and another in step 11;
+    `change(trained, calls)` for step 11."""
+    learner, engine = RouteFile(run / "routes", "learner"), RouteFile(run / "routes", "engine-generator-0")
+    for step in (1, 11):
+        trained, calls = episode()
+        other = f"g{4 * (step - 1):08d}e0000"
+        trained = msgspec.structs.replace(trained, step=step, trajectory_id=other, sample_id=f"{other}s0")
+        calls = [msgspec.structs.replace(call, trajectory_id=other) for call in calls]
+        if change and step == 11:
+            trained, calls = change(trained, calls)
+        learner.append(trained)
+        for call in calls:
+            engine.append(call)

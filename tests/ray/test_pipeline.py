@@ -13,7 +13,6 @@ from rich.console import Console
 
 import r3async
 from r3async.config import load_config
-from r3async.record.metrics import METRICS
 from r3async.record.reading import read_json_objects
 from r3async.record.routes import RouteIndex, verify_routes
 from r3async.tools.inspect.routes import print_routes, print_verification
@@ -25,48 +24,8 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 SMALL = ["steps=4", "schedule.prompts_per_step=4", "schedule.group_size=4", "generator.kv_cache_gib=0.25"]
 STEPS = 12
 GENTLE = "learner.lr=2e-5"  # so small that drift can only come from something misaligned
-PROMISED_METRICS = [
-    "step",
-    "version",
-    "time",
-    "reward/mean",
-    "reward/max",
-    "episode/turns_mean",
-    "loss/policy",
-    "loss/rollout_kl",
-    "rollout_kl/k1",
-    "rollout_kl/k2",
-    "rollout_kl/k3",
-    "ratio/max",
-    "ratio/ess",
-    "staleness/mean",
-    "staleness/max",
-    "staleness/bound",
-    "staleness/queue_seconds_max",
-    "staleness/tokens_0",
-    "lag/learner_p99_ms",
-    "lag/conductor_p99_ms",
-    "lag/generator_p99_ms",
-    "generator/engine_idle_share",
-    "routing/recorded_fraction",
-    "routing/agreement",
-    "batch/tokens",
-    "batch/micro_batches",
-    "batch/split_episodes",
-    "batch/shared_tokens",
-    "batch/fill",
-    "grad_norm",
-    "throughput/generated_tokens_per_second",
-    "throughput/trained_tokens_per_second",
-    "weights/update_seconds",
-    "weights/pause_seconds",
-    "transport/received",
-    "transport/duplicates",
-    "transport/rejected",
-    "transport/damaged",
-    "transport/strangers",
-    "weights/strangers",
-]
+MEASURED = ("lag/learner_p99_ms", "lag/conductor_p99_ms", "lag/generator_p99_ms", "generator/engine_idle_share")
+"""Metrics of real processes. Those that any run has in every row: `sim/test_catalogue.py`."""
 
 
 def run(model, tmp_path, name, *overrides, **faults):
@@ -111,12 +70,10 @@ def test_a_run_goes_on_when_its_generator_is_killed_and_records_what_it_promises
 
     rows = read_json_objects(run_dir / "metrics.jsonl")
     assert [r["step"] for r in rows] == list(range(1, STEPS + 1))
-    assert {m for m in PROMISED_METRICS if not m.startswith("lag/")} <= set(METRICS)
     for row in rows[1:]:
         assert {"pace/ratio", "learner/idle_share", "generator/idle_share"} <= set(row)
     for row in rows:
-        assert set(PROMISED_METRICS) <= set(row)
-        assert all(isinstance(row[name], (int, float)) for name in PROMISED_METRICS)
+        assert all(isinstance(row[name], (int, float)) for name in MEASURED)
         assert row["staleness/max"] <= row["staleness/bound"] == 2
         assert sum(row[f"staleness/tokens_{age}"] for age in range(3)) == row["batch/trained_tokens"]
         assert row["routing/recorded_fraction"] >= 0.95

@@ -13,7 +13,7 @@ import pytest
 from dev.simulation.actors import copy_as_sent
 from dev.simulation.loop import ProcessKilled
 from dev.simulation.world import Simulation
-from r3async.world import ActorLostError, ActorOptions, ActorRef, Actors, Processes, Threads
+from r3async.world import ActorLostError, ActorOptions, ActorRef
 
 
 @dataclass
@@ -115,17 +115,6 @@ def in_driver(main):
     if len(inspect.signature(main).parameters) == 1:
         return lambda run: run(main)
     return lambda run, simulation: run(lambda world: main(world, simulation))
-
-
-def test_it_is_what_the_protocols_say(simulation):
-    world = simulation.begin_process("driver", simulation.hosts["a"]).world
-    actors: Actors = world.actors
-    threads: Threads = world.threads
-    processes: Processes = world.processes
-    assert isinstance(actors.spawn_actor(Counter, name="c"), ActorRef)
-    assert processes.host == "a"
-    with threads.new_lock():
-        pass
 
 
 def test_calls_take_time_and_arrive_in_order(run, simulation):

@@ -18,6 +18,9 @@ def test_a_run_writes_the_metrics_of_the_catalogue_and_no_others(machine) -> Non
     rows = read_json_objects(machine.run_dir / "metrics.jsonl")
     written = {name for row in rows for name in row}
     assert {name for name in written if find_metric(name).description == name} == set()
+    sometimes = {name for name in written if not all(isinstance(row.get(name), int | float) for row in rows)}
+    served = {name for name in sometimes if name.startswith(("rollout_kl/served_", "rollout_kl/k3_staleness_"))}
+    assert sometimes - served == {"pace/ratio", "learner/idle_share", "generator/idle_share"}  # not in the first row
     lacking = {name for name in METRICS if name not in written}
     of_real_processes = {name for name in lacking if re.fullmatch(r"(cpu|wall)/[a-z]+_[a-z]+_seconds", name)}
     assert of_real_processes >= {"cpu/generator_play_seconds", "wall/conductor_idle_seconds"}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from dev.simulation.faults import PlannedFault, draw_faults
 from dev.simulation.shrink import SimulationCase, shrink_case
 from dev.simulation.workload import draw_workload
@@ -44,8 +42,3 @@ def test_a_failure_without_faults_needs_none_and_few_tries_are_enough_to_be_smal
     small = shrink_case(big(), fails, tries=10)
     assert len(tried) == 10
     assert small.faults == ()
-
-
-def test_a_case_survives_json():
-    case = msgspec.structs.replace(big(), mutant="no_dedupe")
-    assert msgspec.json.decode(msgspec.json.encode(case), type=SimulationCase) == case

@@ -19,28 +19,19 @@ from r3async.tools.init_model import build_byte_tokenizer
 from r3async.tools.inspect.routes import label_token_roles
 from r3async.tools.inspect.run import find_run
 from tests.helpers.routes import ID, LAYERS, call, episode
+from tests.helpers.written_runs import write_routes
 
 END = 257
 QUIET = {"routing": {"trace": "all"}}
 
 
 def write_run(root: Path, name: str = "demo", *, change=None, config=QUIET) -> Path:
-    """A run whose learner replayed one episode in step 1 and another in step 11; `change(trained, calls)` for step 11."""
+    """A run with routes, and no other records."""
     run = root / "runs" / name
     run.mkdir(parents=True)
     (run / "config.toml").write_text(config_to_toml(config_from_dict(config)))
     build_byte_tokenizer().save_pretrained(run / "init")
-    learner, engine = RouteFile(run / "routes", "learner"), RouteFile(run / "routes", "engine-generator-0")
-    for step in (1, 11):
-        trained, calls = episode()
-        other = f"g{4 * (step - 1):08d}e0000"
-        trained = msgspec.structs.replace(trained, step=step, trajectory_id=other, sample_id=f"{other}s0")
-        calls = [msgspec.structs.replace(c, trajectory_id=other) for c in calls]
-        if change and step == 11:
-            trained, calls = change(trained, calls)
-        learner.append(trained)
-        for each in calls:
-            engine.append(each)
+    write_routes(run, change)
     return run
 
 

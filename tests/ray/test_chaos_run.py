@@ -2,8 +2,6 @@
 `ray/test_pipeline.py` and `ray/test_resume_run.py`. What the accounting finds in learners that are wrong:
 `sim/test_accounting.py`."""
 
-import io
-
 import pytest
 from rich.console import Console
 
@@ -16,21 +14,10 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(400), pytest.mark.usefixt
 
 
 def rehearse(untrained, root, roles, *overrides, **options):
-    screen = io.StringIO()
-    try:
-        return run_chaos(
-            "quickstart",
-            [f"model.path={untrained}", *overrides],
-            kills=len(roles),
-            seed=3,
-            root=root,
-            console=Console(file=screen, width=160),
-            roles=roles,
-            **options,
-        )
-    except BaseException:
-        print(screen.getvalue())
-        raise
+    settings = [f"model.path={untrained}", *overrides]
+    return run_chaos(
+        "quickstart", settings, kills=len(roles), seed=3, root=root, console=Console(width=160), roles=roles, **options
+    )
 
 
 def test_a_run_of_which_every_role_is_killed_trains_everything_once(untrained, tmp_path):

@@ -2,7 +2,6 @@
 
 The run is as long as what is measured of a whole run needs, so that is looked at here as well."""
 
-import io
 import shutil
 import subprocess
 import sys
@@ -31,7 +30,7 @@ REPORT_SECONDS = 2.0
 def trained(local_ray, tmp_path_factory):
     """The directory of a run of the example."""
     path = tmp_path_factory.mktemp("example")
-    console = Console(file=io.StringIO(), width=120)
+    console = Console(width=120)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("R3ASYNC_USER_PATH", str(path))
         patched.syspath_prepend(path)  # as the command does

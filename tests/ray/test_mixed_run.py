@@ -2,7 +2,6 @@
 itself. What a mixture promises beyond that: `sim/test_mix_run.py`."""
 
 import contextlib
-import io
 import json
 
 import pytest
@@ -39,7 +38,7 @@ def test_a_game_of_textarena_and_another_environment_are_trained_and_evaluated_e
         "name": "mixed",
     }
     with contextlib.suppress(NotTrained):  # the episodes of a model that knows nothing may all be worth the same
-        train(load_config("quickstart", settings), "quickstart", Console(file=io.StringIO(), width=120), tmp_path)
+        train(load_config("quickstart", settings), "quickstart", Console(width=120), tmp_path)
     rows = read_json_objects(tmp_path / "mixed" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:

@@ -3,8 +3,6 @@ up, and what then: `sim/test_held_up.py`."""
 
 from __future__ import annotations
 
-import io
-import json
 import threading
 import time
 from pathlib import Path
@@ -16,6 +14,7 @@ from r3async.config import load_config
 from r3async.envs import Message, StepResult
 from r3async.record.reading import read_json_objects
 from r3async.tools.train import train
+from tests.ray.test_resume_run import events
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 
@@ -50,48 +49,14 @@ class HoldsUp:
         return StepResult(float(len(action.text) % 2), done=True)
 
 
-def run(model, tmp_path, meddle, *overrides):
-    """The run's events, after it has made all its steps. `meddle(run_dir)` runs beside it."""
-    screen = io.StringIO()
-    config = load_config("quickstart", [*SMALL, f"model.path={model}", "name=run", *overrides])
-    meddling = threading.Thread(target=meddle, args=(tmp_path / "run",), daemon=True)
-    meddling.start()
-    try:
-        run_dir = train(config, "quickstart", Console(file=screen, width=120), tmp_path)
-    except BaseException:
-        print(screen.getvalue())
-        raise
-    meddling.join(timeout=10)
-    assert not meddling.is_alive()
-    assert [row["step"] for row in read_json_objects(run_dir / "metrics.jsonl")] == list(range(1, STEPS + 1))
-    assert (run_dir / "model" / "model.safetensors").stat().st_size > 0
-    return events(run_dir)
-
-
-def events(run_dir):
-    path = run_dir / "events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def until(condition):
-    deadline = time.monotonic() + 300
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return found
-
-
-def first_step(run_dir):
-    until(lambda: (run_dir / "metrics.jsonl").exists() and read_json_objects(run_dir / "metrics.jsonl"))
-
-
-def named(seen, event):
-    return [e for e in seen if e["event"] == event]
-
-
 def test_a_generator_that_is_held_up_for_good_is_named_writes_its_stacks_and_is_restarted(untrained, tmp_path):
-    def begin(run_dir):
-        first_step(run_dir)
+    run_dir = tmp_path / "run"
+
+    def begin():
+        deadline = time.monotonic() + 300
+        while not ((run_dir / "metrics.jsonl").exists() and read_json_objects(run_dir / "metrics.jsonl")):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         (tmp_path / "begun").touch()
 
     env = [
@@ -99,15 +64,22 @@ def test_a_generator_that_is_held_up_for_good_is_named_writes_its_stacks_and_is_
         f"env.args={{ directory = '{tmp_path}' }}",
         "episode.max_turns=1",
     ]
-    seen = run(untrained, tmp_path, begin, *env, "supervise.stall_seconds=5", "algorithm.credit=trajectory")
-    (stalled,) = named(seen, "stalled")
+    more = ["supervise.stall_seconds=5", "algorithm.credit=trajectory"]
+    config = load_config("quickstart", [*SMALL, f"model.path={untrained}", "name=run", *env, *more])
+    beginning = threading.Thread(target=begin, daemon=True)
+    beginning.start()
+    assert train(config, "quickstart", Console(width=120), tmp_path) == run_dir
+    beginning.join(timeout=10)
+    assert not beginning.is_alive()
+    assert [row["step"] for row in read_json_objects(run_dir / "metrics.jsonl")] == list(range(1, STEPS + 1))
+    assert (run_dir / "model" / "model.safetensors").stat().st_size > 0
+    (stalled,) = events(run_dir, "stalled")
     assert stalled["stage"] == "playing/generator-0"
     assert stalled["seconds"] >= stalled["limit"] == 5
     assert stalled["action"] == "restart"
     assert stalled["did_not_answer"] == ["generator-0"]
     assert stalled["queues"]["playing/generator-0"]["waiting"] > 0
-    assert len(named(seen, "generator_lost")) == len(named(seen, "generator_restarted")) == 1
-    run_dir = tmp_path / "run"
+    assert len(events(run_dir, "generator_lost")) == len(events(run_dir, "generator_restarted")) == 1
     assert "in hold_everything_up" in (run_dir / "logs" / "generator-0.log").read_text()
     assert "TrajectoryInbox.wait_for_groups" in (run_dir / "stacks" / "learner.txt").read_text()
     assert "Conductor.run" in (run_dir / "stacks" / "conductor.txt").read_text()

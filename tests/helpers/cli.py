@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
@@ -39,3 +40,13 @@ def typed(*words: str, cwd: Path, main: Callable[[], None] = main) -> Said:
         except SystemExit as ended:
             code = ended.code or 0
     return Said(int(code), out.getvalue(), err.getvalue())
+
+
+def run_program(words: Iterable[object], *, cwd: Path, timeout: float = 120.0, **variables: str) -> Said:
+    """Return the output of a program in that folder, with these variables in its environment."""
+    command = [str(word) for word in words]
+    environment = os.environ | variables
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    return Said(done.returncode, done.stdout, done.stderr)

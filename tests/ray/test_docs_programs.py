@@ -1,11 +1,10 @@
 """Programs of the pages that train: executed to their end as they are written, but for the size of their runs."""
 
-import os
-import subprocess
 import sys
 
 import pytest
 
+from tests.helpers.cli import run_program
 from tests.tools.test_docs_blocks import PAGES, blocks
 
 SMALLER = {
@@ -33,13 +32,6 @@ def test_a_program_of_the_pages_ends_without_an_error(page, program, tmp_path, r
         program = program.replace(written, smaller)
     assert "steps=2" in program, "its run has to be made smaller"
     (tmp_path / "program.py").write_text(program)
-    done = subprocess.run(
-        [sys.executable, "program.py"],
-        cwd=tmp_path,
-        env={**os.environ, "RAY_ADDRESS": ray_head},
-        timeout=540,
-        capture_output=True,
-        text=True,
-    )
+    done = run_program([sys.executable, "program.py"], cwd=tmp_path, timeout=540, RAY_ADDRESS=ray_head)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "runs" / "latest" / "metrics.jsonl").read_text().count("\n") == 2

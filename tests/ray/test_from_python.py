@@ -1,8 +1,6 @@
 """`r3async.train` with objects and callbacks: from a script without a guard, and within a running event loop."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import pytest
 
 import r3async
 from r3async.record.reading import read_json_objects
+from tests.helpers.cli import run_program
 
 pytestmark = [pytest.mark.timeout(500), pytest.mark.usefixtures("local_ray")]
 
@@ -66,15 +65,8 @@ print(json.dumps({"run": str(run), "heard": heard, "again": [again.sets["many"].
 def test_a_script_without_a_guard_gives_a_class_of_its_own_and_hears_of_its_run(untrained, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     settings = SETTINGS | {"checkpoint": {"every_steps": 100, "every_minutes": 0, "keep_best": "greedy/reward_mean"}}
-    done = subprocess.run(
-        [sys.executable, "script.py", json.dumps(settings), str(untrained), str(tmp_path / "runs")],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    words = (sys.executable, "script.py", json.dumps(settings), untrained, tmp_path / "runs")
+    done = run_program(words, cwd=tmp_path, timeout=300, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr[-4000:]
     told = json.loads(done.stdout.splitlines()[-1])
     heard, run = told["heard"], Path(told["run"])

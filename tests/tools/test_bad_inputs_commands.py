@@ -1,13 +1,12 @@
 """What people get wrong on the command line of every command: one line that names it and the fix, and exit code 2."""
 
-import subprocess
 import sys
 
 import pytest
 
 from dev.__main__ import main as dev_main
 from tests.helpers.bad_inputs import judge
-from tests.helpers.cli import Said, typed
+from tests.helpers.cli import Said, run_program, typed
 
 COMMANDS = [
     ("trian quickstart", "Did you mean 'train'"),
@@ -159,9 +158,7 @@ def test_a_command_line_of_development_that_cannot_be(line, part, folder):
 @pytest.mark.parametrize("line", SAMPLE)
 def test_a_real_process_says_the_same(line, folder):
     """The same words as in this process, and nothing from an interpreter that ends."""
-    command = [sys.executable, "-m", "r3async", *line.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder)
-    said = Said(done.returncode, done.stdout, done.stderr)
+    said = run_program([sys.executable, "-m", "r3async", *line.split()], cwd=folder)
     judge(said, (typed(*line.split(), cwd=folder).stderr.strip().splitlines()[-1],))
 
 

@@ -39,17 +39,13 @@ from dev.bench.step import BLOCK, WAYS, SecondsSpent, summarize_blocks
 from dev.bench.tree_cpu import TreeCpu
 from r3async.config import ConfigError
 from r3async.learner.batch import CostModel
+from tests.helpers.cli import run_program
 
 PLAN = ComparisonPlan(["a"], [0], steps=20)
 
 
-def cli(*words, cwd, timeout=120):
-    command = [sys.executable, "-m", "dev", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=cwd, check=False)
-
-
 def measure(*words, cwd, timeout=120):
-    done = cli("bench", *words, "--json", cwd=cwd, timeout=timeout)
+    done = run_program([sys.executable, "-m", "dev", "bench", *words, "--json"], cwd=cwd, timeout=timeout)
     assert done.returncode == 0, done.stderr
     report = msgspec.json.decode(done.stdout.splitlines()[-1], type=BenchReport)
     assert report.benchmark == words[0]

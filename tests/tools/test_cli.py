@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -15,12 +14,11 @@ from r3async.checkpoint.state import CheckpointUnreadable
 from r3async.config import ConfigError
 from r3async.tools.cli import main
 from r3async.tools.train import StoppedWhileLoading, StopRequest, handle_stop_signals
-from tests.helpers.cli import typed
+from tests.helpers.cli import run_program, typed
 
 
 def test_presets_are_listed_and_shown(tmp_path):
-    command = [sys.executable, "-m", "r3async", "presets"]
-    listed = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=True)
+    listed = run_program([sys.executable, "-m", "r3async", "presets"], cwd=tmp_path)
     assert listed.stdout.startswith("quickstart")
     shown = typed("presets", "quickstart", cwd=tmp_path).stdout
     assert tomllib.loads(shown)["env"]["name"] == "reverse-text"
@@ -77,13 +75,8 @@ def test_a_module_beside_which_a_run_is_started_is_found_and_hides_none_of_ours(
         ("my_losses:reinforce", "returns a NoneType"),
         ("my_losses:other", "cannot be loaded"),
     ]:
-        done = subprocess.run(
-            [script, "train", "quickstart", "--dry-run", f"algorithm.policy_loss={loss}"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        words = (script, "train", "quickstart", "--dry-run", f"algorithm.policy_loss={loss}")
+        done = run_program(words, cwd=tmp_path, timeout=60)
         assert done.returncode == 2, done.stderr
         assert said in done.stderr
 

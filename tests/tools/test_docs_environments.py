@@ -3,11 +3,12 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.cli import run_program
 
 PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
 SECTION = PAGE.split("## Your own")[1].split("\n## ")[0]
@@ -31,14 +32,7 @@ def test_the_page_takes_a_reader_to_a_trained_environment(tmp_path):
         assert kind == "sh"
         script = text.replace("train shift.toml", f"train shift.toml {FEWER}").replace("--tasks 64", "--tasks 8")
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        done = subprocess.run(
-            ["bash", "-ec", script],
-            cwd=tmp_path,
-            env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
-            timeout=570,
-            capture_output=True,
-            text=True,
-        )
+        done = run_program(["bash", "-ec", script], cwd=tmp_path, timeout=570, PATH=path, OMP_NUM_THREADS="1")
         assert done.returncode == 0, done.stdout + done.stderr
         assert "oracle on shift:Shift: mean reward 1.0000" in done.stdout
         assert "model on shift:Shift" in done.stdout

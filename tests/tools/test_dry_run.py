@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,16 +13,15 @@ from safetensors.torch import load_file, save_file
 from r3async.data.models import ARCHITECTURES, TORCH_ONLY_ARCHITECTURES, UNSUPPORTED_MODEL_TYPES
 from tests.helpers import architectures as ha
 from tests.helpers.bad_inputs import judge
-from tests.helpers.cli import Said, typed
+from tests.helpers.cli import Said, run_program, typed
 
 ROOT = Path(__file__).parents[2]
 
 
 def dry_run(*words: str, cwd: Path) -> Said:
     """In a process of its own: a model is built with process groups, of which one process has one."""
-    command = [sys.executable, "-m", "r3async", "train", "quickstart", "--dry-run", *words]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=180, check=False)
-    return Said(done.returncode, done.stdout, done.stderr)
+    words = (sys.executable, "-m", "r3async", "train", "quickstart", "--dry-run", *words)
+    return run_program(words, cwd=cwd, timeout=180)
 
 
 def complete(directory: Path, variant: str) -> Path:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import os
-import subprocess
 import sys
 import threading
 import tomllib
@@ -17,15 +15,13 @@ import pytest
 import r3async
 from r3async import ConfigError, load_config
 from r3async.api import _run_blocking
+from tests.helpers.cli import Said, run_program
 
 ROOT = Path(__file__).parents[2]
 
 
-def run(*words: object, cwd: Path, path: Path, timeout: int = 120) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"PYTHONPATH": str(path)}
-    return subprocess.run(
-        [str(w) for w in words], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, check=False
-    )
+def run(*words: object, cwd: Path, path: Path, timeout: int = 120) -> Said:
+    return run_program(words, cwd=cwd, timeout=timeout, PYTHONPATH=str(path))
 
 
 @pytest.fixture(scope="module")

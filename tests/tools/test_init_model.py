@@ -2,8 +2,6 @@
 
 import json
 import multiprocessing
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from r3async.tools import init_model as module
 from r3async.tools.init_model import build_byte_tokenizer, init_model, init_model_in_process, init_or_copy_model
 from r3async.tools.preflight import try_environments
 from r3async.world.processes import run_on_shared_loop
+from tests.helpers.cli import run_program
 from tests.helpers.judge import judge_answers
 
 SMALL = ["model.init.hidden_size=64", "model.init.layers=2", "model.init.warm_reward=0.05", "env.args.turns=2"]
@@ -175,15 +174,7 @@ from r3async.tools.init_model import init_model_in_process
 init_model_in_process(Path({str(tmp_path / "model")!r}), load_config("quickstart", {small!r}), lambda line: None, lambda: None)
 """
     (tmp_path / "script.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_program([sys.executable, "script.py"], cwd=tmp_path, PYTHONPATH=str(Path(__file__).parents[2]))
     assert (done.returncode, done.stdout) == (0, "the program\n"), done.stderr[-2000:]
     assert "leaked" not in done.stderr, "what a process leaves behind when it is killed"
     assert (tmp_path / "model" / "config.json").is_file()

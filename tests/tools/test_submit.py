@@ -1,7 +1,6 @@
 """A run as a Ray job: what is packaged, what is refused, and what a person sees when it ends, on a cluster of our own."""
 
 import json
-import os
 import secrets
 import subprocess
 import sys
@@ -16,14 +15,11 @@ from r3async.tools.fit import check_cluster_fit, describe_cluster_fit, parse_nod
 from r3async.tools.plan import make_run_plan
 from r3async.tools.submit.jobs import ClusterJobs, JobPackage, SubmitError, compute_stop_seconds, make_package
 from r3async.tools.submit.launch import extract_command
+from tests.helpers.cli import run_program
 
 
-def cli(*words, cwd, env=None, timeout=120):
-    command = [sys.executable, "-m", "r3async", *words]
-    environment = {**os.environ, **(env or {})}
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, cwd=cwd, env=environment, check=False
-    )
+def cli(*words, cwd, env):
+    return run_program([sys.executable, "-m", "r3async", *words], cwd=cwd, **env)
 
 
 def package(tmp_path, *overrides, preset="quickstart", **kwargs):

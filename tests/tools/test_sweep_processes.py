@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from r3async.record.reading import read_json_objects
+from tests.helpers.cli import run_program
 
 ROOT = Path(__file__).parents[2]
 PLAN = """
@@ -100,15 +101,8 @@ def test_a_sweep_continues_where_it_was_killed_and_where_it_was_stopped(tmp_path
 
     stopped = start(tmp_path)
     wait_for(lambda: steps("ppo-s0"))
-    second = subprocess.run(
-        [sys.executable, "-P", "-m", "r3async", "sweep", "plan.toml"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    command = [sys.executable, "-P", "-m", "r3async", "sweep", "plan.toml"]
+    second = run_program(command, cwd=tmp_path, PYTHONPATH=str(ROOT))
     os.kill(stopped.pid, signal.SIGINT)
     _, said = stopped.communicate(timeout=60)
     assert (second.returncode, "is in use by another sweep" in second.stderr) == (2, True), second.stderr

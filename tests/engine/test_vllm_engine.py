@@ -9,14 +9,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-import pytest_asyncio
 import torch
 
 from r3async.data.models import RoutingShape
 from r3async.data.versions import expand_version_spans
 from r3async.rollout.engine import EngineError
-from r3async.weights.publish import VersionStore
-from tests.helpers.engine import END, TOLERANCE, Reference, Weights, make_model, prompt, replay, request, same_sets
+from tests.helpers.engine import END, TOLERANCE, Reference, prompt, replay, request, same_sets
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -25,13 +23,6 @@ def flip_a_bit(path: Path, tensor: torch.Tensor) -> None:
     content, inside = bytearray(path.read_bytes()), tensor.numpy().tobytes()
     content[content.index(inside) + len(inside) // 2] ^= 64
     path.write_bytes(content)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def weights(vllm_engine, tiny_model, tmp_path_factory):
-    other = make_model(tmp_path_factory.mktemp("other"), dense_layers=(1,), seed=1)
-    with VersionStore(tmp_path_factory.mktemp("published")) as publisher:
-        yield Weights(tiny_model, other, publisher, vllm_engine.version)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import asyncio
 import msgspec
 import numpy as np
 import pytest
-import pytest_asyncio
 
 from r3async.config import EpisodeConfig
 from r3async.data.versions import expand_version_spans
@@ -21,16 +20,9 @@ from r3async.rollout.episode import EpisodePlayer, EpisodeTask
 from r3async.rollout.samples import EpisodeSamples, SampleBuilder
 from r3async.rollout.vllm.engine import VllmEngine
 from r3async.tools.init_model import build_byte_tokenizer
-from r3async.weights.publish import VersionStore
-from tests.helpers.engine import TOLERANCE, Weights, prompt, replay, request, same_sets, sampled
+from tests.helpers.engine import TOLERANCE, prompt, replay, request, same_sets, sampled
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def weights(vllm_engine, tiny_model, other_model, tmp_path_factory):
-    with VersionStore(tmp_path_factory.mktemp("published")) as publisher:
-        yield Weights(tiny_model, other_model, publisher, vllm_engine.version)
 
 
 async def test_three_turns_share_prefixes_and_the_weights_change_in_the_second(vllm_engine, weights):

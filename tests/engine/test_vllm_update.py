@@ -8,25 +8,17 @@ import time
 
 import numpy as np
 import pytest
-import pytest_asyncio
 
 from r3async.data.versions import VersionSpan, expand_version_spans
 from r3async.rollout.engine import EngineError
 from r3async.rollout.vllm.engine import _confirm_installed
 from r3async.weights.manifest import WeightManifest
-from r3async.weights.publish import VersionStore
-from tests.helpers.engine import TOLERANCE, Weights, prompt, replay_feeds, request, same_sets, sampled
+from tests.helpers.engine import TOLERANCE, prompt, replay_feeds, request, same_sets, sampled
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 PROMPT, ANSWER = 140, 200
 MODES = ["keep", "recompute", "drain"]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def weights(vllm_engine, tiny_model, other_model, tmp_path_factory):
-    with VersionStore(tmp_path_factory.mktemp("published")) as publisher:
-        yield Weights(tiny_model, other_model, publisher, vllm_engine.version)
 
 
 @pytest.fixture(params=MODES)

@@ -46,8 +46,7 @@ def tasks_of(rows: list[dict]) -> list[int]:
 def test_settled_tasks_are_posed_rarely_also_by_a_run_that_resumes(machine: Machine, killed) -> None:
     async def kill(machine: Machine) -> None:
         await machine.until(lambda: len(machine.trained()) >= 43)
-        for role in ("conductor", "learner", "driver"):
-            await machine.kill(role)
+        await machine.kill_run()
 
     if killed:
         machine.train(*RUN, settings=SMALL, meddle=kill, killed=True)

@@ -32,17 +32,12 @@ async def evaluating(machine, step):
     await machine.until(lambda: machine.files.stat(path))
 
 
-async def kill(machine):
-    for role in ("conductor", "learner", "driver"):
-        await machine.kill(role)
-
-
 def test_a_run_that_is_killed_in_its_last_evaluation_has_it_after_the_same_command(machine):
     async def late(machine):
         await machine.step(3)
         await evaluating(machine, 3)
         await machine.until(lambda: machine.files.stat(machine.run_dir / "model" / "model.safetensors"))
-        await kill(machine)
+        await machine.kill_run()
 
     machine.train("steps=3", *EVALUATED, meddle=late, killed=True)
     assert evaluated(machine) == ([], [])
@@ -73,7 +68,7 @@ def test_a_run_that_is_stopped_in_its_last_evaluation_says_what_its_same_command
 def test_an_evaluation_that_was_cut_off_is_played_with_the_weights_that_are_resumed(machine):
     async def late(machine):
         await machine.step(5)
-        await kill(machine)
+        await machine.kill_run()
 
     machine.train("steps=8", *EVALUATED, meddle=late, killed=True)
     assert evaluated(machine) == ([], [])
@@ -91,7 +86,7 @@ def test_the_row_of_an_evaluation_that_a_resume_takes_back_is_written_again_and_
     async def late(machine):
         await machine.event("evaluation_finished")
         await machine.step(4)
-        await kill(machine)
+        await machine.kill_run()
 
     machine.train("steps=5", *quick, meddle=late, killed=True)
     (row,) = read_json_objects(machine.run_dir / EVALUATION_FILE)
@@ -107,7 +102,7 @@ def test_results_of_steps_that_a_resume_takes_back_are_removed(machine):
 
     async def late(machine):
         await machine.until(lambda: [e for e in machine.events("evaluation_finished") if e["step"] >= 3])
-        await kill(machine)
+        await machine.kill_run()
 
     machine.train("steps=6", *settings, meddle=late, killed=True)
     lost = max(evaluated(machine)[1])

@@ -70,8 +70,7 @@ def test_a_resumed_run_poses_the_same_tasks(untrained, tmp_path) -> None:
 
         async def kill(machine: Machine) -> None:
             await machine.until(lambda: len(machine.trained()) >= 7)
-            for role in ("conductor", "learner", "driver"):
-                await machine.kill(role)
+            await machine.kill_run()
 
         if killed:
             machine.train(*MIX, settings=settings(), meddle=kill, killed=True)

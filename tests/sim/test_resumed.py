@@ -88,8 +88,7 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_same_weights_bit_by_bit(
             machine.simulation.lose_host(machine.host)
             machine.simulation.restore_host(machine.host)
         else:
-            for role in ("conductor", "learner", "driver"):
-                await machine.kill(role)
+            await machine.kill_run()
 
     slow = "generator.engine_args={ token_seconds = 0.1 }"
     machine.train(*EXACT, slow, meddle=kill, killed=True)

@@ -210,6 +210,11 @@ class Machine:
     async def kill(self, name: str) -> None:
         self.simulation.end_process(await self.process(name), "killed")
 
+    async def kill_run(self) -> None:
+        """Kill the run's command and those of its processes that could restart it."""
+        for name in ("conductor", "learner", "driver"):
+            await self.kill(name)
+
     async def freeze(self, name: str) -> HostProcess:
         self.simulation.freeze_process(process := await self.process(name))
         return process

@@ -360,3 +360,32 @@ def test_a_comparison_shows_the_evaluations_of_the_runs_that_have_some(tmp_path:
     assert chart["lines"][0]["color"] != chart["lines"][1]["color"]
     row = page.text[page.text.index("reward of the last evaluation") :]
     assert row.startswith("reward of the last evaluation0.75-0.25")
+
+
+def solved(prefix: str, mean: float, **passes: float) -> dict[str, float]:
+    named = {f"{prefix}/pass@{k[1:]}": value for k, value in passes.items()}
+    return {f"{prefix}/reward_mean": mean, f"{prefix}/reward_error": 0.05, **named}
+
+
+def test_pass_at_k_is_a_curve_of_each_k_in_the_report(tmp_path: Path) -> None:
+    first, last = (
+        solved("evaluation", 0.25, k1=0.25, k2=0.4, k10=0.5),
+        solved("evaluation", 0.5, k1=0.5, k2=0.6, k10=1.0),
+    )
+    run = evaluated(write_run(tmp_path), {"step": 10, **last}, {"step": 0, **first, "evaluation/pass@x": 3})
+    data = drawn(write_report(run))
+    assert [chart["title"] for chart in data["charts"]][:3] == ["Reward", "Evaluation", "Solved"]
+    chart = data["charts"][2]
+    assert [line["label"] for line in chart["lines"]] == ["pass@10", "pass@2", "pass@1"]
+    assert data["series"][chart["lines"][0]["metric"]] == [0.5, 1.0]
+    assert {data["series"][line["x"] + "x/step"][1] for line in chart["lines"]} == {10}
+
+
+def test_each_set_has_its_own_curves_and_greedy_answers_have_none(tmp_path: Path) -> None:
+    greedy, many = solved("evaluation/greedy", 0.5, k1=0.5), solved("evaluation/many", 0.25, k1=0.25, k4=0.75)
+    data = drawn(
+        write_report(evaluated(write_run(tmp_path), {"step": 0, **solved("evaluation", 0.5), **greedy, **many}))
+    )
+    charts = [chart for chart in data["charts"] if chart["title"].startswith("Solved")]
+    assert [chart["title"] for chart in charts] == ["Solved: many"]
+    assert [data["series"][line["metric"]] for line in charts[0]["lines"]] == [[0.75], [0.25]]

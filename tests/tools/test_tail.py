@@ -391,3 +391,17 @@ def test_the_age_allowed_counts_groups_that_may_overtake(tmp_path: Path) -> None
     assert summarize_run(run_dir).staleness_bound == 4
     (drawn,) = [chart for chart in CHARTS if chart.shows_bound]
     assert view.find_threshold(drawn, run) == 4
+
+
+def test_the_tail_has_a_gauge_of_evaluations_once_there_is_one(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, 5)
+    run = followed(run_dir)
+    assert "evaluated" not in view.to_plain_text(view.render_overview(run, 120))
+    for step, once, of_four in ((0, 0.25, 0.5), (5, 0.5, 0.75)):
+        passes = {"evaluation/pass@1": once, "evaluation/pass@4": of_four}
+        append(run_dir / "evaluation.jsonl", {"step": step, "evaluation/reward_mean": once, **passes})
+    run.read_new()
+    lines = view.to_plain_text(view.render_overview(run, 120)).splitlines()
+    (at,) = [i for i, line in enumerate(lines) if line.split()[0] == "evaluated"]
+    assert lines[at - 1].split()[0] == "reward"
+    assert lines[at].split()[1:6] == ["0.5", "step", "5,", "pass@4", "0.75"]

@@ -8,7 +8,6 @@ import pytest
 from dev.pages.reference import (
     METRICS_PAGE,
     MODELS_PAGE,
-    REFERENCE_PAGE,
     insert_metrics_table,
     insert_model_tables,
     list_metric_views,
@@ -31,8 +30,7 @@ RECORDS = [*ACCEPTED_RECORDS, *sorted((DECISIONS / "archive").glob("*.md"))]
 
 
 def test_the_configuration_reference_is_up_to_date():
-    assert REFERENCE_PAGE.read_text() == render_reference(), "run python -m dev.pages.reference"
-    assert main(["--check"]) == 0
+    assert main(["--check"]) == 0, "run python -m dev.pages.reference"
 
 
 def test_the_reference_has_every_key_and_its_text():

@@ -1,13 +1,13 @@
 """What may import what, as `make lint` checks it: in the order of pyproject.toml, and in no circle."""
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from dev.lint.circles import check_package
+from tests.helpers.cli import run_program
 
 ROOT = Path(__file__).parents[2]
 LINT = Path(sys.executable).with_name("lint-imports")
@@ -24,9 +24,7 @@ def copy(tmp_path):
 
 def lint(directory):
     command = [LINT, "--no-logo", "--no-cache", "--config", directory / "pyproject.toml"]
-    done = subprocess.run(
-        command, cwd=directory, env={"PYTHONPATH": str(directory)}, capture_output=True, text=True, timeout=120
-    )
+    done = run_program(command, cwd=directory, PYTHONPATH=str(directory))
     return done.returncode, done.stdout + done.stderr
 
 
@@ -61,14 +59,7 @@ def test_the_library_that_imports_its_workshop_is_named(copy):
 
 
 def find_circles(directory):
-    return subprocess.run(
-        [sys.executable, "-m", "dev.lint.circles"],
-        cwd=directory,
-        env={"PYTHONPATH": f"{directory}:{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return run_program([sys.executable, "-m", "dev.lint.circles"], cwd=directory, PYTHONPATH=f"{directory}:{ROOT}")
 
 
 def test_no_files_import_each_other_in_a_circle():

@@ -117,9 +117,7 @@ def test_what_is_ours_is_no_code_of_somebody_s():
     ("words", "says"),
     [
         ("env.name={module}:Needs", "it takes (path)"),
-        ("env.name={module}:Nothing", "no attribute 'Nothing'"),
         ("env.name={module}:undeclared", "annotate it, as in `def undeclared(…) -> Environment`"),
-        ("env.name=agent:{module}:reward", "is called with base_url, api_key, task_seed"),
         ("data=rows.jsonl reward={module}.py:nothing", "has no 'nothing'"),
         ("algorithm.policy_loss={module}:move", "must be a function of one argument"),
     ],

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from r3async.checkpoint.state import CheckpointError, FileEntry, TrustRegionState
+from r3async.checkpoint.state import CheckpointError, FileEntry, TrustRegionState, make_read_error
 from r3async.data.container import SAFETENSORS_DTYPES, SafetensorsEntry, encode_safetensors_header, tensor_bytes
 from r3async.untrusted import MalformedError, decode_json
 from r3async.world import Files
@@ -155,7 +155,9 @@ class RankFile:
             }
         except KeyError as error:
             raise CheckpointError(f"{self.name}: it says nothing of {error}") from error
-        except (OSError, MalformedError) as error:
+        except OSError as error:
+            raise make_read_error(self.name, error) from error
+        except MalformedError as error:
             raise CheckpointError(f"{self.name}: {error}") from error
         self.metadata, self._data = saved.facts, data[end:]
 

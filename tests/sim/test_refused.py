@@ -23,43 +23,31 @@ ASKED: list[int] = []
 # -- the learner refuses -----------------------------------------------------------------------------------------------
 
 
-class Dislikes(TrajectoryInbox):
-    """Refuses what was played of one episode in each fourth group; what stands for a failed one has no turn."""
+def refusing(groups):
+    """A run whose learner refuses what was played of one episode in each so many groups; what stands for a failed one has
+    no turn."""
 
-    groups = 4
+    class Dislikes(TrajectoryInbox):
+        def find_invalid(self, trajectories):
+            disliked = {
+                at: "not to my liking"
+                for at, t in enumerate(trajectories)
+                if t.turns and t.episode_index == 1 and t.group_index % groups == 0
+            }
+            return super().find_invalid(trajectories) | disliked
 
-    def find_invalid(self, trajectories):
-        disliked = {
-            at: "not to my liking"
-            for at, t in enumerate(trajectories)
-            if t.turns and t.episode_index == 1 and t.group_index % self.groups == 0
-        }
-        return super().find_invalid(trajectories) | disliked
+    class Disliking(LearnerActor):
+        inbox_class = Dislikes
 
+    class Refusing(Simulated):
+        learner_class = Disliking
 
-class DislikesAll(Dislikes):
-    groups = 1
-
-
-class Disliking(LearnerActor):
-    inbox_class = Dislikes
-
-
-class DislikingAll(LearnerActor):
-    inbox_class = DislikesAll
-
-
-class Refusing(Simulated):
-    learner_class = Disliking
-
-
-class RefusingAll(Simulated):
-    learner_class = DislikingAll
+    return Refusing
 
 
 @SEEDS
 def test_one_bad_sample_costs_its_group_one_sample(machine, seed):
-    machine.train("steps=6", pipeline=Refusing)
+    machine.train("steps=6", pipeline=refusing(4))
     steps = machine.rows()
     assert [s["step"] for s in steps] == list(range(1, 7))
     assert sum(s["episode/ended_error"] for s in steps) == 3  # groups 0, 4 and 8 of twelve
@@ -72,7 +60,7 @@ def test_one_bad_sample_costs_its_group_one_sample(machine, seed):
 def test_a_learner_that_refuses_too_much_ends_the_run_with_its_reason(machine, seed):
     reason = r"too many tasks fail: 9 .*of the last \d+ tasks, failed by the learner; .*rejected trajectory g\d+e0001: not to"
     with pytest.raises(RunFailed, match=reason):
-        machine.train("steps=30", pipeline=RefusingAll)
+        machine.train("steps=30", pipeline=refusing(1))
 
 
 # -- a task is no good -------------------------------------------------------------------------------------------------

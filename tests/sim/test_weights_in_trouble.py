@@ -46,10 +46,9 @@ def cluster(untrained, tmp_path, monkeypatch, seed):
 
 
 def elsewhere(machine):
-    """A generator that is on another host than the learner."""
-    return next(
-        p for p in machine.simulation.processes if p.name.startswith("generator") and p.host is not machine.host
-    )
+    """A generator that is on another host than the learner, if there is one already."""
+    processes = (p for p in machine.simulation.processes if p.name.startswith("generator"))
+    return next((p for p in processes if p.host is not machine.host), None)
 
 
 def train(machine, tmp_path, meddle, *overrides):
@@ -132,16 +131,7 @@ def test_a_host_that_is_full_when_its_generator_connects_first_holds_up_no_other
     names = []
 
     async def fill_up(machine):
-        process = await machine.until(
-            lambda: next(
-                (
-                    p
-                    for p in machine.simulation.processes
-                    if p.name.startswith("generator") and p.host is not machine.host
-                ),
-                None,
-            )
-        )
+        process = await machine.until(lambda: elsewhere(machine))
         names.append(process.name)
         process.host.disk.refuse_operations(MEMORY, errno.ENOSPC)
         await machine.step(2)

@@ -28,6 +28,7 @@ from r3async.tools.tail.live import describe_step
 from r3async.views.report import write_report
 from r3async.views.summary import summarize_run
 from tests.helpers import checkpoint as hc
+from tests.helpers.cli import run_program
 
 STEP_TIMEOUT = 120.0
 WORDS = ["one", "two", "three", "four", "five", "six"]
@@ -103,9 +104,8 @@ def test_a_run_in_two_parts_is_bit_by_bit_one(model, rows, tmp_path):
 
 @pytest.mark.long
 def test_ctrl_c_ends_the_step_saves_and_resumes(model, rows, tmp_path):
-    command = [sys.executable, "-m", "r3async.tools.cli", "sft", "quickstart", f"model.path={model}", f"data={rows}"]
-    command += ["name=a", "steps=100000", "learner.warmup_steps=0", "--runs", str(tmp_path)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    words = command(model, rows, tmp_path, "steps=100000")
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         seen = []
@@ -122,16 +122,15 @@ def test_ctrl_c_ends_the_step_saves_and_resumes(model, rows, tmp_path):
     made = len(read_json_objects(tmp_path / "a" / "metrics.jsonl"))
     assert (tmp_path / "a" / "model" / "model.safetensors").exists()
     assert summarize_run(tmp_path / "a").status == "stopped"
-    again = run_command(model, rows, tmp_path, f"steps={made + 1}")
+    again = run_program(command(model, rows, tmp_path, f"steps={made + 1}"), cwd=tmp_path, timeout=STEP_TIMEOUT)
     assert again.returncode == 0, again.stderr
     assert f"resumes from step {made}" in again.stderr
     assert len(read_json_objects(tmp_path / "a" / "metrics.jsonl")) == made + 1
 
 
-def run_command(model, rows, root, *changes):
-    command = [sys.executable, "-m", "r3async.tools.cli", "sft", "quickstart", f"model.path={model}", f"data={rows}"]
-    command += ["name=a", "learner.warmup_steps=0", *changes, "--runs", str(root)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=STEP_TIMEOUT, check=False)
+def command(model, rows, root, *changes):
+    words = [sys.executable, "-m", "r3async.tools.cli", "sft", "quickstart", f"model.path={model}", f"data={rows}"]
+    return [*words, "name=a", "learner.warmup_steps=0", *changes, "--runs", str(root)]
 
 
 def test_rows_that_are_too_long_are_dropped_and_counted(model, tmp_path, capsys):

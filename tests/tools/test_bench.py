@@ -36,6 +36,7 @@ from dev.bench.packing import (
 from dev.bench.report import BenchReport, Measurements, build_report, render_report, summarize_values
 from dev.bench.soak import MIB, ResourceSample, find_growth
 from dev.bench.step import BLOCK, WAYS, SecondsSpent, summarize_blocks
+from dev.bench.step import configure_run as configure_step
 from dev.bench.tree_cpu import TreeCpu
 from r3async.config import ConfigError
 from r3async.learner.batch import CostModel
@@ -185,6 +186,17 @@ def test_ratios_of_a_way_are_of_whole_blocks():
     assert found["served"]["CPU / plain"] == [2.0, 2.0]
     assert found["served"]["wall / plain"] == [1.0, 1.0]
     assert found["served"]["added ms"] == [1000.0, 1000.0]
+
+
+def test_ways_differ_in_what_their_names_say():
+    made = {name: configure_step(0, more, quick=False) for name, more in WAYS.items()}
+    region = {name: config.algorithm.rollout_kl for name, config in made.items()}
+    assert [name for name, one in region.items() if not one.probe_share] == ["plain", "recorded"]
+    assert {name: one.measurement_interval for name, one in region.items() if one.probe_share} == {
+        "served": BLOCK, "served, every step": 1, "limit": BLOCK,
+    }  # fmt: skip
+    assert [name for name, one in region.items() if one.update_limit is not None] == ["limit"]
+    assert [name for name, config in made.items() if config.observe.record == "full"] == ["recorded"]
 
 
 @pytest.mark.nightly

@@ -548,15 +548,17 @@ def create_key_files(
 ) -> list[Path]:
     """Create the directory (0700) and the keys in it that do not exist yet. Returns the files that were created.
 
-    Never replaces a key: that would lock out everyone who has the old one.
+    Never replaces a key: that would lock out everyone who has the old one. Raises `ValueError` for a name with other
+    characters than letters, digits, - and _, before anything is created.
     """
+    for name in names:
+        if not name.replace("-", "").replace("_", "").isalnum():
+            raise ValueError(f"{name!r} is no name for a key: letters, digits, - and _")
     for path in [directory, *directory.parents][::-1]:
         if files.stat(path) is None:
             files.create_directory(path, 0o700 if path == directory else 0o777)
     made = []
     for name in names:
-        if not name.replace("-", "").replace("_", "").isalnum():
-            raise ValueError(f"{name!r} is no name for a key: letters, digits, - and _")
         secret_path, public_path = directory / f"{name}.secret", directory / f"{name}.public"
         if files.stat(secret_path) is None:
             _, secret = zmq.curve_keypair()

@@ -11,6 +11,7 @@ import errno
 import importlib.util
 import json
 import math
+import netrc
 import os
 import queue
 import re
@@ -23,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
+from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
@@ -329,7 +331,6 @@ class WandbBackend:
     def __init__(self, config: LogConfig, run_dir: Path, settings: Mapping[str, Any]):
         import wandb
 
-        has_key = wandb.login(prompt=False, verify=False)
         number = read_run_id(run_dir, "wandb") or write_run_id(run_dir, "wandb", secrets.token_hex(8))
         self._run = wandb.init(
             project=config.project,
@@ -338,7 +339,7 @@ class WandbBackend:
             resume="allow",
             dir=str(run_dir),
             config=dict(settings),
-            mode=cast(Any, os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")),
+            mode=cast(Any, os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")),
             settings=wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True),
             allow_val_change=True,
         )
@@ -355,6 +356,17 @@ class WandbBackend:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _has_wandb_key() -> bool:
+    """Return True if W&B will find a key. `wandb.login` would ask the server, for ten seconds without a network."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
 
 
 class MlflowBackend:

@@ -352,6 +352,7 @@ def test_wandb_has_one_run_for_all_starts(tmp_path) -> None:
     [
         ({}, "offline"),
         ({"WANDB_API_KEY": "a" * 40}, "online"),
+        ({"WANDB_BASE_URL": "https://wandb.example.org"}, "online"),
         ({"WANDB_API_KEY": "a" * 40, "WANDB_MODE": "offline"}, "offline"),
         ({"WANDB_MODE": "online"}, "online"),
     ],
@@ -363,7 +364,9 @@ def test_wandb_is_asked_for_the_run_that_an_earlier_start_had(tmp_path, monkeypa
     asked = []
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    (tmp_path / "netrc").write_text(f"machine wandb.example.org login user password {'a' * 40}\n")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 

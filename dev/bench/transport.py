@@ -248,7 +248,7 @@ async def _receive_whole(
     settings = TransportConfig(ack_timeout=30.0, credit_bytes=max(2**26, 4 * nbytes))
     spool = Spool(directory / "spool", BufferConfig(durability="disk")) if path == "disk" else None
 
-    class Timer(TrajectoryConsumer):
+    class ArrivalTimer(TrajectoryConsumer):
         def take_trajectory(self, trajectory: Trajectory, nbytes: int) -> None:
             receiver.release_trajectory(trajectory.trajectory_id)
             trained.append(trajectory.group_index)
@@ -260,7 +260,7 @@ async def _receive_whole(
     trained: list[int] = []
     numbers = itertools.count()
     server, client = generate_keys()
-    receiver = TrajectoryReceiver("bench", settings, Timer(), keys=server, store=spool)
+    receiver = TrajectoryReceiver("bench", settings, ArrivalTimer(), keys=server, store=spool)
     endpoint = await receiver.start()
     reset_memory_peak()
     inflight = max(4, min(256, 2**25 // nbytes))

@@ -112,7 +112,7 @@ async def fuzz_receiver(count: int, seed: int) -> FuzzReport:
     fits = False
     socket = AnswerSocket()
 
-    class Checker(TrajectoryConsumer):
+    class ArrivalChecker(TrajectoryConsumer):
         def take_trajectory(self, trajectory: Trajectory, nbytes: int) -> None:
             if fits:  # with a valid checksum it may be another trajectory, but a valid one
                 decoded = wire.decode_trajectory(wire.encode_trajectory(trajectory))
@@ -125,7 +125,7 @@ async def fuzz_receiver(count: int, seed: int) -> FuzzReport:
 
     settings = TransportConfig(max_message_bytes=2**20, credit_bytes=2**20)
     receiver = TrajectoryReceiver(
-        "run", settings, Checker(), keys=generate_keys()[0], window=0, world=AnswerWorld(socket)
+        "run", settings, ArrivalChecker(), keys=generate_keys()[0], window=0, world=AnswerWorld(socket)
     )
     await receiver.start()
     failures: list[str] = []

@@ -834,14 +834,17 @@ def write_evaluation(directory: Path, evaluation: EvaluationFile, *, files: File
 
 
 def read_evaluations(directory: Path, *, files: Files = REAL_WORLD.files) -> dict[int, EvaluationFile]:
-    """Return the evaluations by step, oldest first. Files that cannot be read, or are not evaluations, are left out."""
+    """Return the evaluations by step, oldest first. Files that are no evaluations are left out.
+
+    Raises `OSError` if the system does not return one now: it may be of the best checkpoint, which is then not pruned.
+    """
     found = {}
     for name in files.list_names(directory):
         if not _FILE_PATTERN.fullmatch(name):
             continue
         try:
             one = decode_json(read_file(directory / name, files=files), EvaluationFile)
-        except (OSError, MalformedError):
+        except (FileNotFoundError, MalformedError):
             continue
         found[one.step] = one
     return dict(sorted(found.items()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from r3async.checkpoint import CheckpointDirectory, CheckpointError, find_checkp
 from r3async.checkpoint.directory import EvaluationFile, read_evaluations, write_evaluation
 from r3async.checkpoint.state import CheckpointManifest, FileEntry, IncompatibleCheckpoint, decode_manifest
 from r3async.checkpoint.tensors import LearnerStateReader, TensorSlice, write_rank_file
+from r3async.world.files import read_file
 from tests.helpers.checkpoint import run_state, tiny_state, write_checkpoint
 
 
@@ -148,6 +150,26 @@ def test_the_best_checkpoint_and_what_is_being_evaluated_are_never_pruned(tmp_pa
     evaluate(checkpoints, 40, 0.7)
     assert checkpoints.prune_old() == [40]
     assert CheckpointDirectory(tmp_path, keep_last=1).prune_old() == [20], "without the setting it has no privilege"
+
+
+def test_nothing_is_pruned_while_an_evaluation_cannot_be_read(tmp_path, monkeypatch):
+    """It may be that of the best checkpoint."""
+    checkpoints = CheckpointDirectory(tmp_path, keep_last=1, keep_best="greedy/reward_mean")
+    for step in (10, 20, 30):
+        write_checkpoint(checkpoints, step)
+        evaluate(checkpoints, step, 1 / step)
+
+    def has_no_descriptor(path, **options):
+        if path.name == "evaluation-00000010.json":
+            raise OSError(errno.EMFILE, "Too many open files")
+        return read_file(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("r3async.checkpoint.directory.read_file", has_no_descriptor)
+        with pytest.raises(OSError, match="Too many"):
+            checkpoints.prune_old()
+    assert checkpoints.list_steps() == [10, 20, 30]
+    assert checkpoints.prune_old() == [20]
 
 
 def test_evaluations_that_were_not_finished_or_are_taken_back_by_a_resume_are_removed(tmp_path):

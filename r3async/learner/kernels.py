@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,17 +18,51 @@ from torch import Tensor
 from r3async.data.supports import SupportSets
 from r3async.learner.batch import expand_prefixes
 
-# Causal attention over packed samples, in plain torch: planned once per micro-batch, used by every layer.
+# Causal attention over packed samples, planned once per micro-batch and used by every layer. One of two layouts, by what
+# the device has a kernel for: a kernel for packed samples needs no padding; torch's general attention does.
+
+
+class AttentionPlan:
+    """The attention of one micro-batch's samples, in the layouts that its kernels ask for. See `plan_attention`."""
+
+    def __init__(self, cu_seqlens: np.ndarray, device: torch.device, prefixes: np.ndarray | None):
+        self._cu_seqlens, self._device, self._prefixes = cu_seqlens, device, prefixes
+
+    @cached_property
+    def padded(self) -> PaddedLayout:
+        return _plan_padded(self._cu_seqlens, self._device, self._prefixes)
+
+    @cached_property
+    def unpadded(self) -> UnpaddedLayout:
+        return _plan_unpadded(self._cu_seqlens, self._device, self._prefixes)
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
-    """The attention of one micro-batch's samples, planned once.
+class UnpaddedLayout:
+    """Samples end to end, each with queries for its own rows and keys for all its tokens, shared ones included.
 
-    Samples of similar length form a bucket, padded on the right to its longest and attended by one call: under a causal
-    mask no token sees the padding behind it. Samples that share a prefix have keys and values of all their tokens, but
-    queries only after the first `skipped`, whose queries belong to other samples. All fields but `buckets` are None if
-    the packed order is the padded one.
+    Attributes:
+        query_edges: int32 `[S + 1]`.
+        key_edges: int32 `[S + 1]`.
+        longest_query: The largest number of queries of a sample.
+        longest_key: The largest number of keys of a sample.
+        key_gather: The packed row of each key; None where no sample shares a prefix.
+    """
+
+    query_edges: Tensor
+    key_edges: Tensor
+    longest_query: int
+    longest_key: int
+    key_gather: DeterministicGather | None
+
+
+@dataclass(frozen=True)
+class PaddedLayout:
+    """Buckets of samples of similar length, padded on the right to the longest and attended by one call.
+
+    Under a causal mask no token sees the padding behind it. Samples that share a prefix have keys and values of all
+    their tokens, but queries only after the first `skipped`, whose queries belong to other samples. All fields but
+    `buckets` are None if the packed order is the padded one.
 
     Attributes:
         buckets: (samples, padded length, skipped) of each bucket.
@@ -70,6 +107,22 @@ def plan_prefix_buckets(lengths: np.ndarray, shared: np.ndarray) -> list[np.ndar
 
 def plan_attention(cu_seqlens: np.ndarray, device: torch.device, prefixes: np.ndarray | None = None) -> AttentionPlan:
     """Plan attention for samples laid end to end at `cu_seqlens` (int `[S + 1]`); `prefixes`: see `MicroBatch`."""
+    return AttentionPlan(cu_seqlens, device, prefixes)
+
+
+def _plan_unpadded(cu_seqlens: np.ndarray, device: torch.device, prefixes: np.ndarray | None) -> UnpaddedLayout:
+    rows, key_edges = (None, cu_seqlens) if prefixes is None else expand_prefixes(cu_seqlens, prefixes)
+    queries, keys = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (cu_seqlens, key_edges))
+    return UnpaddedLayout(
+        query_edges=queries,
+        key_edges=keys,
+        longest_query=int(np.diff(cu_seqlens).max()),
+        longest_key=int(np.diff(key_edges).max()),
+        key_gather=None if rows is None else DeterministicGather.from_index(rows, int(cu_seqlens[-1]), device),
+    )
+
+
+def _plan_padded(cu_seqlens: np.ndarray, device: torch.device, prefixes: np.ndarray | None) -> PaddedLayout:
     total = int(cu_seqlens[-1])
     if prefixes is None:
         whole, edges, shared = np.arange(total), cu_seqlens.astype(np.int64), np.zeros(len(cu_seqlens) - 1, np.int64)
@@ -94,10 +147,10 @@ def plan_attention(cu_seqlens: np.ndarray, device: torch.device, prefixes: np.nd
         at += asking.size
     index = np.concatenate(keys)
     if len(index) == total and bool((index == np.arange(total)).all()):
-        return AttentionPlan(tuple(shapes), None, None, None)
+        return PaddedLayout(tuple(shapes), None, None, None)
     from_keys = DeterministicGather.from_index(index, total, device)
     alike = all(skipped == 0 for *_, skipped in shapes) and not shared.any()
-    return AttentionPlan(
+    return PaddedLayout(
         buckets=tuple(shapes),
         key_gather=from_keys,
         query_gather=from_keys if alike else DeterministicGather.from_index(np.concatenate(queries), total, device),
@@ -122,16 +175,83 @@ def packed_attention(
         sinks: `[heads]`: a score for each head that takes part in every softmax and has no value.
         window: The number of tokens that a token sees, itself the last of them.
     """
-    if plan.key_gather is not None and plan.query_gather is not None:
-        query, key, value = plan.query_gather(query), plan.key_gather(key), plan.key_gather(value)
-    sizes = [(count * (width - skipped), count * width) for count, width, skipped in plan.buckets]
+    if sinks is None and _has_unpadded_kernel(query, value):
+        return attend_unpadded(query, key, value, plan.unpadded, scale, window=window)
+    return attend_padded(query, key, value, plan.padded, scale, sinks=sinks, window=window)
+
+
+def _has_unpadded_kernel(query: Tensor, value: Tensor) -> bool:
+    """Whether FlashAttention computes this: 16 bits, on an Ampere or later, with heads of one size that it has."""
+    size = query.shape[-1]
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return size == value.shape[-1] and size <= 256 and size % 8 == 0 and _is_ampere_or_later(query.device)
+
+
+@cache
+def _is_ampere_or_later(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def attend_unpadded(
+    query: Tensor, key: Tensor, value: Tensor, layout: UnpaddedLayout, scale: float | None, *, window: int | None = None
+) -> Tensor:
+    """Compute attention as `packed_attention` does, by one call of torch's FlashAttention for packed samples.
+
+    The padded layout would call cuDNN, which plans for every new shape: 0.1 s each on an H200, and most micro-batches
+    have new shapes.
+    """
+    from torch.nn.attention.varlen import varlen_attn  # registers operators, which takes its time at start-up
+
+    if layout.key_gather is not None:
+        key, value = layout.key_gather(key), layout.key_gather(value)
+    # Up to torch 2.11 it takes grouped keys without being told.
+    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    return varlen_attn(
+        query,
+        key,
+        value,
+        layout.query_edges,
+        layout.key_edges,
+        layout.longest_query,
+        layout.longest_key,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        **grouped,
+    )
+
+
+def attend_padded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PaddedLayout,
+    scale: float | None,
+    *,
+    sinks: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Compute attention as `packed_attention` does, by torch's general attention over padded samples."""
+    if layout.key_gather is not None and layout.query_gather is not None:
+        query, key, value = layout.query_gather(query), layout.key_gather(key), layout.key_gather(value)
+    sizes = [(count * (width - skipped), count * width) for count, width, skipped in layout.buckets]
     asked, held = zip(*sizes, strict=True)
-    parts = zip(query.split(asked), key.split(held), value.split(held), plan.buckets, strict=True)
-    attended = [
-        _attend_bucket(q, k, v, n, width, skipped, scale, sinks, window) for q, k, v, (n, width, skipped) in parts
-    ]
+    parts = zip(query.split(asked), key.split(held), value.split(held), layout.buckets, strict=True)
+    with _prefer_unplanned_kernels() if query.is_cuda else nullcontext():
+        attended = [
+            _attend_bucket(q, k, v, n, width, skipped, scale, sinks, window) for q, k, v, (n, width, skipped) in parts
+        ]
     out = attended[0] if len(attended) == 1 else torch.cat(attended)
-    return out if plan.query_slots is None else _UnpadRows.apply(out, plan.query_slots)
+    return out if layout.query_slots is None else _UnpadRows.apply(out, layout.query_slots)
+
+
+def _prefer_unplanned_kernels() -> AbstractContextManager[None]:
+    """Leave cuDNN, which plans for every new shape, to what other kernels cannot do."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
+    chosen: AbstractContextManager[None] = sdpa_kernel(kernels, set_priority=True)
+    return chosen
 
 
 def _attend_bucket(

@@ -112,7 +112,7 @@ def _good(out: Path, *names: str, small: bool) -> None:
 
 @pytest.mark.long
 def test_experts_and_attention_in_small_shapes(tmp_path):
-    _good(tmp_path, "machine", "experts grouped", "attention default 8192", small=True)
+    _good(tmp_path, "machine", "experts grouped", "attention", small=True)
 
 
 @pytest.mark.engine

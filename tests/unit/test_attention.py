@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.learner.kernels import packed_attention, plan_attention
+from r3async.learner.kernels import attend_padded, attend_unpadded, packed_attention, plan_attention
 
 HEADS, GROUPS, SIZE = 4, 2, 8
 
@@ -68,3 +68,36 @@ def test_a_shared_prefix_sees_sinks_and_windows_too(window):
     first = dense(*(rows[x][:18] for x in "qkv"), SIZE**-0.5, sinks, window)
     second = dense(*(rows[x][whole] for x in "qkv"), SIZE**-0.5, sinks, window)[10:]
     assert (ours - torch.cat([first, second])).abs().max() < 1e-5
+
+
+def attend_each_sample(
+    query, key, value, query_edges, key_edges, longest_query, longest_key, *, scale, window_size, **_
+):
+    """torch's `varlen_attn` by its documentation, which has no kernel on a CPU: the last query sees the last key."""
+    edges = [torch.stack([e[:-1], e[1:]], dim=1).tolist() for e in (query_edges, key_edges)]
+    assert [e.dtype for e in (query_edges, key_edges)] == [torch.int32, torch.int32]
+    assert longest_query == max(b - a for a, b in edges[0])
+    assert longest_key == max(b - a for a, b in edges[1])
+    assert window_size[1] == 0
+    window, parts = window_size[0] + 1 if window_size[0] >= 0 else None, []
+    for (a, b), (c, d) in zip(*edges, strict=True):
+        whole = torch.cat([query.new_zeros(d - c - (b - a), *query.shape[1:]), query[a:b]])
+        parts.append(dense(whole, key[c:d], value[c:d], scale or SIZE**-0.5, None, window)[d - c - (b - a) :])
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("prefixes", [None, [[0, 0], [0, 10], [1, 12]]])
+def test_both_layouts_give_the_same_attention_and_gradient(monkeypatch, window, prefixes):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attend_each_sample)
+    rng = torch.Generator().manual_seed(0)
+    sizes = [(31, n, SIZE) for n in (HEADS, GROUPS, GROUPS)]
+    rows = [torch.randn(size, generator=rng, dtype=torch.float64, requires_grad=True) for size in sizes]
+    weight = torch.randn(31, HEADS, SIZE, generator=rng, dtype=torch.float64)
+    shared = None if prefixes is None else np.array(prefixes, np.int32)
+    plan = plan_attention(np.array([0, 18, 26, 31]), torch.device("cpu"), shared)
+    padded = attend_padded(*rows, plan.padded, None, window=window)
+    unpadded = attend_unpadded(*rows, plan.unpadded, None, window=window)
+    assert (padded - unpadded).abs().max() < 1e-12
+    for one, other in zip(*(torch.autograd.grad((x * weight).sum(), rows) for x in (padded, unpadded)), strict=True):
+        assert (one - other).abs().max() < 1e-11

@@ -60,8 +60,8 @@ def _parts() -> list[Part]:
         of("engine:updates", mode="eager", on_update="keep"),
         of("kernels:experts", how="sequential"),
         of("kernels:experts", how="grouped"),
-        of("kernels:attention", kernel="default", tokens=8192),
-        of("kernels:attention", kernel="varlen", tokens=8192),
+        of("kernels:attention_agrees"),
+        of("kernels:attention", layout="packed", tokens=8192),
         of("runs:killed", dtype="bfloat16"),
         of("engine:throughput", mode="eager", concurrency=64),
         of("engine:throughput", mode="graphs", concurrency=64),
@@ -77,10 +77,8 @@ def _parts() -> list[Part]:
         of("learner:resume", dtype="bfloat16", kernels="deterministic"),
         of("learner:repeatable", dtype="float32", kernels="any"),
         of("learner:repeatable", dtype="bfloat16", kernels="any"),
-        of("kernels:attention", kernel="flash", tokens=8192),
-        of("kernels:attention", kernel="cudnn", tokens=8192),
-        of("kernels:attention", kernel="default", tokens=32768),
-        of("kernels:attention", kernel="varlen", tokens=32768),
+        of("kernels:attention", layout="padded", tokens=8192),
+        of("kernels:attention", layout="packed", tokens=32768),
         of("engine:throughput", mode="graphs-without-routes", concurrency=64),
         of("engine:throughput", mode="graphs", concurrency=256),
         of("runs:quickstart", dtype="float32"),
@@ -88,8 +86,8 @@ def _parts() -> list[Part]:
 
 
 PARTS = _parts()
-ON_CUDA_ONLY = ("graphs", "varlen", "flash", "cudnn")
-"""Arguments that need CUDA at any size; such parts are left out on a CPU."""
+ON_CUDA_ONLY = ("graphs",)
+"""Values of arguments that need CUDA at any size; such parts are left out on a CPU."""
 
 
 def run_parts(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,42 +11,30 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from r3async.learner.kernels import packed_attention, plan_attention
+from r3async.learner.kernels import attend_padded, packed_attention, plan_attention
 
 from .place import Place
 
-KERNELS = {
-    "default": None,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
 
-
-def attention(place: Place, *, kernel: str, tokens: int) -> dict[str, Any]:
+def attention(place: Place, *, layout: str, tokens: int) -> dict[str, Any]:
     """Time the forward and backward pass of two samples in one micro-batch, for a new shape and for one seen before.
 
     Args:
-        kernel: One of torch's for the learner's own attention, or `varlen`, which supports packed samples.
+        layout: `packed`, the layout that the learner takes here, or `padded`, which it takes for what has no other.
     """
-    heads, groups, dtype = (32, 4, torch.bfloat16) if place.cuda else (4, 2, torch.float32)
     tokens = 256 if place.small else tokens
     firsts, steadies = [], []
     rng = np.random.default_rng(0)
     for _ in range(2 if place.small else 6):
         first = int(rng.integers(tokens // 8, tokens - tokens // 8))
-        edges = np.array([0, first, tokens], np.int32)
-        q, k, v = (
-            torch.randn(tokens, n, 128, device=place.device, dtype=dtype, requires_grad=True)
-            for n in (heads, groups, groups)
-        )
+        q, k, v = _random_heads(place, tokens, torch.bfloat16 if place.cuda else torch.float32)
         gradient = torch.randn_like(q)
-        chosen = KERNELS.get(kernel)
-        with sdpa_kernel([chosen]) if chosen is not None else nullcontext():
-            attend = _attend(kernel, q, k, v, edges)
-            one, each = timed(place, partial(_backward, attend, gradient))
+        plan = plan_attention(np.array([0, first, tokens]), q.device)
+        attend = partial(packed_attention, q, k, v, plan, None)
+        if layout == "padded":
+            attend = partial(attend_padded, q, k, v, plan.padded, None)
+        one, each = timed(place, partial(_backward, attend, gradient))
         firsts.append(one)
         steadies.append(each)
     found: dict[str, Any] = {"first_ms": firsts, "steady_ms": steadies, "steady_median_ms": float(np.median(steadies))}
@@ -56,14 +43,35 @@ def attention(place: Place, *, kernel: str, tokens: int) -> dict[str, Any]:
     return found | {"ok": True}
 
 
-def _attend(kernel: str, q: Tensor, k: Tensor, v: Tensor, edges: np.ndarray) -> Callable[[], Tensor]:
-    if kernel != "varlen":
-        plan = plan_attention(edges, q.device)
-        return lambda: packed_attention(q, k, v, plan, None)
-    from torch.nn.attention.varlen import varlen_attn
+def attention_agrees(place: Place) -> dict[str, Any]:
+    """Compare the learner's attention with that in float32: whole samples, a window, and a shared prefix."""
+    edges, prefixes = np.array([0, 700, 740, 1200]), np.array([[0, 0], [0, 500], [1, 520]], np.int32)
+    cases = {
+        "samples": (None, None),
+        "window": (None, 100),
+        "prefixes": (prefixes, None),
+        "prefixes_and_window": (prefixes, 100),
+    }
+    torch.manual_seed(0)
+    exact = _random_heads(place, int(edges[-1]), torch.float32)
+    gradient = torch.randn_like(exact[0])
+    found: dict[str, Any] = {}
+    for name, (shared, window) in cases.items():
+        plan = plan_attention(edges, exact[0].device, shared)
+        results = []
+        for dtype in (torch.float32, torch.bfloat16):
+            heads = [x.detach().to(dtype).requires_grad_() for x in exact]
+            out = packed_attention(heads[0], heads[1], heads[2], plan, None, window=window)
+            results.append([out, *torch.autograd.grad(out, heads, gradient.to(dtype))])
+        errors = [float((ours.float() - theirs).norm() / theirs.norm()) for theirs, ours in zip(*results, strict=True)]
+        found[name] = errors
+    return found | {"ok": all(error < 0.02 for errors in found.values() for error in errors)}
 
-    at, longest = torch.from_numpy(edges).to(q.device), int(np.diff(edges).max())
-    return lambda: varlen_attn(q, k, v, at, at, longest, longest, window_size=(-1, 0), enable_gqa=True)
+
+def _random_heads(place: Place, tokens: int, dtype: torch.dtype) -> list[Tensor]:
+    heads, groups = (32, 4) if place.cuda else (4, 2)
+    options: dict[str, Any] = {"device": place.device, "dtype": dtype, "requires_grad": True}
+    return [torch.randn(tokens, n, 128, **options) for n in (heads, groups, groups)]
 
 
 def experts(place: Place, *, how: str) -> dict[str, Any]:

@@ -195,7 +195,9 @@ def _profiled(place: Place, learner: LearnerBackend, batches: Sequence[MicroBatc
         train_minibatch(learner, batches)
         place.synchronize()
     calls = {event.key: event.count for event in taken.key_averages()}
-    (place.out / f"profile-{name}.txt").write_text(taken.key_averages().table(row_limit=40))
+    (place.out / f"profile-{name}.txt").write_text(
+        taken.key_averages().table(sort_by="self_cuda_time_total", row_limit=40)
+    )
     return {
         "launches": sum(count for key, count in calls.items() if key.startswith(("cudaLaunch", "cuLaunch"))),
         "waits": sum(count for key, count in calls.items() if "ynchronize" in key),

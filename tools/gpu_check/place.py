@@ -92,7 +92,8 @@ def make_model(path: Path, dtype: str, seed: int, device: str, **shape: Any) -> 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0, 0.5 if name.endswith("gate.weight") else 0.05)
+                # Any wider, a router gives random experts gates that add up to zero, and so does its backward pass.
+                parameter.normal_(0, 8 / parameter.shape[1] ** 0.5 if name.endswith("gate.weight") else 0.05)
             else:
                 parameter.fill_(1)
     model.save_pretrained(path)

@@ -35,6 +35,9 @@ GENERATOR_STAGES = ("playing", "sending", "installing", STORING_STAGE)
 """Stages of one generator."""
 RUN_STAGE = "run"
 LEARNER_ANSWERING = "answering/learner"
+STORING_WEIGHTS = f"{STORING_STAGE}/weights"
+LEARNER_STAGES = (STORING_STAGE, STORING_WEIGHTS, "training", "publishing")
+"""Stages that the learner's status tells of."""
 
 
 class StallMonitor:
@@ -137,22 +140,29 @@ class StallMonitor:
         self._observed_ids = dict.fromkeys(self._fleet.generators)
         for generator in self._fleet:
             self._observe_generator(generator, may_send=status.storing is None and not self._status_call.is_pending)
-        # A spool that is full waits for a checkpoint, which training brings.
-        waits = status.storing is not None and not status.storing["full"]
-        self.watchdog.observe_stage(STORING_STAGE, status.received, int(waits))
         self.watchdog.observe_stage(
             LEARNER_ANSWERING, self._status_call.answer_count, int(self._status_call.is_pending)
         )
-        weights_wait = bool(status.weights_wait)  # then nothing is published, and a step waits for it
-        newest_version = self._installer.newest_published.version
-        self.watchdog.observe_stage(f"{STORING_STAGE}/weights", newest_version, int(weights_wait))
-        self.watchdog.observe_stage("training", status.steps, int(status.doing == "training" and not weights_wait))
-        self.watchdog.observe_stage("publishing", newest_version, int(status.writing and not weights_wait))
+        if self._status_call.is_pending:  # its status is an old one, which says nothing about its progress
+            for stage in LEARNER_STAGES:
+                self.watchdog.pause_stage(stage)
+        else:
+            self._observe_learner(status)
         done, with_work = self.watchdog.total_others(besides=RUN_STAGE)
         # Nobody has work although the learner waits for groups: an episode was lost, or somebody does not continue.
         loading = any(not g.is_live for g in self._fleet)
         stuck = not with_work and status.doing == "waiting" and not loading and not self._is_resting
         self.watchdog.observe_stage(RUN_STAGE, done, int(stuck))
+
+    def _observe_learner(self, status: LearnerStatus) -> None:
+        # A spool that is full waits for a checkpoint, which training brings.
+        waits = status.storing is not None and not status.storing["full"]
+        self.watchdog.observe_stage(STORING_STAGE, status.received, int(waits))
+        weights_wait = bool(status.weights_wait)  # then nothing is published, and a step waits for it
+        newest_version = self._installer.newest_published.version
+        self.watchdog.observe_stage(STORING_WEIGHTS, newest_version, int(weights_wait))
+        self.watchdog.observe_stage("training", status.steps, int(status.doing == "training" and not weights_wait))
+        self.watchdog.observe_stage("publishing", newest_version, int(status.writing and not weights_wait))
 
     def _forget_generator(self, name: str) -> None:
         for stage in GENERATOR_STAGES:

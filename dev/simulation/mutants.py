@@ -36,7 +36,7 @@ from r3async.schedule.admission import AdmissionController, GroupLease
 from r3async.schedule.groups import GroupBuffer
 from r3async.schedule.health import GeneratorHealth
 from r3async.schedule.tasks import TaskHistory
-from r3async.transport.receiver import MemoryBudget, TrajectoryReceiver
+from r3async.transport.receiver import MemoryBudget
 from r3async.transport.sender import Outbox, TrajectorySender
 from r3async.transport.spool import Spool
 from r3async.untrusted import MalformedError
@@ -596,17 +596,6 @@ def first_version_given_for_ever(share: Any) -> Any:
 def silent_one_keeps_its_leases(overdue: Any) -> Any:
     """The leases of a silent generator are given to no other generator."""
     return lambda self: []
-
-
-@register_mutant(TrajectoryReceiver, "_is_current_session")
-def old_session_counted(is_current: Any) -> Any:
-    """Deliveries in a session that is over are accepted, too."""
-
-    def any_session(self: TrajectoryReceiver, identity: bytes, session: str) -> bool:
-        peer = self._sessions.get(identity)
-        return bool(is_current(self, identity, session if peer is None else peer.session))
-
-    return any_session
 
 
 # -- the spool ---------------------------------------------------------------------------------------------------------

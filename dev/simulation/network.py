@@ -8,7 +8,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextvars import Context
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -283,6 +283,8 @@ class SimulatedRouter(SimulatedSocket):
             network.call_in_process(dealer, dealer.on_refused, reason)
         else:
             if (earlier := self.connections.pop(dealer.identity, None)) is not None:
+                # As in libzmq: what is left of a connection whose name was taken over comes under a name of nobody.
+                earlier.to_router.path = replace(earlier.to_router.path, identity=b"\0%d" % attempt)
                 earlier.drop_connection(by=self)
             connection = dealer.connection = self.connections[dealer.identity] = SimulatedConnection(dealer, self)
             connection.to_dealer.call_after_arrivals(dealer.on_connected)

@@ -581,6 +581,9 @@ class ObservedState:
 
     def _on_evaluation_ended(self, event: EvaluationEnded) -> None:
         self.evaluating_step, self.evaluated_tasks = None, event.tasks
+        if self.faults_over and len(self.current_branch.steps) == self.guarantees.steps:
+            # After the last step, evaluations are what is left to do, one after the other.
+            self.step_deadline = event.at + self.guarantees.step_seconds
 
     def _on_evaluation_given_up(self, event: EvaluationGivenUp) -> None:
         if self.evaluating_step is not None:

@@ -190,6 +190,7 @@ class _StageProgress(msgspec.Struct):
     done: int
     waiting: int
     since: float
+    observed_at: float
     limit: float | None = None
     reported: bool = False
 
@@ -226,12 +227,19 @@ class Watchdog:
         """
         now, seen = self._clock(), self._stages.get(stage)
         if seen is None:
-            seen = self._stages[stage] = _StageProgress(0, 0, now)
+            seen = self._stages[stage] = _StageProgress(0, 0, now, now)
         elif done != seen.done or not waiting or not seen.waiting:
             seen.since, seen.reported = now, False
         self._add_to_totals(seen, -1)
-        seen.done, seen.waiting, seen.limit = done, waiting, limit
+        seen.done, seen.waiting, seen.limit, seen.observed_at = done, waiting, limit, now
         self._add_to_totals(seen, 1)
+
+    def pause_stage(self, stage: str) -> None:
+        """Leave out the time since the stage was last observed or paused: nobody knows what it did."""
+        now, seen = self._clock(), self._stages.get(stage)
+        if seen is not None:
+            seen.since += now - seen.observed_at
+            seen.observed_at = now
 
     def forget_stage(self, stage: str) -> None:
         """Forget a stage that has ended."""

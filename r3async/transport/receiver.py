@@ -291,8 +291,11 @@ class TrajectoryReceiver:
         self._send_welcome(identity)
 
     def _is_current_session(self, identity: bytes, session: str) -> bool:
-        """Return True if a message belongs to the sender's current session. Messages of an earlier session are
-        leftovers, which are sent again anyway."""
+        """Return True if a message belongs to the sender's current session.
+
+        A sender opens a socket for each session, and ZeroMQ gives what is left of the earlier one another name, so that
+        its session is unknown here. What it was is sent again anyway.
+        """
         peer = self._sessions.get(identity)
         if peer is None:
             # The session is from before this receiver started, or before it dropped this sender.

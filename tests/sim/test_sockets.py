@@ -179,6 +179,26 @@ async def test_a_new_connection_takes_over_the_name(place: Place) -> None:
 
 
 @over_both
+async def test_nothing_of_an_earlier_connection_comes_under_a_name_that_was_taken_over(place: Place) -> None:
+    router, sockets = place.router(), place.sockets()
+    for attempt in range(20):
+        router.heard.clear()
+        earlier = place.dealer(router, sockets=sockets)
+        earlier.send(b"first")
+        await until(lambda: router.heard)
+        for number in range(300):
+            earlier.send(b"earlier", b"%d" % number)
+        earlier.socket.close()
+        later = place.dealer(router, sockets=sockets)
+        later.send(b"later")
+        await until(lambda: [b"d", b"later"] in router.heard)
+        await asyncio.sleep(0.02 * attempt)
+        after = router.heard[router.heard.index([b"d", b"later"]) + 1 :]
+        assert not [frames for frames in after if frames[0] == b"d"]
+        later.socket.close()
+
+
+@over_both
 async def test_a_dealer_may_come_first_and_what_it_was_given_waits(place: Place) -> None:
     sockets = place.sockets()
     probe = place.router(sockets)

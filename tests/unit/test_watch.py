@@ -16,7 +16,7 @@ import pytest
 from r3async.actors.fleet import Fleet
 from r3async.actors.learner import LearnerStatus
 from r3async.actors.leasing import LeaseDispatcher
-from r3async.actors.process import ProcessLost, RunFailed
+from r3async.actors.process import PolledCall, ProcessLost, RunFailed
 from r3async.actors.stalls import StallMonitor
 from r3async.config import ScheduleConfig, load_config
 from r3async.schedule.admission import AdmissionController
@@ -238,6 +238,22 @@ async def test_a_learner_that_does_not_answer_is_a_stall_and_one_that_does_is_no
     await run.watch._status_call.cancel()
 
 
+async def test_a_learner_that_is_frozen_in_a_step_is_not_judged_by_what_it_said_before(run):
+    """Its step was taken for stalled, which ends the run, before its silence was, which restarts the learner."""
+    step = run.watch.config.supervise.step_seconds
+    run.learner.says.doing = "training"
+    run.watch._learner_status = run.learner.says
+    assert run.after(step - STALL / 2) == []
+    run.learner.deaf = True
+    await run.watch._status_call.poll_answer(0.001)
+    assert run.after(STALL - 10) == []
+    assert run.after(20) == ["answering/learner"]
+    await run.watch._status_call.cancel()
+    run.watch._status_call = PolledCall(run.learner.call)
+    assert run.after(0) == []
+    assert run.after(STALL / 2 + 10) == ["training"]
+
+
 def stall(stage):
     return Stall(stage, 123.4, STALL, done=5, waiting=3)
 
@@ -419,6 +435,23 @@ def test_time_without_work_does_not_count(clock):
     assert not dog.find_stalls()
     clock.now = 110
     assert names(dog.find_stalls()) == ["learner"]
+
+
+def test_time_in_which_nobody_knows_what_a_stage_did_does_not_count(clock):
+    dog = Watchdog(clock, 10)
+    dog.pause_stage("learner")
+    dog.observe_stage("learner", 1, 3)
+    clock.now = 6
+    dog.observe_stage("learner", 1, 3)
+    for clock.now in (20, 40):
+        dog.pause_stage("learner")
+        assert not dog.find_stalls()
+    clock.now = 43
+    dog.observe_stage("learner", 1, 3)
+    assert not dog.find_stalls()
+    clock.now = 44
+    (stall,) = dog.find_stalls()
+    assert stall.seconds == 10
 
 
 def test_a_stall_is_told_once_and_again_only_after_the_stage_has_moved(clock):

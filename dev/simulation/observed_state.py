@@ -581,14 +581,18 @@ class ObservedState:
 
     def _on_evaluation_ended(self, event: EvaluationEnded) -> None:
         self.evaluating_step, self.evaluated_tasks = None, event.tasks
-        if self.faults_over and len(self.current_branch.steps) == self.guarantees.steps:
-            # After the last step, evaluations are what is left to do, one after the other.
-            self.step_deadline = event.at + self.guarantees.step_seconds
+        self._extend_after_last_step(event.at)
 
     def _on_evaluation_given_up(self, event: EvaluationGivenUp) -> None:
         if self.evaluating_step is not None:
             self.given_up_evaluations |= {self.evaluating_step, self.last_due_step(self.evaluating_step)}
             self.evaluating_step = None
+            self._extend_after_last_step(event.at)
+
+    def _extend_after_last_step(self, at: float) -> None:
+        """After the last step, evaluations are what is left to do, one after the other."""
+        if self.faults_over and len(self.current_branch.steps) == self.guarantees.steps:
+            self.step_deadline = at + self.guarantees.step_seconds
 
     def _on_fault_reported(self, event: FaultReported) -> None:
         self.disk_failed |= any(each in event.what for each in ("disk", "short", "descriptors"))

@@ -233,8 +233,10 @@ class SimulatedActor:
             self.instance = self.actor_class(process.world, *copy_as_sent(self.args))
         except Exception as error:
             log.log_event(self.name, "not_constructed", error=f"{type(error).__name__}: {error}")
-            self._mark_lost(f"its constructor raised {type(error).__name__}: {error}")
-            self.simulation.end_process(process, self.lost_reason)
+            reason = f"its constructor raised {type(error).__name__}: {error}"
+            if self.start_count == 1:
+                self._mark_lost(reason)
+            self.simulation.end_process(process, reason)
             return
         if not process.ended:
             log.log_event(self.name, "started", pid=process.pid, host=process.host.name)

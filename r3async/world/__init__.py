@@ -108,7 +108,8 @@ class ActorOptions:
     Attributes:
         threads: Threads of its computations; 0 if it computes nothing itself.
         gpus: Number of GPUs; may be a share of one.
-        max_restarts: Times that its process is restarted automatically.
+        max_restarts: Times that its process is restarted automatically; -1 for ever. A restart whose constructor raises
+            is followed by another one; at the first start that ends the actor.
         max_concurrency: Maximum number of calls at once.
         concurrency_groups: Names of further threads, for methods that are assigned to them (`Actors.begin_call`).
         same_node: True to place it on the node of the process that spawns it.

@@ -7,7 +7,9 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +35,8 @@ from r3async.world import (
 DEFAULT_OPTIONS = ActorOptions()
 SPARE_ACTORS = 16
 """Number of actors that a run may have beyond those it begins with, on a cluster that is started here."""
+RESTART_RETRY_SECONDS = 1.0
+"""Pause before a restarted actor that could not be constructed ends, and is restarted again."""
 RESERVE_RETRY_SECONDS = 0.25
 """Seconds between two attempts to reserve resources."""
 RESERVE_TIMEOUT_SECONDS = 2.0
@@ -73,6 +77,32 @@ def _raise_actor_error(name: str, error: Exception) -> None:
     if isinstance(error, RayTaskError) and isinstance(cause := getattr(error, "cause", None), Exception):
         raise cause from error
     raise error
+
+
+def _ending_if_its_restart_fails(actor_class: type) -> type:
+    """Return the class, except that a restarted actor whose constructor raises ends its process.
+
+    Ray restarts an actor whose process ends, but gives up one whose constructor raises, for ever. A disk that fails
+    while an actor is restarted must not cost the actor. The first start raises as usual.
+    """
+
+    class Hosted(actor_class):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            import ray
+
+            try:
+                super().__init__(*args, **kwargs)
+            except Exception:
+                if not ray.get_runtime_context().was_current_actor_reconstructed:
+                    raise
+                traceback.print_exc()
+                sys.stderr.flush()
+                time.sleep(RESTART_RETRY_SECONDS)
+                os._exit(1)
+
+    Hosted.__name__, Hosted.__qualname__ = actor_class.__name__, actor_class.__qualname__
+    Hosted.__module__, Hosted.__doc__ = actor_class.__module__, actor_class.__doc__
+    return Hosted
 
 
 @dataclass(frozen=True)
@@ -181,9 +211,10 @@ class RayActors:
         elif actor_options.same_node:
             node = ray.get_runtime_context().get_node_id()
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
+        hosted = _ending_if_its_restart_fails(actor_class) if actor_options.max_restarts else actor_class
         lanes = dict.fromkeys(actor_options.concurrency_groups, 1)
         remote = ray.remote(concurrency_groups=lanes) if lanes else ray.remote  # no option, unlike the others
-        return RayActorRef(name, remote(actor_class).options(**options).remote(self._world, *args))
+        return RayActorRef(name, remote(hosted).options(**options).remote(self._world, *args))
 
     def current_actor(self) -> RayActorRef:
         import ray

@@ -117,6 +117,36 @@ async def test_calls_between_actors_their_exceptions_and_time_limits():
             REAL_WORLD.actors.kill_actor(actor)
 
 
+class NeedsFile:
+    """An actor whose constructor raises while a file is missing."""
+
+    def __init__(self, world: World, path: str):
+        open(path).close()
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+async def test_a_restart_that_raises_is_tried_again_and_a_first_start_that_raises_is_lost(tmp_path):
+    """A disk that failed for a moment while an actor was restarted cost the actor for ever."""
+    path, options = tmp_path / "needed", ActorOptions(threads=0, max_restarts=-1)
+    unmade = REAL_WORLD.actors.spawn_actor(NeedsFile, str(path), name="unmade", actor_options=options)
+    await lost(unmade)
+    path.touch()
+    actor = REAL_WORLD.actors.spawn_actor(NeedsFile, str(path), name="restarted", actor_options=options)
+    try:
+        first = await actor.call("pid", timeout=60)
+        path.unlink()
+        REAL_WORLD.actors.kill_actor(actor, restart=True)
+        await asyncio.sleep(5.0)
+        with pytest.raises((ActorLostError, TimeoutError)):
+            await actor.call("pid", timeout=2)
+        path.touch()
+        assert await next_process(actor, first) != first
+    finally:
+        REAL_WORLD.actors.kill_actor(actor)
+
+
 async def test_a_process_that_ends_is_lost_and_is_restarted_as_often_as_it_may_be():
     mortal, other = spawn("mortal", max_restarts=2), spawn("other")
     try:

@@ -271,6 +271,18 @@ async def test_an_actor_that_cannot_be_made_is_lost(world):
         await actor.call("add")
 
 
+@in_driver
+async def test_an_actor_that_cannot_be_made_again_is_restarted_until_it_can(world, simulation):
+    actor = world.actors.spawn_actor(Counter, name="c", actor_options=ActorOptions(max_restarts=-1))
+    assert await actor.call("add") == 1
+    counter, simulation.actors[-1].actor_class = simulation.actors[-1].actor_class, Unmakeable
+    world.actors.kill_actor(actor, restart=True)
+    await asyncio.sleep(60)
+    simulation.actors[-1].actor_class = counter
+    await asyncio.sleep(60)
+    assert await actor.call("add") == 1
+
+
 def test_a_start_that_fails_is_made_again(run, simulation):
     simulation.plan_start = lambda actor: (2.0, actor.start_count == 1)
 

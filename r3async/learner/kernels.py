@@ -198,8 +198,7 @@ def attend_unpadded(
 ) -> Tensor:
     """Compute attention as `packed_attention` does, by one call of torch's FlashAttention for packed samples.
 
-    The padded layout would call cuDNN, which plans for every new shape: 0.1 s each on an H200, and most micro-batches
-    have new shapes.
+    The padded layout would call cuDNN, which plans for every new shape, and most micro-batches have new shapes (D-201).
     """
     from torch.nn.attention.varlen import varlen_attn  # registers operators, which takes its time at start-up
 

@@ -281,17 +281,12 @@ def test_inconsistent_groups_are_refused():
 
 def measured(index: int, tokens: int, reward: float, without: tuple[int, ...] = ()) -> Trajectory:
     """An episode of one turn behind a prompt of two tokens; the tokens at `without` have a log-prob that is not finite."""
-    mask = np.arange(2 + tokens) >= 2
-    logprobs = np.where(mask, -0.5, 0).astype(np.float32)
+    made = episode(index, [reward], lengths=[tokens])
+    table = made.samples[0].table
+    logprobs = np.where(table["loss_mask"], -0.5, 0).astype(np.float32)
     logprobs[list(without)] = np.nan
-    table = TokenTable.from_tokens(np.arange(2 + tokens)).with_columns(
-        loss_mask=mask,
-        turn=np.where(mask, 0, -1).astype(np.int32),
-        policy_version=np.where(mask, 0, -1).astype(np.int32),
-        rollout_logprobs=logprobs,
-    )
-    name, turns = f"g00000000e{index:04d}", [Turn(0, 0, 2, 2 + tokens, reward, "stop")]
-    return Trajectory(name, 0, index, 1, "g", "env_done", turns, [Sample(f"{name}s0", table)])
+    made.samples[0].table = table.with_columns(rollout_logprobs=logprobs, policy_version=table["turn"])
+    return made
 
 
 @pytest.mark.parametrize("estimator", ["reinforce_pp", "reinforce_pp_baseline"])

@@ -33,15 +33,27 @@ def kept(
     ).tolist()
 
 
-def test_without_settings_nothing_is_left_out():
-    assert kept([[1e-6, 1.0], [3.0]], CorrectionConfig(), ages=[99, 0, 5]) == [True] * 3
+@pytest.mark.parametrize(
+    ("settings", "ratios", "expected"),
+    [
+        ({}, [[1e-6, 1.0], [3.0]], [True] * 3),
+        ({"icepop_low": 0.5, "icepop_high": 2.0}, [[0.4, 0.51, 1.0], [1.9, 2.1]], [False, True, True, True, False]),
+        ({"icepop_high": 2.0}, [[0.1, 2.1]], [True, False]),
+        ({"icepop_low": 0.5}, [[0.1, 2.1]], [False, True]),
+        ({"geometric_high": 1.3}, [[2.0, 0.5], [1.2, 1.2, 1.2], [1.5]], [True] * 5 + [False]),
+        ({"product_high": 1.6}, [[2.0, 0.5], [1.2, 1.2, 1.2], [1.5]], [True] * 2 + [False] * 3 + [True]),
+        ({"geometric_low": 0.8}, [[0.9], [0.5, 1.0]], [True, False, False]),
+        ({"product_low": 0.6}, [[0.9], [0.5, 1.0]], [True, False, False]),
+        ({"max_token_kl": 0.2}, [[1.0, 1.0, 2.0], [1.5, 0.7]], [False] * 3 + [True] * 2),
+    ],
+    ids=str,
+)
+def test_a_band_is_on_the_ratio_of_a_token_or_of_its_sample(settings, ratios, expected):
+    assert kept(ratios, CorrectionConfig(**settings), ages=[99, 0, 5, 0, 0, 0][: len(expected)]) == expected
 
 
-def test_icepop_is_a_band_on_the_ratio():
-    config = CorrectionConfig(icepop_low=0.5, icepop_high=2.0)
-    assert kept([[0.4, 0.51, 1.0], [1.9, 2.1]], config) == [False, True, True, True, False]
-    assert kept([[0.1, 2.1]], CorrectionConfig(icepop_high=2.0)) == [True, False]
-    assert kept([[0.1, 2.1]], CorrectionConfig(icepop_low=0.5)) == [False, True]
+def test_age_is_by_token():
+    assert kept([[1.0] * 4], CorrectionConfig(), ages=[0, 2, 3, 9], max_token_age=2) == [True, True, False, False]
 
 
 def test_kpop_is_narrow_for_likely_tokens_and_wide_for_rare_ones():
@@ -62,23 +74,6 @@ def test_kpop_is_narrow_for_likely_tokens_and_wide_for_rare_ones():
 def test_certain_tokens_have_a_finite_binary_kl():
     logprobs, other = torch.tensor([0.0, -1e3, 0.0]), torch.tensor([-1e3, 0.0, 0.0])
     assert binary_kl(logprobs, other).tolist() == pytest.approx([13.8155, 13.8155, 0.0], rel=1e-4)
-
-
-def test_bands_on_samples():
-    ratios = [[2.0, 0.5], [1.2, 1.2, 1.2], [1.5]]
-    assert kept(ratios, CorrectionConfig(geometric_high=1.3)) == [True] * 5 + [False]
-    assert kept(ratios, CorrectionConfig(product_high=1.6)) == [True] * 2 + [False] * 3 + [True]
-    assert kept([[0.9], [0.5, 1.0]], CorrectionConfig(geometric_low=0.8)) == [True, False, False]
-    assert kept([[0.9], [0.5, 1.0]], CorrectionConfig(product_low=0.6)) == [True, False, False]
-
-
-def test_one_far_token_leaves_out_its_sample():
-    config = CorrectionConfig(max_token_kl=0.2)
-    assert kept([[1.0, 1.0, 2.0], [1.5, 0.7]], config) == [False] * 3 + [True] * 2
-
-
-def test_age_is_by_token():
-    assert kept([[1.0] * 4], CorrectionConfig(), ages=[0, 2, 3, 9], max_token_age=2) == [True, True, False, False]
 
 
 CORRECTIONS = [

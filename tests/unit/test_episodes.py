@@ -108,22 +108,12 @@ async def test_sampled_tokens_are_kept_as_they_are_and_only_they_are_trained(cha
     assert (table["turn"][observed] == -1).all()
 
 
-async def test_an_answer_that_was_cut_is_ended_outside_of_the_loss(chat):
-    engine = await ready([encode(chat, "abcdefgh", end=False), encode(chat, "b"), encode(chat, "c")])
-    trajectory = await play(chat, engine)
-    table, first = trajectory.samples[0].table, trajectory.turns[0]
-    assert first.stop_reason == "length"
-    assert table["token_ids"][first.stop] == chat.eos_token_id
-    assert not table["loss_mask"][first.stop]
-    assert first.reward < 1
-
-
 async def test_the_budget_of_a_turn_respects_the_context_left(chat):
     settings = limits(max_turns=9, max_prompt_tokens=10, max_total_tokens=22)
     engine = await ready([encode(chat, "abcdefghij", end=False)])
     trajectory = await play(chat, engine, settings, ReverseText(4, 9))
     assert [call.max_tokens for call in engine.requests] == [8, *(22 - len(c.prompt_ids) for c in engine.requests[1:])]
-    assert trajectory.stop_reason == "length"
+    assert {trajectory.stop_reason, *(turn.stop_reason for turn in trajectory.turns)} == {"length"}
     assert len(trajectory.samples[0].table) <= 22
 
 
@@ -156,41 +146,16 @@ async def test_a_slow_episode_times_out_with_the_setting(chat):
         await play(chat, await ready([encode(chat, "a")], before_token=never), settings)
 
 
-class Flaky(Talker):
-    """Fails on its first `failures` resets."""
-
-    failures = 1
-
-    async def reset(self, task_seed):
-        if Flaky.failures > 0:
-            Flaky.failures -= 1
-            raise ConnectionError("the environment is away")
-        return await super().reset(task_seed)
-
-
 class Greedy(Talker):
     async def step(self, action: Action):
         return StepResult(float("inf"), done=True)
 
 
-async def test_a_group_plays_the_episodes_of_its_lease_and_retries_what_failed(chat):
-    reports = []
-    Flaky.failures = 1
-    engine = await ready([encode(chat, "a")])
-    played = await play_lease(make_player(Flaky, engine, chat, SETTINGS, reports), 4, 9, (1, 3))
-    assert sorted(one.trajectory.trajectory_id for one in played) == ["g00000004e0001", "g00000004e0003"]
-    assert [event for event, _ in reports] == ["episode_failed"]
-
-
-@pytest.mark.parametrize(
-    ("factory", "message"), [(Flaky, "the environment is away"), (Greedy, "a reward must be a finite number, not inf")]
-)
-async def test_an_episode_that_always_fails_stops_the_group_with_the_cause(chat, factory, message):
-    Flaky.failures = 99
+async def test_an_environment_that_always_fails_stops_the_group_with_the_cause(chat):
     engine = await ready([encode(chat, "a")])
     with pytest.raises(ExceptionGroup) as caught:
-        await play_lease(make_player(factory, engine, chat, SETTINGS, []), 4, 9, (0,))
-    assert message in str(caught.value.exceptions[0])
+        await play_lease(make_player(Greedy, engine, chat, SETTINGS, []), 4, 9, (0,))
+    assert "a reward must be a finite number, not inf" in str(caught.value.exceptions[0])
     assert "episode.retries = 2" in str(caught.value.exceptions[0])
 
 

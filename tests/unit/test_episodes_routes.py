@@ -214,20 +214,3 @@ async def test_a_long_episode_moves_and_holds_each_row_once():
     recorded = builder.build_table()["routing_recorded"]
     assert recorded[:-1].all()
     assert not recorded[-1]
-
-
-def test_a_branch_trains_only_what_it_samples_itself():
-    builder = SampleBuilder(SHAPE)
-    builder.append_context([1, 2])
-    builder.append_answer(0, answer(Call(), 2, 0, seed=0))
-    builder.add_reward(4, 1.0)
-    branch = builder.branch_at(4)
-    branch.append_context([9])
-    same = msgspec.structs.replace(answer(Call(), 5, branch.routes_from, seed=1), version_spans=[VersionSpan(0, 0, 3)])
-    start, stop = branch.append_answer(1, same)
-    branch.add_reward(stop - 1, 0.5)
-    whole, part = builder.build_table(), branch.build_table()
-    assert np.flatnonzero(whole["loss_mask"]).tolist() == [2, 3, 4]
-    assert np.flatnonzero(part["loss_mask"]).tolist() == list(range(start, stop))
-    assert part["rewards"].sum() == 0.5
-    assert (part["routed_experts"][:4] == whole["routed_experts"][:4]).all()

@@ -91,10 +91,8 @@ def soon(monkeypatch):
 async def test_a_restarted_generator_waits_for_its_hosts_disk_and_is_named(installer, fleet, handles, soon):
     handle, generator = handles["generator-0"], fleet["generator-0"]
     handle.wrong["install_version"] = OSError(errno.ENOSPC, "No space left on device")
-    generator.health.mark_lost()
-    reviving = asyncio.create_task(membership(installer)._restart_generator(generator))
-    while len(handle.asked("install_version")) < 5:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    reviving = asyncio.create_task(restart(installer, generator))
+    await until(lambda: len(handle.asked("install_version")) >= 5)
     generator.health._clock.now += 10_000
     assert generator.is_waiting_for_disk
     assert await deliver(installer, 1) is not None, "the other one does not wait for it"
@@ -109,9 +107,8 @@ async def test_a_restarted_generator_waits_for_its_hosts_disk_and_is_named(insta
 async def test_a_restarted_generator_that_does_not_load_is_lost_once_more(installer, fleet, handles):
     handle, generator = handles["generator-0"], fleet["generator-0"]
     handle.wrong["start"] = RuntimeError("CUDA error: device unavailable")
-    generator.health.mark_lost()
     with pytest.raises(ActorLostError, match="generator-0 was restarted and did not load: CUDA error"):
-        await membership(installer)._restart_generator(generator)
+        await restart(installer, generator)
     fleet.mark_lost(generator)
     del handle.wrong["start"]
     await membership(installer)._restart_generator(generator)
@@ -139,8 +136,7 @@ async def test_one_that_plays_is_lost_if_its_disk_does_not_take_a_version_in_tim
     handle = handles["generator-0"]
     handle.wrong["install_version"] = OSError(errno.EMFILE, "Too many open files")
     delivering = asyncio.create_task(deliver(installer, 1))
-    while len(handle.asked("install_version")) < 4:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: len(handle.asked("install_version")) >= 4)
     assert [g.state for g in fleet] == ["healthy", "healthy"]
     fleet["generator-0"].health._clock.now += 121
     assert await asyncio.wait_for(delivering, 10) is not None
@@ -185,9 +181,8 @@ async def test_a_generator_that_lags_gets_the_newest_version_only(installer, fle
 
 async def test_a_restarted_generator_does_not_play_before_it_has_what_the_others_have(installer, fleet, handles):
     fresh, generator = handles["generator-0"], fleet["generator-0"]
-    generator.health.mark_lost()
     fresh.may_install.clear()
-    reviving = asyncio.create_task(membership(installer)._restart_generator(generator))
+    reviving = asyncio.create_task(restart(installer, generator))
     await asyncio.sleep(0.1)
     await deliver(installer, 1)
     assert (generator.state, generator.health.can_lease) == ("stale", False)
@@ -250,10 +245,10 @@ async def test_a_restarted_generator_is_probed_with_what_it_has_or_the_next_vers
     fresh, generator, learner = handles["generator-0"], fleet["generator-0"], installer._learner
     for learner.version, probed in ((2, 2), (3, -1)):
         installer.newest_published = unscored(2)
-        generator.health.mark_lost()
         generator.probed_version = -1
+        generator.health.mark_lost()
         assert installer.needs_probe_scores(3)
-        await membership(installer)._restart_generator(generator)
+        await restart(installer, generator)
         assert (generator.state, generator.version, generator.probed_version) == ("healthy", 2, probed)
     fresh.calls.clear()
     assert installer.needs_probe_scores(4), "3 was published, and not asked to be scored in time"
@@ -285,34 +280,28 @@ async def test_a_version_that_cannot_be_kept_does_not_hide_why_the_probe_failed(
     assert ("version_not_kept", {"version": 3, "error": "the disk is full"}) in fleet.events.seen
 
 
-async def test_a_failed_probe_without_a_difference_says_so(installer, handles):
-    handles["generator-0"].wrong["score_tokens"] = scores(2)
-    with pytest.raises(RunFailed, match="holds what loading the published tensors again gives"):
-        await deliver(installer, 3)
-    handles["generator-0"].wrong["find_weight_differences"] = RuntimeError("lost")
-    with pytest.raises(RunFailed, match="could not be found out: generator-0: lost"):
-        await deliver(installer, 6)
+UNLIKE = {"score_tokens": scores(2)}
 
 
 @pytest.mark.parametrize(
-    ("method", "answer", "message"),
+    ("wrong", "message"),
     [
-        ("sample_probe", sampled(-1.5), r" under version 3 reports other log-probs than it samples with.* 0.5 "),
-        ("count_stale_cached_tokens", 128, ": a new request under version 3 took 128 positions from a prefix cache"),
-        ("install_version", InstallReport(0, 0.1, 0.1), " was given version 3 .* has version 0: it missed an update"),
+        (UNLIKE, " does not answer like .* holds what loading the published tensors again gives"),
+        (UNLIKE | {"find_weight_differences": RuntimeError("lost")}, " .*could not be found out: generator-1: lost"),
+        ({"sample_probe": sampled(-1.5)}, " under version 3 reports other log-probs than it samples with.* 0.5 "),
+        ({"count_stale_cached_tokens": 128}, ": a new request under version 3 took 128 positions from a prefix cache"),
+        ({"install_version": InstallReport(0, 0.1, 0.1)}, " was given version 3 .* has version 0: it missed an update"),
     ],
 )
-async def test_an_engine_that_is_not_what_the_learner_trains_stops_the_run(installer, handles, method, answer, message):
-    handles["generator-1"].wrong[method] = answer
+async def test_an_engine_that_is_not_what_the_learner_trains_stops_the_run(installer, handles, wrong, message):
+    handles["generator-1"].wrong |= wrong
     with pytest.raises(RunFailed, match=f"generator-1{message}"):
         await deliver(installer, 3)
 
 
 @pytest.mark.parametrize("method", ["score_tokens", "sample_probe"])
 @pytest.mark.parametrize("fails_on", ["the first text", "both texts"])
-async def test_one_text_that_differs_is_a_tie_of_experts_and_two_are_a_fault(
-    installer, fleet, handles, method, fails_on
-):
+async def test_one_text_that_differs_is_a_tie_of_experts_and_two_a_fault(installer, fleet, handles, method, fails_on):
     def answer(text):
         wrong = text == TOKENS or fails_on == "both texts"
         return {"score_tokens": scores(2 if wrong else 3), "sample_probe": sampled(-1.5 if wrong else -2.0)}[method]
@@ -381,8 +370,7 @@ async def test_a_generator_that_is_lost_again_and_again_waits_longer_each_time_a
     generator = fleet["generator-0"]
     for _ in range(2):
         await restart(installer, generator)
-    waits = [facts["waited"] for facts in fleet.events.facts("generator_restarted")]
-    assert waits == [0.02, 0.04]
+    assert [facts["waited"] for facts in fleet.events.facts("generator_restarted")] == [0.02, 0.04]
     generator.health.mark_lost()
     fleet.report_lost(generator, ActorLostError("no kernel image"), [])
     message = r"generator-0 was lost 3 times \(generator\.max_restarts = 2\), the last time by: no kernel image"
@@ -406,9 +394,7 @@ async def test_one_whose_connection_broke_goes_on_with_its_process_and_nothing_w
     assert (generator.restarts, generator.generated_tokens, fleet.generated_tokens) == (1, 0, 30)
 
 
-async def test_one_that_leaves_while_weights_are_delivered_ends_neither_the_delivery_nor_the_run(
-    installer, fleet, handles
-):
+async def test_one_that_leaves_in_a_delivery_ends_neither_it_nor_the_run(installer, fleet, handles):
     handle = handles["generator-0"]
     answer = handle.answer
     handle.may_install.clear()
@@ -470,11 +456,8 @@ async def test_only_a_healthy_generator_is_leased_episodes(fleet, tmp_path, monk
 async def test_a_silent_generator_is_suspect_and_gets_new_weights_and_leases_when_it_speaks_again(
     installer, fleet, handles
 ):
-    clock, generator = fleet["generator-0"].health._clock, fleet["generator-0"]
-    clock.now += 9
-    fleet.note_answer(fleet["generator-1"])
-    clock.now += 2
-    fleet.check_silence()
+    generator = fleet["generator-0"]
+    await fall_silent(fleet, "generator-0")
     fleet.check_silence()
     assert [g.state.value for g in fleet] == ["suspect", "healthy"]
     assert not generator.health.can_lease

@@ -33,35 +33,28 @@ def fill(directory: Path) -> Path:
     return ballast
 
 
+def train_quickstart(runs: Path, *words: str) -> str:
+    """Return what a run that cannot begin says."""
+    command = [sys.executable, "-m", "r3async", "train", "quickstart", "--runs", str(runs), "name=x", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=os.environ | {"COLUMNS": "400"})
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
 def test_a_run_on_a_full_disk_is_refused_at_once_with_path_free_bytes_and_what_is_needed(small_disk):
     fill(small_disk)
     runs = small_disk / "runs"
-    command = [sys.executable, "-m", "r3async", "train", "quickstart", "--runs", str(runs), "name=x"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"COLUMNS": "400"})
-    assert done.returncode == 2
-    assert f"the disk of {runs} is full: 0 bytes are free, and a run needs 1,048,576" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert f"the disk of {runs} is full: 0 bytes are free, and a run needs 1,048,576" in train_quickstart(runs)
     assert not runs.exists()
 
 
 @pytest.mark.long
 def test_a_disk_that_fills_up_while_the_model_is_made_is_named_too(small_disk):
     (small_disk / "ballast").write_bytes(bytes(18 * 2**20))
-    words = ["name=x", "model.init.hidden_size=256", "model.init.max_warm_steps=1", "model.init.warm_reward=0.01"]
-    command = [
-        sys.executable,
-        "-m",
-        "r3async",
-        "train",
-        "quickstart",
-        "--runs",
-        str(small_disk / "runs"),
-        *words,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=os.environ | {"COLUMNS": "400"})
-    assert done.returncode == 2, done.stderr
-    assert f"the disk of {small_disk / 'runs' / 'x'} is full: " in done.stderr
-    assert "Traceback" not in done.stderr
+    words = ["model.init.hidden_size=256", "model.init.max_warm_steps=1", "model.init.warm_reward=0.01"]
+    said = train_quickstart(small_disk / "runs", *words)
+    assert f"the disk of {small_disk / 'runs' / 'x'} is full: " in said
 
 
 def test_stacks_that_the_disk_does_not_take_go_to_the_log(tmp_path, capsys):

@@ -116,21 +116,9 @@ def test_of_two_ends_the_first_that_an_episode_ends_at_is_learnt(known, end):
     assert written(chat, TALK).startswith(text)
 
 
-def test_an_end_that_the_next_message_brings_is_learnt_too():
-    """As with GLM, whose model says `<|user|>` where it has done."""
-    template = (
-        LOOP.replace("END\\n", "")
-        .replace("'<S>' + m.role + '\\n'", "'<' + m.role + '>'")
-        .replace("<S>assistant\\n", "<assistant>")
-    )
-    chat = renderer(template, "<e>", ["<user>", "<assistant>"])
-    assert learnt(chat, TALK) == ("<user>q<assistant>a<user>r<assistant>b<user>", "a<user>b<user>")
-
-
 # -- what cannot be learnt ---------------------------------------------------------------------------------------------
 
 CHATML = LOOP.replace("END", "<|im_end|>")
-ADD = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
 REFUSED = {
     "no end": (LOOP.replace("END", "").replace("<S>", "## "), "A", "writes no token that ends an answer"),
     "end in it": (CHATML, "A<|im_end|>B", "has '<|im_end|>' in it"),
@@ -154,26 +142,6 @@ def test_an_answer_that_the_template_would_not_write_is_refused(case):
     template, answer, message = REFUSED[case]
     with pytest.raises(TemplateError, match=message):
         build_demonstration(renderer(template, special=["<S>"]), [Message("user", "Q"), Message("assistant", answer)])
-
-
-@pytest.mark.parametrize("field", [{"reasoning_content": "why"}, {"tool_calls": [ADD]}])
-def test_what_the_template_does_not_read_is_refused(field):
-    with pytest.raises(TemplateError, match=r"reasoning_content|`tool_calls`"):
-        build_demonstration(
-            renderer(CHATML, special=["<S>"]), [Message("user", "Q"), Message("assistant", "A", **field)]
-        )
-
-
-def test_calls_are_learnt_as_the_template_writes_them():
-    template = CHATML.replace(
-        "m.content",
-        "m.content -}}{%- for call in m.tool_calls -%}{{- 'CALL ' + call.function.name + (call.function.arguments | tojson) -}}"
-        "{%- endfor -%}{{- ''",
-    )
-    answer = Message("assistant", "", tool_calls=[ADD])
-    assert (
-        learnt(renderer(template, special=["<S>"]), [Message("user", "Q"), answer])[1] == 'CALL add{"a": 2}<|im_end|>'
-    )
 
 
 def test_an_answer_that_is_only_shown_stands_in_the_prompt():

@@ -46,6 +46,15 @@ def slopes(given: LossInputs, loss: PolicyLoss) -> list[float]:
     return torch.autograd.grad(loss.value.sum(), given.logprobs)[0].tolist()
 
 
+def check(name: str, settings: dict, given: tuple, slope: list, *, values=None, clipped=None, **columns) -> None:
+    """Compare a loss with what is worked out by hand; `given` are ratios and advantages."""
+    made = inputs(algorithm(policy_loss=name, **settings), *given, **columns)
+    loss = POLICY_LOSSES[name](made)
+    assert slopes(made, loss) == pytest.approx(slope)
+    assert values is None or loss.value.tolist() == pytest.approx(values)
+    assert clipped is None or loss.clipped.tolist() == clipped
+
+
 def test_names_of_the_configuration_are_those_of_the_registry():
     assert set(NAMES) == set(POLICY_LOSSES)
     assert all(resolve_policy_loss(name) is POLICY_LOSSES[name] for name in NAMES)
@@ -53,46 +62,27 @@ def test_names_of_the_configuration_are_those_of_the_registry():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_on_policy_every_loss_has_the_policy_gradient(name):
-    given = inputs(algorithm(policy_loss=name), [1.0] * 4, [1.0, -2.0, 0.5, 0.0])
-    loss = POLICY_LOSSES[name](given)
-    assert slopes(given, loss) == pytest.approx([-1.0, 2.0, -0.5, 0.0])
-    assert not loss.clipped.any()
+    check(name, {}, ([1.0] * 4, [1.0, -2.0, 0.5, 0.0]), [-1.0, 2.0, -0.5, 0.0], clipped=[False] * 4)
 
 
 def test_bounds_of_truncated_pg_and_cispo_keep_every_token():
-    given = inputs(algorithm(truncated_pg={"cap": 1.5}), [0.5, 1.2, 3.0, 3.0], [1, 1, 1, -1])
-    loss = POLICY_LOSSES["truncated_pg"](given)
-    assert slopes(given, loss) == pytest.approx([-0.5, -1.2, -1.5, 1.5])
-    assert loss.clipped.tolist() == [False, False, True, True]
-    given = inputs(algorithm(), [0.1, 6.0, 6.0], [1, 1, -1])
-    assert slopes(given, POLICY_LOSSES["cispo"](given)) == pytest.approx([-0.1, -5, 5])
-    given = inputs(algorithm(cispo={"clip_low": 0.2}), [0.1], [1])
-    assert slopes(given, POLICY_LOSSES["cispo"](given)) == pytest.approx([-0.8])
+    given, clipped = ([0.5, 1.2, 3.0, 3.0], [1, 1, 1, -1]), [False, False, True, True]
+    check("truncated_pg", {"truncated_pg": {"cap": 1.5}}, given, [-0.5, -1.2, -1.5, 1.5], clipped=clipped)
+    check("cispo", {}, ([0.1, 6.0, 6.0], [1, 1, -1]), [-0.1, -5, 5])
+    check("cispo", {"cispo": {"clip_low": 0.2}}, ([0.1], [1]), [-0.8])
 
 
 def test_ppo_stops_tokens_that_would_move_further_away():
-    given = inputs(algorithm(), [0.5, 0.5, 1.5, 1.5, 5.0], [1, -1, 1, -1, -1])
-    loss = POLICY_LOSSES["ppo"](given)
-    assert slopes(given, loss) == pytest.approx([-0.5, 0, 0, 1.5, 5])
-    assert loss.clipped.tolist() == [False, True, True, False, False]
-    assert loss.value.tolist() == pytest.approx([-0.5, 0.8, -1.2, 1.5, 5])
-    dual = inputs(algorithm(ppo={"dual_clip": 3}), [1.5, 5.0, 5.0], [-1, -1, 1])
-    loss = POLICY_LOSSES["ppo"](dual)
-    assert slopes(dual, loss) == pytest.approx([1.5, 0, 0])
-    assert loss.value.tolist() == pytest.approx([1.5, 3, -1.2])
-    assert loss.clipped.tolist() == [False, True, True]
+    given, values = ([0.5, 0.5, 1.5, 1.5, 5.0], [1, -1, 1, -1, -1]), [-0.5, 0.8, -1.2, 1.5, 5]
+    check("ppo", {}, given, [-0.5, 0, 0, 1.5, 5], values=values, clipped=[False, True, True, False, False])
+    given, values = ([1.5, 5.0, 5.0], [-1, -1, 1]), [1.5, 3, -1.2]
+    check("ppo", {"ppo": {"dual_clip": 3}}, given, [1.5, 0, 0], values=values, clipped=[False, True, True])
 
 
 def test_gspo_clips_whole_samples():
-    given = inputs(algorithm(), [1.2, 1.2, 1.2], [1, 1, -1])
-    loss = POLICY_LOSSES["gspo"](given)
-    assert loss.clipped.tolist() == [True, True, False]
-    assert slopes(given, loss) == pytest.approx([0, 0, 1.2])
+    check("gspo", {}, ([1.2, 1.2, 1.2], [1, 1, -1]), [0, 0, 1.2], clipped=[True, True, False])
     # Ratios 2 and 1/2 cancel in the geometric mean.
-    given = inputs(algorithm(), [2.0, 0.5], [1, 1])
-    loss = POLICY_LOSSES["gspo"](given)
-    assert loss.value.tolist() == pytest.approx([-1, -1])
-    assert slopes(given, loss) == pytest.approx([-1, -1])
+    check("gspo", {}, ([2.0, 0.5], [1, 1]), [-1, -1], values=[-1, -1])
 
 
 def test_gspo_in_its_token_form_has_the_gradient_of_the_sequence_form():
@@ -122,27 +112,23 @@ def test_sapo_weakens_both_directions_smoothly():
 
 
 def test_dppo_bounds_probability_and_not_its_ratio():
-    config = algorithm(dppo={"threshold_low": 0.1, "threshold_high": 0.3})
-    p = [0.001, 0.4, 0.5, 0.9, 0.5, 0.5]
-    given = inputs(config, [10.0, 1.5, 1.7, 0.8, 0.8, 1.7], [1, 1, 1, -1, 1, -1], anchor=np.log(p).tolist())
-    loss = POLICY_LOSSES["dppo"](given)
     # A rare token may grow tenfold; 0.5 -> 0.85 is too high; 0.9 -> 0.72 is too low, unless it is on its way back.
-    assert loss.clipped.tolist() == [False, False, True, True, False, False]
-    assert slopes(given, loss) == pytest.approx([-10, -1.5, 0, 0, -0.8, 1.7])
+    given, clipped = ([10.0, 1.5, 1.7, 0.8, 0.8, 1.7], [1, 1, 1, -1, 1, -1]), [False, False, True, True, False, False]
+    bounds, p = {"dppo": {"threshold_low": 0.1, "threshold_high": 0.3}}, [0.001, 0.4, 0.5, 0.9, 0.5, 0.5]
+    check("dppo", bounds, given, [-10, -1.5, 0, 0, -0.8, 1.7], clipped=clipped, anchor=np.log(p).tolist())
 
 
-def test_decoupled_ppo_clips_to_the_learner_before_the_step_and_weights_by_the_rollout():
-    config = algorithm(policy_loss="decoupled_ppo", decoupled_ppo={"behaviour_cap": 3.0})
-    mu, old = [-2.0] * 3, [-2 + np.log(2), -2 + np.log(4), -2.0]
-    given = inputs(config, [2.2, 4.0, 1.5], [1, 1, 1], anchor=mu, old=old)
-    loss = POLICY_LOSSES["decoupled_ppo"](given)
+def test_decoupled_ppo_and_tis_clip_to_the_learner_before_the_step_and_weight_by_the_rollout():
+    clipped, old = [False, True, True], [-2 + np.log(2), -2 + np.log(4), -2.0]
     # u = 1.1, 1, 1.5; w = 2, 3 (of 4), 1.
-    assert slopes(given, loss) == pytest.approx([-2.2, -3, 0])
-    assert loss.value.tolist() == pytest.approx([-2.2, -3, -1.2])
-    assert loss.clipped.tolist() == [False, True, True]
-    with_other_anchor = algorithm(policy_loss="decoupled_ppo", anchor="recomputed")
+    cap, given = {"decoupled_ppo": {"behaviour_cap": 3.0}}, ([2.2, 4.0, 1.5], [1, 1, 1])
+    check("decoupled_ppo", cap, given, [-2.2, -3, 0], values=[-2.2, -3, -1.2], clipped=clipped, old=old)
+    # u = e^0.1, 1, e^0.5; w = e^0.5, 2 (of e^2), 1.
+    first = -math.exp(0.6)
+    given, columns = (np.exp([0.6, 2.0, 0.5]).tolist(), [1, 1, 1]), {"anchor": [-1.5, -3.0, -1.0], "old": [-1.0] * 3}
+    check("tis", {}, given, [first, -2, 0], values=[first, -2, -1.2], clipped=clipped, **columns)
     samples = make_samples(3, [5])
-    a, b = (run([samples], c) for c in (with_other_anchor, algorithm(policy_loss="decoupled_ppo")))
+    a, b = (run([samples], algorithm(policy_loss="decoupled_ppo", anchor=of)) for of in ("recomputed", "rollout"))
     assert a.loss == b.loss
 
 
@@ -285,19 +271,7 @@ def test_equal_weights_in_bf16_are_outside_gspos_range_and_inside_the_one_that_n
     assert clipped[noise] < 0.01
 
 
-def test_tis_is_yaos_and_truncated_pg_is_cispo_with_its_cap():
-    """Three tokens by hand: u = pi / pi_old, w = min(pi_old / mu, 2), and clipping of u where A > 0 and u > 1.2."""
-    config = algorithm(policy_loss="tis")
-    old, mu = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.5, -3.0, -1.0])
-    logprobs = torch.tensor([-0.9, -1.0, -0.5], requires_grad=True)
-    ones = torch.ones(3)
-    given = LossInputs(logprobs, mu, mu, old, ones, ones.bool(), torch.zeros(3, dtype=torch.long), 1, config)
-    loss = POLICY_LOSSES["tis"](given)
-    want = [-math.exp(0.5) * math.exp(0.1), -2.0, -1.2]
-    assert loss.value.tolist() == pytest.approx(want)
-    (slope,) = torch.autograd.grad(loss.value.sum(), logprobs)
-    assert slope.tolist() == pytest.approx([want[0], -2.0, 0.0])
-    assert loss.clipped.tolist() == [False, True, True]
+def test_truncated_pg_is_cispo_with_its_cap():
     same = inputs(algorithm(truncated_pg={"cap": 1.7}, cispo={"clip_high": 0.7}), [0.5, 1.2, 3.0], [1, -1, 1])
     one, other = (POLICY_LOSSES[name](same).value.tolist() for name in ("truncated_pg", "cispo"))
     assert one == other

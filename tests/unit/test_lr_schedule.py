@@ -4,12 +4,11 @@ import itertools
 import math
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from r3async.config import LearnerConfig
-from r3async.learner.optimizer import MasterAdamW, compute_learning_rate
+from r3async.learner.optimizer import compute_learning_rate
 
 
 def rates(total: int, **settings) -> list[float]:
@@ -43,29 +42,3 @@ def test_it_rises_to_lr_and_never_rises_after_or_falls_below_its_end(schedule, t
     assert all(0.5 * ratio <= rate * (1 + 1e-12) for rate in after)
     if schedule != "constant" and total > top + 1:
         assert of[total - 1] == of[total] == 0.5 * ratio
-
-
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_a_restored_optimizer_goes_on_bit_by_bit(schedule):
-    config = LearnerConfig(lr=0.1, lr_schedule=schedule, warmup_steps=2, min_lr_ratio=0.1, weight_decay=0.1)
-
-    def trained(stop: int) -> tuple[torch.Tensor, list[float]]:
-        generator = torch.Generator().manual_seed(3)
-        weight = torch.nn.Parameter(torch.randn(4, 4, generator=generator))
-        optimizer, used = MasterAdamW([weight], config, updates_total=8), []
-        for made in range(8):
-            if made == stop:
-                saved = [{name: tensor.clone() for name, tensor in state.items()} for state in optimizer.iter_states()]
-                weight = torch.nn.Parameter(torch.zeros(4, 4))
-                optimizer = MasterAdamW([weight], config, updates_total=8)
-                optimizer.load_states(saved, made)
-            weight.grad = torch.randn(4, 4, generator=generator)
-            used.append(optimizer.step().lr)
-        return weight.detach(), used
-
-    whole, rates_whole = trained(stop=-1)
-    for stop in (1, 2, 5):
-        again, rates_again = trained(stop)
-        assert rates_again == rates_whole
-        assert torch.equal(again, whole)
-    assert rates_whole[-1] == pytest.approx(0.01)

@@ -20,6 +20,10 @@ def lease(admission, owner="a", free=100, **settings):
     return got and (got.group_index, got.episode_indices)
 
 
+def lease_all(admission, count, owner="a"):
+    return [lease(admission, owner) for _ in range(count)]
+
+
 def publish(admission, version, *groups):
     admission.step_trained(version, groups)
     admission.version_published(version)
@@ -27,7 +31,7 @@ def publish(admission, version, *groups):
 
 def test_staleness_zero_waits_for_each_step_and_then_for_its_weights():
     admission = make(max_staleness=0)
-    assert [lease(admission) for _ in range(3)] == [(0, (0, 1)), (1, (0, 1)), None]
+    assert lease_all(admission, 3) == [(0, (0, 1)), (1, (0, 1)), None]
     assert admission.is_full
     admission.step_trained(1, [0, 1])
     assert lease(admission) is None, "a slot is freed by the publication, not by the step"
@@ -38,18 +42,16 @@ def test_staleness_zero_waits_for_each_step_and_then_for_its_weights():
 
 def test_an_overtaken_group_keeps_its_slot():
     admission = make(max_staleness=1, window=3)
-    for _ in range(4):
-        lease(admission)
+    lease_all(admission, 4)
     publish(admission, 1, 1, 2)
     assert admission.slots_taken == 2
-    assert [lease(admission) for _ in range(3)] == [(4, (0, 1)), (5, (0, 1)), None]
+    assert lease_all(admission, 3) == [(4, (0, 1)), (5, (0, 1)), None]
     assert admission.list_leased_groups("a") == [0, 3, 4, 5]
 
 
 def test_what_was_not_leased_or_was_consumed_or_is_beyond_the_window_can_not_be_trained():
     admission = make(max_staleness=3, window=2)
-    for _ in range(4):
-        lease(admission)
+    lease_all(admission, 4)
     with pytest.raises(ValueError, match=r"group 2 may not overtake group 0: schedule\.window = 2 lets 1 younger"):
         admission.step_trained(1, [1, 2])
     admission.step_trained(1, [1, 0, 3])
@@ -61,8 +63,7 @@ def test_what_was_not_leased_or_was_consumed_or_is_beyond_the_window_can_not_be_
 
 def test_a_lost_lease_is_given_again_for_the_missing_episodes_only_and_first():
     admission = make()
-    for _ in range(3):
-        lease(admission)
+    lease_all(admission, 3)
     assert admission.list_leased_groups("a") == [0, 1, 2]
     assert admission.requeue_leases("a", lambda g: [1] if g == 1 else []) == [1]
     assert admission.list_leased_groups("a") == []
@@ -80,15 +81,11 @@ def test_what_was_lost_and_yet_arrived_is_not_played_again():
 
 def test_nothing_is_exhausted_before_the_last_group_is_trained():
     admission = make(max_staleness=4, steps=1)
-    for _ in range(2):
-        lease(admission)
+    lease_all(admission, 2)
     assert not admission.can_lease()
     assert not admission.is_exhausted  # "a" may still die, and its groups have to be played again
     admission.step_trained(1, [0, 1])
     assert admission.is_exhausted
-
-
-# -- whole groups, and parts ------------------------------------------------------------------------------------------
 
 
 def test_a_group_is_leased_whole_or_when_there_is_room_for_it():
@@ -125,9 +122,6 @@ def test_idle_generators_share_a_group_where_there_are_fewer_groups_than_generat
     assert lease(many, "a", idle_owners=3) == (0, tuple(range(8))), "one whole group for each"
 
 
-# -- versions ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_lease_names_the_oldest_weights_whose_tokens_cannot_become_too_old():
     admission = make(max_staleness=1, prompts_per_step=2)
     named = {}
@@ -151,8 +145,7 @@ def test_what_is_leased_again_may_be_played_by_the_weights_that_it_could_be_play
 
 def test_a_version_counter_never_goes_backwards_across_restarts():
     admission = make(max_staleness=3)
-    for _ in range(6):
-        lease(admission)
+    lease_all(admission, 6)
     publish(admission, 1, 0, 1)
     old = admission.state_dict()
     publish(admission, 2, 2, 3)
@@ -184,8 +177,7 @@ def test_the_bound_in_closed_form(staleness, window, per_version, bound):
 def test_a_resumed_run_plays_what_the_learner_lacks_and_nothing_else():
     """Groups 0 and 1 are trained. Of 2 one episode is here; 3 is whole; 4 and 5, leased after the checkpoint, in part."""
     admission = make(max_staleness=3, prompts_per_step=1, group_size=2, window=4, steps=9)
-    for _ in range(4):
-        lease(admission, "dead")
+    lease_all(admission, 4, "dead")
     publish(admission, 1, 0)
     publish(admission, 2, 1)
     resumed = make(max_staleness=3, prompts_per_step=1, group_size=2, window=4, steps=9)
@@ -194,7 +186,7 @@ def test_a_resumed_run_plays_what_the_learner_lacks_and_nothing_else():
     back = resumed.requeue_after_resume(5, lambda g: [i for i in range(2) if i not in here.get(g, [])])
     assert back == [2, 4, 5]
     assert resumed.slots_taken == 4
-    assert [lease(resumed) for _ in range(4)] == [(2, (0,)), (4, (0, 1)), (5, (1,)), None]
+    assert lease_all(resumed, 4) == [(2, (0,)), (4, (0, 1)), (5, (1,)), None]
     assert resumed.list_leased_groups("dead") == []
 
 

@@ -276,9 +276,6 @@ def test_inconsistent_groups_are_refused():
         assign_advantages([[episode(0, [-1]), episode(1, [1])]], algorithm(advantage="maxrl"))
 
 
-# --- tokens without a log-prob
-
-
 def measured(index: int, tokens: int, reward: float, without: tuple[int, ...] = ()) -> Trajectory:
     """An episode of one turn behind a prompt of two tokens; the tokens at `without` have a log-prob that is not finite."""
     made = episode(index, [reward], lengths=[tokens])

@@ -99,8 +99,6 @@ async def test_what_the_engine_failed_with_is_raised_whatever_the_agent_made_of_
             await player(TASK)
 
 
-# -- commands -----------------------------------------------------------------------------------------------------
-
 ASKS = """
 import os, openai, urllib.request
 key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
@@ -136,8 +134,7 @@ async def test_the_examples_play_with_their_own_command(example):
     rng = random.Random(11)
     a, b = rng.randint(1, 9), rng.randint(1, 9)
     env = EnvConfig(
-        name="agent-command",
-        args={"command": ["python", f"docs/examples/{example}.py"], "directory": HERE},
+        name="agent-command", args={"command": ["python", f"docs/examples/{example}.py"], "directory": HERE}
     )
     trajectory = await play(env, answers=(call % (a, b), str(a + b)))
     assert (trajectory.reward, len(trajectory.turns), len(trajectory.samples)) == (1.0, 2, 1)
@@ -238,9 +235,6 @@ def test_the_last_line_of_a_programs_output_says_its_reward(output, reward):
     assert parse_last_reward(output) == reward
 
 
-# -- from outside -------------------------------------------------------------------------------------------------
-
-
 async def test_somebody_outside_takes_episodes_that_wait_and_says_when_they_are_done(tmp_path):
     import json
     import stat
@@ -272,9 +266,6 @@ async def test_an_environment_is_left_to_others_and_nothing_listens_unless_asked
     engine = await ready([[1]])
     async with open_agent_player(EnvConfig(name="reverse-text"), engine, chat, SETTINGS, ServingConfig()) as player:
         assert player is None
-
-
-# -- configuration ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

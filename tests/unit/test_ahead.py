@@ -128,9 +128,6 @@ async def test_a_defect_found_ahead_is_raised_in_its_own_step():
         await guess.get_result([0], groups)
 
 
-# -- with a model ------------------------------------------------------------------------------------------------------
-
-
 class NoTrace:
     def should_trace(self, samples):
         return False

@@ -71,10 +71,7 @@ def test_who_sees_the_runs_directory_sees_its_newest_start(tmp_path):
     assert (
         shares_run_directory(tmp_path, first.number, REAL_WORLD.files),
         shares_run_directory(tmp_path, second.number, REAL_WORLD.files),
-    ) == (
-        False,
-        True,
-    )
+    ) == (False, True)
     check_shares_run_directory({"host": "b", "sees_run": True}, tmp_path)
     with pytest.raises(RunFailed, match=r"the learner is on host b, which does not see .*--runs"):
         check_shares_run_directory({"host": "b", "sees_run": False}, tmp_path)

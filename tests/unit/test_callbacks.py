@@ -52,13 +52,7 @@ def test_each_thing_is_heard_of_once_in_order(tmp_path):
     callbacks.show_status(status(5, 6, evaluated=[4]))
     checkpoint(tmp_path, 6)
     callbacks.show_status(status(evaluated=[4, 6]))
-    assert listener.heard == [
-        ("step", 5),
-        ("step", 6),
-        ("evaluation 0.5", 4),
-        ("evaluation 0.5", 6),
-        ("checkpoint", 6),
-    ]
+    assert listener.heard == [("step", 5), ("step", 6), ("evaluation 0.5", 4), ("evaluation 0.5", 6), ("checkpoint", 6)]
     assert plain == [0.1, 0.1]
     callbacks.rewind_to_step(4)  # the run restarts from the checkpoint of step 4
     callbacks.show_status(status(5))

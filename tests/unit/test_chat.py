@@ -42,6 +42,19 @@ def answer_ids(chat, text, end=True):
     return [*chat.encode(text), *([chat.eos_token_id] if end else [])]
 
 
+def spelled(chat):
+    """An answer of two tokens, where the renderer writes one."""
+    return [chat.encode("a")[0], chat.encode("b")[0], chat.eos_token_id]
+
+
+def after(chat, answer, *asked):
+    """A conversation with one answer so far."""
+    conversation = Conversation(chat, [user(words) for words in asked])
+    conversation.build_prompt()
+    conversation.add_answer(answer)
+    return conversation
+
+
 def talk(chat, answers, asked, end=True):
     """Prompts before each answer, the tokens seen after it, and the last prompt."""
     conversation = Conversation(chat, [user(asked[0])])
@@ -137,9 +150,7 @@ def test_a_compacted_history_keeps_the_tokens_of_the_answers_it_repeats():
     chat = ChatRenderer(tokenizer)
     odd = [tokenizer.convert_tokens_to_ids("a"), tokenizer.convert_tokens_to_ids("b"), chat.eos_token_id]
     assert chat.encode("ab") != odd[:2]
-    conversation = Conversation(chat, [user("one"), user("two")])
-    prompt_of(conversation)
-    conversation.add_answer(odd)
+    conversation = after(chat, odd, "one", "two")
     conversation.add_messages([user("three")])
     prompt_of(conversation)
     conversation.add_answer(answer_ids(chat, "no"))
@@ -196,10 +207,8 @@ def test_answers_keep_their_own_tokens_where_others_say_the_same(template, turns
 
 def test_an_answer_that_is_repeated_twice_stands_once_and_what_only_quotes_it_is_others_text():
     chat = merging_renderer(ENDS_IN_THE_SAME)
-    odd = [chat.encode("a")[0], chat.encode("b")[0], chat.eos_token_id]
-    conversation = Conversation(chat, [user("x")])
-    conversation.build_prompt()
-    conversation.add_answer(odd)
+    odd = spelled(chat)
+    conversation = after(chat, odd, "x")
     conversation.replace_messages(
         [user("say ab"), Message("assistant", "ab"), user("x"), Message("assistant", "ab"), user("you said ab")]
     )
@@ -213,19 +222,9 @@ def test_where_the_template_does_not_show_the_place_of_an_answer_its_text_is_enc
     chat = merging_renderer(
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content | length }}:{{ m.content }}<|end|>{% endfor %}<|assistant|>"
     )
-    odd = [chat.encode("a")[0], chat.encode("b")[0], chat.eos_token_id]
-    conversation = Conversation(chat, [user("x")])
-    conversation.build_prompt()
-    conversation.add_answer(odd)
+    conversation = after(chat, spelled(chat), "x")
     conversation.replace_messages([user("y"), Message("assistant", "ab"), user("z")])
-    prompt = prompt_of(conversation)
-    assert prompt == chat.encode(chat.render(conversation.messages))
-
-
-def test_the_text_of_an_answer_leaves_its_stop_token_out():
-    chat = renderer()
-    ids = chat.encode("dcba")
-    assert chat.decode_answer([*ids, chat.eos_token_id]) == chat.decode_answer(ids) == "dcba"
+    assert prompt_of(conversation) == chat.encode(chat.render(conversation.messages))
 
 
 def test_what_a_message_does_not_have_the_template_does_not_see():

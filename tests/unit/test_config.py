@@ -7,7 +7,7 @@ import tomllib
 
 import pytest
 
-from r3async.config import ConfigError, config_from_dict, config_to_toml, load_config, parse_override
+from r3async.config import ConfigError, config_from_dict, config_to_toml, load_config
 from r3async.config.load import REMOVED_KEYS
 
 
@@ -28,27 +28,12 @@ def test_a_wrong_setting_is_named_with_the_fix(override, parts):
         assert part in str(caught.value)
 
 
-def test_overrides_are_toml_values_and_bare_words_are_strings():
-    assert parse_override("a.b=[1, 2]") == (["a", "b"], [1, 2])
-    assert parse_override("a=true") == (["a"], True)
-    assert parse_override("a=word") == (["a"], "word")
-
-
 def test_the_resolved_configuration_loads_back_equal(tmp_path):
     config = load_config("quickstart", ["seed=3", "env.args.letters=5", "learner.betas=[0.8, 0.9]"])
     path = tmp_path / "config.toml"
     path.write_text(config_to_toml(config))
     assert load_config(str(path)) == config
     assert tomllib.loads(path.read_text())["env"]["args"]["letters"] == 5
-
-
-def test_a_file_extends_a_preset(tmp_path):
-    child = tmp_path / "child.toml"
-    child.write_text('extends = "quickstart"\nsteps = 7\n[schedule]\nmax_staleness = 0\n')
-    config = load_config(str(child))
-    base = load_config("quickstart")
-    assert (config.steps, config.schedule.max_staleness) == (7, 0)
-    assert config.schedule.prompts_per_step == base.schedule.prompts_per_step
 
 
 def test_a_typo_on_the_command_line_imports_neither_torch_nor_ray_nor_vllm():

@@ -27,14 +27,7 @@ IN_VAIN = [
     (["algorithm.distillation.coef=2"], "distillation.teacher"),
     (["algorithm.overlong_penalty.factor=2"], "overlong_penalty.buffer"),
     (["algorithm.reference_kl.weight_cap=2"], "reference_kl.coef"),
-    (
-        [
-            "algorithm.reference_kl.weight_cap=2",
-            "algorithm.reference_kl.coef=0.1",
-            "algorithm.reference_kl.weighted=false",
-        ],
-        "reference_kl.weighted",
-    ),
+    ([f"algorithm.reference_kl.{x}" for x in ("weight_cap=2", "coef=0.1", "weighted=false")], "reference_kl.weighted"),
     (["algorithm.rollout_kl.gain=0.5"], "rollout_kl.target"),
     (["algorithm.rollout_kl.estimator=k3", "algorithm.rollout_kl.coef=0"], "rollout_kl.coef"),
     (["algorithm.rollout_kl.measure=replayed"], "`algorithm.rollout_kl.target` or `max`"),
@@ -87,11 +80,7 @@ def test_the_command_line_and_python_refuse_it_alike(tmp_path):
 
 READ = [
     ["algorithm.policy_loss=ppo", "algorithm.ppo.clip_high=0.28"],
-    [
-        "algorithm.policy_loss=tests.helpers.algorithms:weighted",
-        "algorithm.loss_args.x=1",
-        "algorithm.ppo.clip_low=0.1",
-    ],
+    [f"algorithm.policy_loss={__name__}:own_loss", "algorithm.loss_args.x=1", "algorithm.ppo.clip_low=0.1"],
     ["evaluation.every_steps=5", "evaluation.samples_per_task=8"],
     ["evaluation.every_steps=0"],
     ["serving.enabled=false"],
@@ -103,8 +92,6 @@ READ = [
 
 @pytest.mark.parametrize("settings", READ, ids=lambda each: each[-1])
 def test_what_is_read_is_taken(settings):
-    if "algorithms:weighted" in settings[0]:
-        settings = [f"algorithm.policy_loss={__name__}:own_loss", *settings[1:]]
     load_config("quickstart", settings)
 
 
@@ -122,9 +109,6 @@ def test_every_condition_names_settings_that_there_are():
 def test_presets_may_have_values_for_other_ways_to_run():
     for path in list_preset_paths():
         load_config(path.stem, ["model.path=org/name"])
-
-
-# -- files ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_file_is_refused_for_what_it_sets_in_vain_and_may_be_turned_off_from_the_command_line(tmp_path):
@@ -167,8 +151,6 @@ def test_each_command_takes_its_own(tmp_path):
     with pytest.raises(ConfigError, match=r"`schedule\.window` has no effect here: training reads it"):
         apply_overrides(Config(), ["schedule.window=8"], "eval")
 
-
-# -- None -------------------------------------------------------------------------------------------------------------
 
 TABLES = ["env.args", "episode.template_args", "algorithm.loss_args", "generator.engine_args"]
 VALUES = ["null", "true", "1e5", "[a]", "a: b", "", "~", "007", "a # b", [1, "null"], {"inner": "null"}]

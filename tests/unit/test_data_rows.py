@@ -185,9 +185,6 @@ def test_a_text_without_names_is_no_template_but_for_double_braces(text):
     assert fill_template(text.replace("{", "{{").replace("}", "}}"), {}, "here") == text
 
 
-# -- parts -------------------------------------------------------------------------------------------------------------
-
-
 @given(st.permutations(range(30)), st.sampled_from([0.1, 0.5, 3, 29]))
 def test_the_parts_are_disjoint_and_do_not_depend_on_the_order(tmp_path_factory, order, share):
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
@@ -250,9 +247,6 @@ def test_a_run_notes_its_rows_says_how_many_and_cannot_resume_with_others(tmp_pa
     assert add_row_digests(Config(), said.append) == Config()
 
 
-# -- tasks -------------------------------------------------------------------------------------------------------------
-
-
 async def test_a_seed_chooses_a_row_and_its_answer_pays(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", ROWS)
     make = build_environment_factory(EnvConfig(name=f"dataset:{path}"))
@@ -298,9 +292,6 @@ async def test_the_built_in_rewards(tmp_path, reward, answer, want, paid):
     assert (await task.step(Action(answer))).reward == paid
 
 
-# -- the configuration -------------------------------------------------------------------------------------------------
-
-
 def test_data_and_reward_are_short_for_an_environment(tmp_path):
     config = load_config("quickstart", ["data=a.jsonl", "data.eval=0.1", "reward=rewards:correct"])
     args = {"path": "a.jsonl", "eval": 0.1, "reward": "rewards:correct"}
@@ -338,19 +329,39 @@ def test_settings_that_cannot_be_are_named_as_they_are_written(overrides, messag
         load_config("math", overrides)
 
 
-BAD = {
-    "not JSON": ("a.jsonl", '{"prompt": "a", "answer": "b"}\n{"prompt"', r"a.jsonl, line 2: not JSON"),
-    "no object": ("a.jsonl", '{"prompt": "a", "answer": "b"}\n\n[1]\n', r"a.jsonl, line 3: a row must be an object"),
-    "blank": ("a.jsonl", "\n\n", r"a.jsonl has no rows"),
-    "binary": ("a.jsonl", b"\xff\xfe", r"a.jsonl is not UTF-8 text"),
-    "open brackets": ("a.jsonl", "[" * 5000, r"a.jsonl, line 1: not JSON: more than 128 lists"),
-    "open brackets at once": ("a.json", "[" * 5000, r"a.json: not JSON: more than 128 lists"),
-    "digits": (
-        "a.jsonl",
-        '{"prompt": "a", "answer": ' + "1" * 5000 + "}",
-        r"a.jsonl, line 1: not JSON: Exceeds the limit",
+BAD_LINES = {
+    "not JSON": ('{"prompt": "a", "answer": "b"}\n{"prompt"', r"a.jsonl, line 2: not JSON"),
+    "no object": ('{"prompt": "a", "answer": "b"}\n\n[1]\n', r"a.jsonl, line 3: a row must be an object"),
+    "blank": ("\n\n", r"a.jsonl has no rows"),
+    "binary": (b"\xff\xfe", r"a.jsonl is not UTF-8 text"),
+    "open brackets": ("[" * 5000, r"a.jsonl, line 1: not JSON: more than 128 lists"),
+    "digits": ('{"prompt": "a", "answer": ' + "1" * 5000 + "}", r"a.jsonl, line 1: not JSON: Exceeds the limit"),
+    "half of a pair": ('{"prompt": "\\ud800", "answer": "b"}', r"a.jsonl, line 1: not JSON: .*surrogates"),
+    "no prompt": ('{"problem": "a", "answer": "b"}', r"line 1: no field 'prompt'.*`data.prompt`"),
+    "null prompt": ('{"prompt": null, "answer": "b"}', r"line 1: no field 'prompt'"),
+    "empty prompt": ('{"prompt": " ", "answer": "b"}', r"line 1: the prompt is empty"),
+    "number": ('{"prompt": 3, "answer": "b"}', r"field 'prompt' must be a text or chat messages, not 3"),
+    "no messages": ('{"prompt": [], "answer": "b"}', r"line 1: the prompt has no messages"),
+    "message": ('{"prompt": [{"role": "user"}], "answer": "b"}', r"a chat message must have role and content"),
+    "parts": (
+        '{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "b"}',
+        r"line 1: the content of a message must be text, or blocks of text, not .*image",
     ),
-    "half of a pair": ("a.jsonl", '{"prompt": "\\ud800", "answer": "b"}', r"a.jsonl, line 1: not JSON: .*surrogates"),
+    "answered": (
+        '{"prompt": [{"role": "assistant", "content": "x"}], "answer": "b"}',
+        r"ends with an answer of the assistant",
+    ),
+    "no answer": (
+        '{"prompt": "a"}',
+        r"line 1: no answer, which reward 'exact' asks for; its fields: prompt\. .*`data\.answer`",
+    ),
+    "list answer": (
+        '{"prompt": "a", "answer": [1]}',
+        r"line 1: the answer must be a text or a number for `exact`, not \[1\]",
+    ),
+}
+BAD_FILES = {
+    "open brackets at once": ("a.json", "[" * 5000, r"a.json: not JSON: more than 128 lists"),
     "JSON of lines": ("a.json", '{"a": 1}\n{"a": 2}', r"a.json: not JSON: Extra data.*must end in .jsonl"),
     "JSON object": ("a.json", '{"a": 1}', r"a.json must be a list of rows"),
     "JSON row": ("a.json", '[{"prompt": "a", "answer": "b"}, 3]', r"a.json, row 2: a row must be an object"),
@@ -359,37 +370,8 @@ BAD = {
     "open quote": ("a.csv", 'prompt,answer\n"a,b\n', r"a.csv, line 1: not CSV"),
     "no parquet": ("a.parquet", "prompt", r"a.parquet is no parquet file"),
     "suffix": ("a.txt", "x", r"a.txt does not end in one of .jsonl, .json, .csv, .parquet"),
-    "no prompt": ("a.jsonl", '{"problem": "a", "answer": "b"}', r"line 1: no field 'prompt'.*`data.prompt`"),
-    "null prompt": ("a.jsonl", '{"prompt": null, "answer": "b"}', r"line 1: no field 'prompt'"),
-    "empty prompt": ("a.jsonl", '{"prompt": " ", "answer": "b"}', r"line 1: the prompt is empty"),
-    "number": ("a.jsonl", '{"prompt": 3, "answer": "b"}', r"field 'prompt' must be a text or chat messages, not 3"),
-    "no messages": ("a.jsonl", '{"prompt": [], "answer": "b"}', r"line 1: the prompt has no messages"),
-    "message": (
-        "a.jsonl",
-        '{"prompt": [{"role": "user"}], "answer": "b"}',
-        r"a chat message must have role and content",
-    ),
-    "parts": (
-        "a.jsonl",
-        '{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "b"}',
-        r"line 1: the content of a message must be text, or blocks of text, not .*image",
-    ),
-    "answered": (
-        "a.jsonl",
-        '{"prompt": [{"role": "assistant", "content": "x"}], "answer": "b"}',
-        r"ends with an answer of the assistant",
-    ),
-    "no answer": (
-        "a.jsonl",
-        '{"prompt": "a"}',
-        r"line 1: no answer, which reward 'exact' asks for; its fields: prompt\. .*`data\.answer`",
-    ),
-    "list answer": (
-        "a.jsonl",
-        '{"prompt": "a", "answer": [1]}',
-        r"line 1: the answer must be a text or a number for `exact`, not \[1\]",
-    ),
 }
+BAD = {what: ("a.jsonl", *bad) for what, bad in BAD_LINES.items()} | BAD_FILES
 
 
 @pytest.mark.parametrize("what", BAD)

@@ -201,8 +201,3 @@ async def test_the_calculator_ends_after_its_turns_without_a_reward():
 def test_wrong_arguments_are_refused_with_the_fix(name, args, message):
     with pytest.raises(ConfigError, match=message):
         build_environment_factory(EnvConfig(name=name, args=args))
-
-
-async def test_the_oracle_s_reward_needs_an_environment_that_knows():
-    with pytest.raises(ConfigError, match=r"has no oracle"):
-        await mean_reward(build_environment_factory(EnvConfig(name="tests.helpers.envs:Awaiting")), "oracle", 1)

@@ -171,9 +171,6 @@ def test_wrong_arguments_are_named(args, message):
         build_environment_factory(EnvConfig(name="mcp:reverse-text", args=args))
 
 
-# -- commands -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(params=["isolated", "plain"])
 async def sandbox(request, monkeypatch):
     """As well isolated as this machine lets us, and not at all."""

@@ -450,9 +450,6 @@ async def test_only_a_healthy_generator_is_leased_episodes(fleet, tmp_path, monk
     assert await leases() == 1
 
 
-# -- silence -----------------------------------------------------------------------------------------------------------
-
-
 async def test_a_silent_generator_is_suspect_and_gets_new_weights_and_leases_when_it_speaks_again(
     installer, fleet, handles
 ):

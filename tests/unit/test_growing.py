@@ -163,12 +163,7 @@ def test_thoughts_between_tool_calls_are_rendered_in_part_until_the_user_speaks(
 
 
 @pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        (NUMBERS, "depends on turns before"),
-        (FORGETS, "compares with 9"),
-        (SHOUTS, "it counts"),
-    ],
+    ("template", "reason"), [(NUMBERS, "depends on turns before"), (FORGETS, "compares with 9"), (SHOUTS, "it counts")]
 )
 def test_a_template_that_needs_the_whole_gets_it_and_the_reason_is_logged_once(template, reason, caplog):
     tokenizer = renderer(template).tokenizer

@@ -29,8 +29,6 @@ def written(chat, messages):
     return chat.tokenizer.apply_chat_template([m.to_template_dict() for m in messages], tokenize=False)
 
 
-# -- thoughts ----------------------------------------------------------------------------------------------------------
-
 KEEPS_THOUGHTS = """{%- for m in messages -%}
 {%- if m.role == 'assistant' -%}
 {%- set said = m.content -%}{%- set why = '' -%}
@@ -82,8 +80,6 @@ def test_a_prompt_and_an_answer_part_between_tokens():
     assert text == "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n<tool_call>{}<|im_end|>"
 
 
-# -- ends --------------------------------------------------------------------------------------------------------------
-
 LOOP = (
     "{%- for m in messages -%}{{- '<S>' + m.role + '\\n' + m.content + 'END\\n' -}}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<S>assistant\\n' -}}{%- endif -%}"
@@ -115,8 +111,6 @@ def test_of_two_ends_the_first_that_an_episode_ends_at_is_learnt(known, end):
     assert trained == f"a{end}b{end}"
     assert written(chat, TALK).startswith(text)
 
-
-# -- what cannot be learnt ---------------------------------------------------------------------------------------------
 
 CHATML = LOOP.replace("END", "<|im_end|>")
 REFUSED = {

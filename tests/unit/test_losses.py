@@ -138,9 +138,6 @@ def test_which_losses_need_recomputed_logprobs():
     assert needs_old_logprobs(algorithm(policy_loss="decoupled_ppo"))
 
 
-# -- losses of one's own ---------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """An importable module with a loss."""

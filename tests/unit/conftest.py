@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from tests.helpers.fleet import Generator, loaded
@@ -13,6 +15,15 @@ def model_path(tmp_path_factory):
     from tests.helpers.models import make_hf_model
 
     return make_hf_model(tmp_path_factory.mktemp("learner_model"))
+
+
+@pytest.fixture
+def learners():
+    """Build learners, and close them."""
+    from r3async.learner import build_learner
+
+    with contextlib.ExitStack() as stack:
+        yield lambda *args, **options: stack.enter_context(contextlib.closing(build_learner(*args, **options)))
 
 
 @pytest.fixture

@@ -16,19 +16,8 @@ from r3async.learner.trainer import prepare_minibatches
 from tests.helpers.algorithms import algorithm
 
 ESTIMATORS = ["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline"]
-FIGURES = {
-    f"advantage/{name}"
-    for name in (
-        "zero_variance_groups",
-        "zero_variance_share",
-        "overlong_samples",
-        "filtered_tokens",
-        "overlong_penalty",
-        "mean",
-        "std",
-        "abs_max",
-    )
-}
+NAMES = "zero_variance_groups zero_variance_share overlong_samples filtered_tokens overlong_penalty mean std abs_max"
+FIGURES = {f"advantage/{name}" for name in NAMES.split()}
 
 
 def episode(

@@ -271,7 +271,6 @@ async def test_an_environment_is_left_to_others_and_nothing_listens_unless_asked
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        ({"name": "agent-comand"}, "did you mean 'agent-command'"),
         ({"name": "agent:nowhere:play"}, "cannot be loaded: No module named 'nowhere'"),
         ({"name": "agent:tests.helpers.agents:asks_too_much"}, "missing a required argument: 'wrong'"),
         ({"name": "agent:tests.helpers.agents:counts", "args": {"word": 1}}, "unexpected keyword argument 'word'"),

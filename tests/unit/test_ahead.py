@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from r3async.actors.learner import NextStep, TrajectoryInbox
 from r3async.actors.ranks import LocalRank
 from r3async.config import config_from_dict
-from r3async.learner import build_learner
 from r3async.learner.batch import CostModel
 from r3async.learner.trainer import StepOutcome, Trainer
 from r3async.record.writer import checksum_tokens
@@ -150,29 +149,26 @@ def stand_in(t):
 
 
 @pytest.mark.parametrize("backend", ["torch", "megatron"])
-def test_steps_prepared_while_others_train_are_bit_by_bit_the_same(tmp_path, backend):
+def test_steps_prepared_while_others_train_are_bit_by_bit_the_same(learners, tmp_path, backend):
     path, config = hm.make_hf_model(tmp_path, num_hidden_layers=2), hc.settings(backend)
 
     def run(beside: bool) -> list[StepOutcome]:
-        learner = build_learner(config, path)
-        trainer = Trainer(config, CostModel(), LocalRank(config, learner), NoTrace(), None, stand_in)
+        rank = LocalRank(config, learners(config, path))
+        trainer = Trainer(config, CostModel(), rank, NoTrace(), None, stand_in)
         done, ready = [], {0: trainer.prepare_step(played(0))}
-        try:
-            for step in range(5):
 
-                def prepare_next(step: int = step) -> None:
-                    ready[step + 1] = trainer.prepare_step(played(step + 1))
+        def prepare(step: int) -> None:
+            ready[step] = trainer.prepare_step(played(step))
 
-                thread = threading.Thread(target=prepare_next)
-                if beside:
-                    thread.start()
-                done.append(trainer.train_step(step + 1, step, ready.pop(step)))
-                if not beside:
-                    thread.start()
-                thread.join(LIMIT)
-            return done
-        finally:
-            learner.close()
+        for step in range(5):
+            thread = threading.Thread(target=prepare, args=[step + 1])
+            if beside:
+                thread.start()
+            done.append(trainer.train_step(step + 1, step, ready.pop(step)))
+            if not beside:
+                thread.start()
+            thread.join(LIMIT)
+        return done
 
     apart, beside = run(beside=False), run(beside=True)
     assert [d.metrics for d in beside] == [d.metrics for d in apart]

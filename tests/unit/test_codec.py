@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from r3async.data import wire as codec
 from r3async.data.wire import WireError
 
+MAX = codec.MAX_JOINED_BYTES
 FAST = settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -46,28 +47,19 @@ def test_packed_columns_come_back_bit_by_bit(dtypes, rows, seed, steady):
 def test_no_bytes_unpack_to_anything_but_so_many_rows(data, rows):
     block = codec.lay_out_block([("a", np.dtype("<i4")), ("b", np.dtype(bool))])
     with contextlib.suppress(WireError):
-        assert {n: len(a) for n, a in codec.unpack_columns(memoryview(data), block, rows).items()} == {
-            "a": rows,
-            "b": rows,
-        }
+        columns = codec.unpack_columns(memoryview(data), block, rows)
+        assert {n: len(a) for n, a in columns.items()} == {"a": rows, "b": rows}
 
 
 @FAST
 @given(
-    sizes=st.lists(
-        st.sampled_from(
-            [0, 1, 3, 8, 100, codec.MAX_JOINED_BYTES, codec.MAX_JOINED_BYTES + 1, 2 * codec.MAX_JOINED_BYTES]
-        ),
-        max_size=9,
-    ),
+    sizes=st.lists(st.sampled_from([0, 1, 3, 8, 100, MAX, MAX + 1, 2 * MAX]), max_size=9),
     damage=st.sampled_from(["", "short", "long", "frame"]),
 )
 def test_parts_come_back_from_their_frames_and_nothing_else_does(sizes, damage):
     parts = [bytes([65 + i]) * size for i, size in enumerate(sizes)]
     frames = codec.frame_parts(parts)
-    assert [f for f in frames if len(f) > codec.MAX_JOINED_BYTES and f in parts] == [
-        p for p in parts if len(p) > codec.MAX_JOINED_BYTES
-    ]
+    assert [f for f in frames if len(f) > MAX and f in parts] == [p for p in parts if len(p) > MAX]
     if damage and frames:
         changed = {"short": [frames[-1][:-1]], "long": [frames[-1] + b"x"], "frame": [frames[-1], b"x"]}[damage]
         frames = [*frames[:-1], *changed]

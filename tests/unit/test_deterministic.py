@@ -7,7 +7,6 @@ import os
 import pytest
 import torch
 
-from r3async.learner import build_learner
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import models as hm
 from tests.helpers.checkpoint import batches, settings
@@ -24,18 +23,15 @@ def as_before(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["megatron", "torch"])
-def test_a_step_needs_no_kernel_that_has_no_order(tmp_path, as_before, backend):
+def test_a_step_needs_no_kernel_that_has_no_order(learners, tmp_path, as_before, backend):
     path, trained = hm.make_hf_model(tmp_path / "model"), []
     for deterministic in (False, True):
         config = settings(backend)
         config.learner.deterministic = deterministic
-        learner = build_learner(config, path)
-        try:
-            assert torch.are_deterministic_algorithms_enabled() is deterministic
-            for step in batches(2):
-                train_minibatch(learner, step)
-            trained.append(learner.export_weights())
-        finally:
-            learner.close()
+        learner = learners(config, path)
+        assert torch.are_deterministic_algorithms_enabled() is deterministic
+        for step in batches(2):
+            train_minibatch(learner, step)
+        trained.append(learner.export_weights())
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 
@@ -45,9 +46,8 @@ def reference(model):
 
 @pytest.fixture(scope="module", params=["torch", "megatron"])
 def learner(request, model):
-    learner = build_learner(settings(request.param), model, frozen=True)
-    yield learner
-    learner.close()
+    with contextlib.closing(build_learner(settings(request.param), model, frozen=True)) as learner:
+        yield learner
 
 
 def check(partings, fault: hf.Fault) -> None:
@@ -63,24 +63,17 @@ def test_a_fault_in_a_learner_is_named(learner, reference, model, number):
         check(found(learner, model, settings(learner.name), reference), fault)
 
 
-def test_another_dtype_than_the_settings_say_is_named(reference, model):
-    learner = build_learner(settings("torch", "bfloat16"), model, frozen=True)
-    try:
-        (only,) = examine_outputs(reference, observe_learner(learner, tokens(), [], settings("torch")))
-    finally:
-        learner.close()
+def test_another_dtype_than_the_settings_say_is_named(learners, reference, model):
+    learner = learners(settings("torch", "bfloat16"), model, frozen=True)
+    (only,) = examine_outputs(reference, observe_learner(learner, tokens(), [], settings("torch")))
     assert (only.stage, only.explanations[0].cause) == ("dtype", "dtype")
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("torch", "bfloat16"), ("megatron", "float32")])
 @pytest.mark.parametrize("variant", ha.VARIANTS)
-def test_a_sound_learner_is_left_alone(tmp_path, variant, backend, dtype):
+def test_a_sound_learner_is_left_alone(learners, tmp_path, variant, backend, dtype):
     path, config = ha.make_model(tmp_path / "m", variant), settings(backend, dtype)
-    learner = build_learner(config, path, frozen=True)
-    try:
-        assert found(learner, path, config) == []
-    finally:
-        learner.close()
+    assert found(learners(config, path, frozen=True), path, config) == []
 
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"

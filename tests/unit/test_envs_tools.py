@@ -19,7 +19,7 @@ from r3async.config import ConfigError, EnvConfig
 from r3async.envs import Action, EnvironmentFailed
 from r3async.envs.factory import build_environment_factory
 from r3async.envs.sandbox import CommandLimits, Sandbox, build_docker_command, build_local_command, find_isolation
-from tests.helpers.transport import until
+from tests.helpers.transport import free_port, until
 
 SERVER = str(Path(__file__).parents[1] / "helpers" / "mcp_server.py")
 
@@ -123,9 +123,7 @@ async def test_calls_have_limits_and_what_goes_wrong_is_told_to_the_policy(env):
 @pytest.fixture
 def running_server():
     """The address of one that runs, over HTTP."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen([sys.executable, SERVER, "http", str(port)], stderr=subprocess.DEVNULL)
     try:
         for _ in range(600):
@@ -397,13 +395,8 @@ def test_the_words_of_a_command():
     assert words[:5] == ["unshare", "--user", "--net", "--", sys.executable]
     settings = json.loads(words[-4])
     assert settings["root"] == ""
-    assert settings["limits"] == {
-        "RLIMIT_AS": 64 * 2**20,
-        "RLIMIT_CPU": 6,
-        "RLIMIT_FSIZE": 2 * 2**20,
-        "RLIMIT_CORE": 0,
-        "RLIMIT_NPROC": 7,
-    }
+    bounds = {"AS": 64 * 2**20, "CPU": 6, "FSIZE": 2 * 2**20, "CORE": 0, "NPROC": 7}
+    assert settings["limits"] == {f"RLIMIT_{name}": bound for name, bound in bounds.items()}
     plain, confined = (
         json.loads(build_local_command("echo hi", limits, prefix, Path("/d"))[-4])
         for prefix in ((), ("unshare", "--user", "--keep-caps", "--"))
@@ -411,18 +404,9 @@ def test_the_words_of_a_command():
     assert "RLIMIT_NPROC" not in plain["limits"], "it would count all of our user's"
     assert (confined["root"], confined["shm_bytes"]) == ("/d", 64 * 2**20)
     docker = build_docker_command("echo hi", limits, "python:3.12", Path("/d"), "r3-1")
-    text = " ".join(docker)
-    for part in (
-        "--rm",
-        "--name r3-1",
-        "--network none",
-        "--memory 64m",
-        "--pids-limit 7",
-        "--tmpfs /tmp:size=64m",
-        "--volume /d:/work",
-        "--cap-drop ALL",
-    ):
-        assert part in text
+    parts = "name r3-1,network none,memory 64m,pids-limit 7,tmpfs /tmp:size=64m,volume /d:/work,cap-drop ALL"
+    for part in ("rm", *parts.split(",")):
+        assert f"--{part}" in " ".join(docker)
     assert docker[-4:] == ["python:3.12", "/bin/sh", "-c", "echo hi"]
     assert "--network bridge" in " ".join(build_docker_command("x", CommandLimits(network=True), "i", Path("/d"), "n"))
     with pytest.raises(ValueError, match="`seconds` = 0 must be above 0"):

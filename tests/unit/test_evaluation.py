@@ -56,11 +56,8 @@ def test_the_figures_of_an_evaluation():
 async def test_the_oracle_earns_all_the_policy_what_its_answers_are_worth_and_all_play_the_same_tasks():
     factory = build_environment_factory(REVERSE)
     oracle = await evaluate_without_model(REVERSE, factory, "oracle", EvaluationConfig(tasks=5, seed=1), max_turns=9)
-    assert (oracle.reward_mean, oracle.turns_mean, oracle.stop_reasons) == (
-        pytest.approx(1.0),
-        3,
-        {"env_done": (5, pytest.approx(1.0))},
-    )
+    assert (oracle.reward_mean, oracle.turns_mean) == (pytest.approx(1.0), 3)
+    assert oracle.stop_reasons == {"env_done": (5, pytest.approx(1.0))}
     cut = await evaluate_without_model(REVERSE, factory, "oracle", EvaluationConfig(tasks=2, seed=1), max_turns=2)
     assert (cut.turns_mean, list(cut.stop_reasons)) == (2, ["turns"])
 

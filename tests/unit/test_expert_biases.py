@@ -29,18 +29,8 @@ def path(request, tmp_path_factory):
 
 
 @pytest.fixture
-def build(path):
-    """Build learners of the model, and close them."""
-    built = []
-
-    def build_one(backend: str | Config, **options):
-        config = backend if isinstance(backend, Config) else settings(backend, **options)
-        built.append(build_learner(config, path))
-        return built[-1]
-
-    yield build_one
-    for learner in built:
-        learner.close()
+def build(learners, path):
+    return lambda of, **options: learners(of if isinstance(of, Config) else settings(of, **options), path)
 
 
 def recorded(path, seed: int = 3):

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from r3async.learner import build_learner
 from r3async.learner.batch import MicroBatch, pack_samples
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import models as hm
@@ -70,18 +69,15 @@ def micro_batches(count: int) -> list[MicroBatch]:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("backend", ["megatron", "torch"])
-def test_a_micro_batch_waits_for_the_device_at_most_once(tmp_path, backend, recompute):
+def test_a_micro_batch_waits_for_the_device_at_most_once(learners, tmp_path, backend, recompute):
     config = settings(backend)
     config.learner.recompute = recompute
-    learner = build_learner(config, hm.make_hf_model(tmp_path / "model", hidden_size=64, moe_intermediate_size=32))
-    try:
-        found = []
-        for count in (2, 8):
-            with counted() as syncs:
-                train_minibatch(learner, micro_batches(count))
-            found.append(syncs)
-    finally:
-        learner.close()
+    learner = learners(config, hm.make_hf_model(tmp_path / "model", hidden_size=64, moe_intermediate_size=32))
+    found = []
+    for count in (2, 8):
+        with counted() as syncs:
+            train_minibatch(learner, micro_batches(count))
+        found.append(syncs)
     few, many = found
     assert few["_local_scalar_dense"], "a step asks for its norm: what is counted has to be seen"
     each = (many.total() - few.total()) / 6

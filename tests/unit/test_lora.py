@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from r3async.checkpoint.directory import check_resume_settings
 from r3async.checkpoint.state import CheckpointError
 from r3async.config import config_from_dict, config_to_dict
-from r3async.learner import LearnerError, build_learner
+from r3async.learner import LearnerError
 from tests.helpers import architectures as ha
 from tests.helpers import checkpoint as hc
 from tests.helpers import lora as hl
@@ -27,17 +27,8 @@ def model_path(tmp_path_factory):
 
 
 @pytest.fixture
-def build(model_path):
-    """Build learners of the model, and close them."""
-    built = []
-
-    def build_one(config):
-        built.append(build_learner(config, model_path))
-        return built[-1]
-
-    yield build_one
-    for learner in built:
-        learner.close()
+def build(learners, model_path):
+    return lambda config: learners(config, model_path)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

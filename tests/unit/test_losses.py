@@ -198,6 +198,9 @@ def test_what_is_no_loss_of_one_s_own_is_refused_when_the_run_is_checked(module,
         check_policy_loss(config.algorithm)
 
 
+KL, MAXRL = "[algorithm.rollout_kl]", {"advantage": "maxrl"}
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -207,24 +210,14 @@ def test_what_is_no_loss_of_one_s_own_is_refused_when_the_run_is_checked(module,
         ({"sapo": {"tau_negative": 0.0}}, "[algorithm.sapo] `tau_negative`"),
         ({"correction": {"icepop_low": 1.5}}, "[algorithm.correction] `icepop_low` must be in 0..1"),
         ({"correction": {"product_high": 0.5}}, "[algorithm.correction] `product_high` must be at least 1"),
-        (
-            {"correction": {"max_token_age": 2}},
-            "unknown key `algorithm.correction.max_token_age`: it is `schedule.max_token_age` now",
-        ),
         ({"anchor": "old"}, "`algorithm.anchor` = 'old'"),
         ({"ratio_cap": 2.0, "policy_loss": "tis"}, "algorithm.truncated_pg.cap"),
         ({"correction": {"weight": "token"}}, "[algorithm.correction] `weight` needs `anchor`"),
         ({"correction": {"weight": "token", "anchor": "recomputed"}}, "counts recomputed / rollout twice"),
         ({"reduction": "mean"}, "`algorithm.reduction` = 'mean'"),
-        (
-            {"advantage": "maxrl", "overlong_penalty": {"buffer": 4}},
-            "[algorithm] `overlong_penalty` makes rewards negative",
-        ),
+        (MAXRL | {"overlong_penalty": {"buffer": 4}}, "[algorithm] `overlong_penalty` makes rewards negative"),
         ({"rollout_kl": {"target": 0.1, "max": 0.1}}, "[algorithm.rollout_kl] `max` must be more than `target`"),
-        (
-            {"rollout_kl": {"target": 0.1, "coef": 0.0}},
-            "[algorithm.rollout_kl] with `target`, `coef` must be more than 0",
-        ),
+        ({"rollout_kl": {"target": 0.1, "coef": 0.0}}, f"{KL} with `target`, `coef` must be more than 0"),
         ({"rollout_kl": {"target": 0.1, "limit": 0.05}}, "[algorithm.rollout_kl] `limit` must be at least `target`"),
         ({"rollout_kl": {"limit": 0.1, "probe_share": 0.0}}, "[algorithm.rollout_kl] `limit` needs `probe_share`"),
         ({"rollout_kl": {"coef_min": 0.1}}, "algorithm.rollout_kl.coef"),

@@ -183,8 +183,7 @@ def test_a_resumed_run_plays_what_the_learner_lacks_and_nothing_else():
     resumed = make(max_staleness=3, prompts_per_step=1, group_size=2, window=4, steps=9)
     resumed.load_state_dict(msgspec.json.decode(msgspec.json.encode(admission.state_dict())), 2)
     here = {2: [1], 3: [0, 1], 5: [0]}
-    back = resumed.requeue_after_resume(5, lambda g: [i for i in range(2) if i not in here.get(g, [])])
-    assert back == [2, 4, 5]
+    assert resumed.requeue_after_resume(5, lambda g: [i for i in range(2) if i not in here.get(g, [])]) == [2, 4, 5]
     assert resumed.slots_taken == 4
     assert lease_all(resumed, 4) == [(2, (0,)), (4, (0, 1)), (5, (1,)), None]
     assert resumed.list_leased_groups("dead") == []
@@ -192,8 +191,7 @@ def test_a_resumed_run_plays_what_the_learner_lacks_and_nothing_else():
 
 def test_a_resumed_run_never_has_more_slots_than_it_was_given():
     admission = make(max_staleness=1, prompts_per_step=2)
-    back = admission.requeue_after_resume(100, lambda g: [0])
-    assert back == [0, 1, 2, 3]
+    assert admission.requeue_after_resume(100, lambda g: [0]) == [0, 1, 2, 3]
     assert admission.slots_taken == admission.slots == 4
     assert admission.requeue_after_resume(-1, lambda g: []) == []  # All of them are here, and wait to be trained.
     assert admission.is_full

@@ -109,8 +109,7 @@ def test_credit_by_trajectory(name, normalize_std, stepwise):
 @pytest.mark.parametrize("stepwise", [False, True])
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_credit_by_turn_with_episodes_of_different_length(name, stepwise):
-    rewards = [[1, 0.5], [0, 0.7], [0.5]]
-    group = [episode(i, r, stepwise=stepwise) for i, r in enumerate(rewards)]
+    group = [episode(i, r, stepwise=stepwise) for i, r in enumerate([[1, 0.5], [0, 0.7], [0.5]])]
     first, second = by_hand(name, [1, 0, 0.5]), by_hand(name, [0.5, 0.7])
     want = [[first[0]] * 2 + [second[0]] * 2, [first[1]] * 2 + [second[1]] * 2, [first[2]] * 2]
     want = standardized(want) if name.startswith("reinforce") else want

@@ -94,11 +94,9 @@ def test_the_groups_of_each_step_are_those_of_a_learner_that_looks_at_none_ahead
 
 
 def test_a_guess_that_comes_true_is_made_once_and_one_that_does_not_is_made_again():
-    arrivals = [[0, 1, 2, 3], [], [], []]
-    trained, lane = asyncio.run(steps(arrivals, 1, 0, ahead=True))
+    trained, lane = asyncio.run(steps([[0, 1, 2, 3], [], [], []], 1, 0, ahead=True))
     assert trained == lane.calls == [[0, 1], [2, 3]]
-    overtaken = [[0, 1, 3, 4], [], [2], []]
-    trained, lane = asyncio.run(steps(overtaken, 3, 0, ahead=True))
+    trained, lane = asyncio.run(steps([[0, 1, 3, 4], [], [2], []], 3, 0, ahead=True))
     assert trained == [[0, 1], [2, 3]]
     assert lane.calls == [[0, 1], [3, 4], [2, 3]]
 

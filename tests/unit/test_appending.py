@@ -31,8 +31,7 @@ class FaultyDisk(SystemFiles):
         self.plan, self.truncates = list(plan), list(truncates)
 
     def open(self, path: Path, **options) -> FaultyFile:
-        file = super().open(path, **options)
-        return FaultyFile(file._descriptor, self)
+        return FaultyFile(super().open(path, **options)._descriptor, self)
 
 
 class FaultyFile(SystemFile):
@@ -226,8 +225,7 @@ def test_a_process_that_was_stopped_within_its_write_holds_nobody_up(tmp_path: P
     told: list[str] = []
     other = os.open(path, os.O_RDWR | os.O_CREAT)
     fcntl.flock(other, fcntl.LOCK_EX)
-    file = AppendFile(path, world=REAL_WORLD, flusher=keeper)
-    assert not file.append(b"one")
+    assert not AppendFile(path, world=REAL_WORLD, flusher=keeper).append(b"one")
     os.close(other)
     assert keeper.retry_writes()
     assert path.read_bytes() == b"one\n"
@@ -248,8 +246,7 @@ def test_a_new_directory_and_its_parents_are_synced(tmp_path: Path, monkeypatch:
     synced, real = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd))[1])
     make_directory(tmp_path / "a" / "b")
-    wanted = {str(tmp_path.parent), str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")}
-    assert wanted == set(synced)
+    assert {str(tmp_path.parent), str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")} == set(synced)
     synced.clear()
     make_directory(tmp_path / "a" / "b")  # it is there, perhaps since a call that failed: its name alone
     assert synced == [str(tmp_path / "a")]
@@ -281,6 +278,5 @@ file = AppendFile(Path(sys.argv[1]), world=REAL_WORLD)
 print(file.append(b"x" * 2000))
 resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6))
 """
-    done = limited(script, str(tmp_path / "a"))
-    assert done.stdout == "False\n"
+    assert limited(script, str(tmp_path / "a")).stdout == "False\n"
     assert (tmp_path / "a").read_bytes() == b"x" * 2000 + b"\n"

@@ -271,8 +271,7 @@ def test_the_episodes_of_a_group_begin_with_one_prompt_which_is_rendered_and_enc
     groups = [[Message("system", "be brief"), user(f"task {group}")] for group in range(4)]
     prompts = [[Conversation(chat, messages).build_prompt().token_ids for _ in range(8)] for messages in groups]
     assert asked == {"render": 4, "encode": 4}
-    fresh = [Conversation(renderer(QWEN3), messages) for messages in groups]
-    for same, other in zip(prompts, fresh, strict=True):
+    for same, other in zip(prompts, [Conversation(renderer(QWEN3), messages) for messages in groups], strict=True):
         assert {tuple(ids) for ids in same} == {tuple(other.build_prompt().token_ids)}
     assert not chat.encode_cached("task").flags.writeable
 

@@ -90,8 +90,7 @@ def test_a_group_keeps_its_task_and_a_restored_history_goes_on_with_the_same(sco
     restored = TaskHistory(settings, 1)
     for group, score in enumerate(scores):
         if group == at:
-            saved = msgspec.json.decode(msgspec.json.encode(history.state_dict()))
-            restored.load_state_dict(saved, {})
+            restored.load_state_dict(msgspec.json.decode(msgspec.json.encode(history.state_dict())), {})
         task = history.choose_task(group, cursor.iter_tasks(group))
         if group >= at:
             assert restored.choose_task(group, cursor.iter_tasks(group)) == task
@@ -110,8 +109,7 @@ def test_what_the_learner_kept_of_a_group_says_its_task():
 
 
 def test_others_are_never_quarantined_and_of_the_same_environment():
-    cursor = TaskCursor(0, 5, {1: 0, 2: 0})
-    tasks = cursor.iter_tasks(0)
+    tasks = TaskCursor(0, 5, {1: 0, 2: 0}).iter_tasks(0)
     assert {next(tasks) for _ in range(100)} == {0, 3, 4}
     mixed = MixedTaskCursor(0, [1, 1], [4, 6])
     for group in range(4):

@@ -35,8 +35,7 @@ def test_other_arguments_are_vllms_own_and_the_scripted_engine_has_its_own():
 
 
 def test_the_engine_sets_nothing_that_the_table_does_not_have(tiny_model):
-    config = load_config("quickstart", [f"model.path={tiny_model}"])
-    engine = build_engine(config, str(tiny_model), seed=3)
+    engine = build_engine(load_config("quickstart", [f"model.path={tiny_model}"]), str(tiny_model), seed=3)
     assert isinstance(engine, VllmEngine)
     assert engine._engine_args.keys() <= OWNED_ENGINE_ARGS.keys() | DEFAULT_ENGINE_ARGS
     assert engine._engine_args["seed"] == 3

@@ -49,8 +49,7 @@ async def test_reasoning_gym_takes_the_tasks_settings_and_a_system_message():
 
 async def test_gymnasium_draws_and_names_its_moves_and_ends():
     args = {"render_mode": "ansi", "is_slippery": False, "actions": ["left", "down", "right", "up"], "prompt": "Go!"}
-    factory = make("gymnasium:FrozenLake-v1", args)
-    env = factory()
+    env = make("gymnasium:FrozenLake-v1", args)()
     (first,) = await env.reset(3)
     assert first.content == "Go!\n[S]FFF\nFHFH\nFFFH\nHFFG"  # where one stands is in brackets, and not in colour
     results = await say(env, "fly", *["down"] * 2, "right", "down", "right", "right")
@@ -76,16 +75,13 @@ async def test_gymnasium_observations_are_plain_and_the_seed_deals_the_cards():
 
 
 async def test_gymnasium_text_spaces_are_spoken_as_they_are():
-    factory = make("gymnasium:tests.helpers.envs:Parrot-v0", {"invalid_reward": -0.5})
-    env = factory()
-    word = (await env.reset(5))[0].content
-    wrong, right = await say(env, "far too long", word)
+    env = make("gymnasium:tests.helpers.envs:Parrot-v0", {"invalid_reward": -0.5})()
+    wrong, right = await say(env, "far too long", (await env.reset(5))[0].content)
     assert (wrong.reward, wrong.done, right.reward, right.done) == (-0.5, False, 1.0, True)
 
 
 async def test_textarena_alone_shows_what_is_new_and_pays_its_own_reward():
-    factory = make("textarena:GuessTheNumber-v0", {"min_number": 1, "max_number": 8})
-    env = factory()
+    env = make("textarena:GuessTheNumber-v0", {"min_number": 1, "max_number": 8})()
     (first,) = await env.reset(4)
     assert "between 1 and 8" in first.content
     low, high = 1, 8
@@ -118,8 +114,7 @@ async def test_textarena_games_that_play_at_once_keep_their_own_rng():
 
 
 async def test_textarena_plays_an_opponent_of_ones_own_and_pays_the_winner():
-    factory = make("textarena:TicTacToe-v0", {"opponent": "tests.helpers.envs:first_free"})
-    env = factory()
+    env = make("textarena:TicTacToe-v0", {"opponent": "tests.helpers.envs:first_free"})()
     await env.reset(1)
     results = await say(env, "[4]", "[1]", "[7]")  # the opponent takes 0 and 2
     assert "[Player 1] [0]" in results[0].messages[0].content
@@ -168,8 +163,7 @@ async def test_verifiers_tasks_are_numbered_so_that_each_is_posed_once_an_epoch(
 
 
 async def test_verifiers_multi_turn_environments_lead_the_conversation():
-    factory = make("verifiers:vf_coached_sums", {"tasks": 9})
-    env = factory()
+    env = make("verifiers:vf_coached_sums", {"tasks": 9})()
     (asked,) = await env.reset(2)
     results = await say(env, "no", "no", str(2 * int(asked.content[0])))
     assert [result.messages for result in results[:2]] == [[Message("user", "try again")]] * 2

@@ -201,8 +201,7 @@ async def test_a_process_that_is_stopped_is_ended_and_another_takes_its_place(ma
 async def test_large_messages_pass_whole_in_both_directions(make):
     env = make()()
     await env.reset(1)
-    result = await env.step(Action("repeat" + "é" * 3_000_000))
-    assert result.messages[0].content == "é" * 3_000_000
+    assert (await env.step(Action("repeat" + "é" * 3_000_000))).messages[0].content == "é" * 3_000_000
 
 
 async def test_closing_the_pool_ends_its_processes_and_what_they_play(make):

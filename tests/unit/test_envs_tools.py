@@ -172,8 +172,7 @@ def test_wrong_arguments_are_named(args, message):
 @pytest.fixture(params=["isolated", "plain"])
 async def sandbox(request, monkeypatch):
     """As well isolated as this machine lets us, and not at all."""
-    limits = CommandLimits(seconds=10, memory_mib=512, file_mib=1, output_bytes=100, processes=32)
-    made = await Sandbox.open(limits)
+    made = await Sandbox.open(CommandLimits(seconds=10, memory_mib=512, file_mib=1, output_bytes=100, processes=32))
     if request.param == "isolated" and not made.isolation_prefix:
         await made.close()
         pytest.skip("this machine lets no namespace be made")
@@ -298,8 +297,7 @@ async def test_no_depth_of_directories_stays_or_hides_what_is_in_it(sandbox):
 @pytest.mark.long
 async def test_files_of_all_commands_together_are_bounded(sandbox):
     sandbox.limits = msgspec.structs.replace(sandbox.limits, disk_mib=2)
-    filling = "n=0; while true; do n=$((n+1)); head -c 500000 /dev/zero > $TMPDIR/$n; done"
-    ran = await sandbox.run(filling)
+    ran = await sandbox.run("n=0; while true; do n=$((n+1)); head -c 500000 /dev/zero > $TMPDIR/$n; done")
     assert ran.format_for_policy() == (
         "[ended: more than 2 MiB of files]\n[more than 2 MiB of files: an empty directory took its place]"
     )
@@ -383,8 +381,7 @@ async def test_a_repository_is_mended_by_commands_and_rewarded_by_its_tests():
         await environment.close()
         assert not directory.exists()
     await environment.reset(seed)
-    cheat = call("run", command="echo 'import sys; sys.exit(0)' > test_shop.py")
-    await environment.step(Action(cheat))
+    await environment.step(Action(call("run", command="echo 'import sys; sys.exit(0)' > test_shop.py")))
     assert (await environment.step(Action("Done."))).reward == 0
     await environment.close()
 

@@ -54,8 +54,7 @@ def test_rates_of_a_device_are_of_the_side_that_it_is_on(tmp_path):
     )
     devices = DeviceCounts.from_config(config)
     assert devices == (6, 4)
-    now = iter([0.0, 10.0]).__next__
-    rows = StepWriter(tmp_path, lambda event, **fields: None, devices, clock=now)
+    rows = StepWriter(tmp_path, lambda event, **fields: None, devices, clock=iter([0.0, 10.0]).__next__)
     rows.add(1, 1, {"batch/trained_tokens": 80}, [])
     rows.write_delivered(1, 600, {})
     (row,) = rows.rows_after(0)

@@ -85,18 +85,15 @@ async def test_such_an_environment_is_refused_before_anything_starts():
 
 async def test_an_environment_may_tell_all_messages_again_to_rewrite_them_and_the_same_words_twice(chat):
     for env in (Growing(answers=True, rewrites=True), Talker()):
-        engine = await ready([encode(chat, "a")] * 3)
-        assert (await play(chat, engine, env=env)).stop_reason == "env_done"
+        assert (await play(chat, await ready([encode(chat, "a")] * 3), env=env)).stop_reason == "env_done"
 
 
 async def test_sampled_tokens_are_kept_as_they_are_and_only_they_are_trained(chat):
     answers = [encode(chat, t) for t in ("dcba", "xy", "q")]
-    engine = await ready(answers)
-    trajectory = await play(chat, engine)
+    trajectory = await play(chat, await ready(answers))
     table = trajectory.samples[0].table
     assert trajectory.stop_reason == "env_done"
-    sampled = table["token_ids"][table["loss_mask"]].tolist()
-    assert sampled == [t for a in answers for t in a]
+    assert table["token_ids"][table["loss_mask"]].tolist() == [t for a in answers for t in a]
     for turn, answer in zip(trajectory.turns, answers, strict=True):
         rows = slice(turn.start, turn.stop)
         assert table["token_ids"][rows].tolist() == answer
@@ -125,8 +122,7 @@ async def test_a_first_prompt_that_is_too_long_is_an_error_that_names_the_settin
 
 
 async def test_turns_run_out(chat):
-    engine = await ready([encode(chat, "a")])
-    trajectory = await play(chat, engine, limits(max_turns=2))
+    trajectory = await play(chat, await ready([encode(chat, "a")]), limits(max_turns=2))
     assert trajectory.stop_reason == "turns"
     assert len(trajectory.turns) == 2
     assert trajectory.samples[0].table["loss_mask"][-1]  # nothing dangles after the last answer

@@ -155,8 +155,7 @@ async def test_samples_and_temperature_of_a_set_reach_the_engine_and_its_tasks()
     assert len({call.request_id for call in engine.requests}) == len(engine.requests), (
         "episodes of a task share no name"
     )
-    greedy = EvaluationConfig(tasks=3, temperature=0)
-    await player.play_set(REVERSE, greedy, EPISODE)
+    await player.play_set(REVERSE, EvaluationConfig(tasks=3, temperature=0), EPISODE)
     assert engine.requests[-1].temperature == 0
 
 

@@ -336,8 +336,7 @@ async def test_training_data_is_the_same_with_and_without_evaluation_and_no_eval
 
 
 async def test_a_generator_that_stops_gives_its_evaluations_up(made, tmp_path):
-    never = asyncio.Event()
-    engine, chat = await ready([[1]], before_token=never.wait), renderer()
+    engine, chat = await ready([[1]], before_token=asyncio.Event().wait), renderer()
     actor = made(tmp_path, load_config("quickstart", []), engine, chat)
     with pytest.raises(ActorNotLoaded, match="is not set up yet"):
         await actor.evaluate()

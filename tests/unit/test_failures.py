@@ -199,8 +199,7 @@ def test_failed_episodes_are_not_trained_and_compared_with_nobody(tmp_path):
     assert figures["advantage/zero_variance_groups"] == 1
     learner = TorchLearner.from_pretrained(config, path)
     before = {n: t.clone() for n, t in learner.export_weights().items()}
-    result = train_minibatch(learner, pack_samples(minibatches[0], 400))
-    assert result.metrics["batch/trained_tokens"] == 0
+    assert train_minibatch(learner, pack_samples(minibatches[0], 400)).metrics["batch/trained_tokens"] == 0
     assert all(np.array_equal(before[n].numpy(), t.numpy()) for n, t in learner.export_weights().items())
 
 

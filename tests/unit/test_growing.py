@@ -158,8 +158,7 @@ def test_thoughts_between_tool_calls_are_rendered_in_part_until_the_user_speaks(
     """The user's message takes them out of every earlier answer: then, and only then, the whole is rendered."""
     rendered, habits = rendered_by(renderer(FAMILIES["qwen3"]).tokenizer, 200, THOUGHT, results)
     assert not habits.full_render_reason
-    whole = sum(3 * 25 * spoken for spoken in range(1, 9))
-    assert rendered < 2 * whole + 200 * 30
+    assert rendered < 2 * sum(3 * 25 * spoken for spoken in range(1, 9)) + 200 * 30
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ def healthy(clock, **settings):
 
 
 def test_it_leases_only_with_current_weights():
-    clock = Clock()
-    health = GeneratorHealth(clock)
+    health = GeneratorHealth(Clock())
     assert not health.can_lease
     health.mark_loaded()
     assert (health.state, health.can_lease) == (HealthState.STALE, False)

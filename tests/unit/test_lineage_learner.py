@@ -112,13 +112,11 @@ async def send(way: Way, trajectories: list[Trajectory]) -> list[tuple[str, str]
 
 async def test_tokens_of_erased_weights_are_refused_also_when_their_number_is_reached_again(tmp_path):
     """Version 39 of the first timeline, a resume from 38, and the second timeline's version 39: not the same weights."""
-    first = Lineage(1)
-    async with learning(tmp_path, first, 40, consumed=38) as (actor, way):
+    async with learning(tmp_path, Lineage(1), 40, consumed=38) as (actor, way):
         assert await send(way, [played(38, 0, 38, 1), played(39, 0, 39, 1), played(40, 0, 40, 1)]) == []
         assert waiting(actor) == [(38, 1, 38), (39, 1, 39), (40, 1, 40)]
     # Killed; the checkpoint is of version 38.
-    second = Lineage(2, 1, 38, {1: 38})
-    async with learning(tmp_path, second, 38, consumed=38) as (actor, way):
+    async with learning(tmp_path, Lineage(2, 1, 38, {1: 38}), 38, consumed=38) as (actor, way):
         assert waiting(actor) == [(38, 1, 38)]
         assert actor.receiver.recovered == 3
         actor.version = 39
@@ -131,8 +129,7 @@ async def test_tokens_of_erased_weights_are_refused_also_when_their_number_is_re
     assert "version 39 of lineage 1, which a resume took back" in refused[0]["reason"]
     assert [e["kept_as"] for e in refused] == sorted(str(p) for p in (tmp_path / "quarantine").glob("*.spool"))
     # Killed again before a checkpoint, resumed from the same one, and now at version 39 again when it starts.
-    third = Lineage(3, 1, 38, {1: 38, 2: 38})
-    async with learning(tmp_path, third, 39, consumed=38) as (actor, way):
+    async with learning(tmp_path, Lineage(3, 1, 38, {1: 38, 2: 38}), 39, consumed=38) as (actor, way):
         assert waiting(actor) == [(38, 1, 38)]
         reasons = dict(await send(way, [played(39, 0, 39, 1), played(39, 1, 39, 3), played(40, 0, 38, 2)]))
         assert list(reasons) == [format_trajectory_id(39, 0)]
@@ -162,8 +159,7 @@ async def test_one_bad_trajectory_of_a_group_leaves_the_others_of_its_file(tmp_p
         trajectory = played(2, episode, version, 1)
         await spool.put_trajectory(trajectory, wire.encode_trajectory(trajectory), spill=False)
     await spool.close()
-    second = Lineage(2, 1, 4, {1: 4})
-    async with learning(tmp_path, second, 4, consumed=2) as (actor, way):
+    async with learning(tmp_path, Lineage(2, 1, 4, {1: 4}), 4, consumed=2) as (actor, way):
         assert waiting(actor) == [(2, 1, 4)]
         assert await send(way, [played(2, 1, 4, 2)]) == []
         assert actor.spool is not None
@@ -201,8 +197,7 @@ async def test_what_is_refused_was_never_stored_so_a_small_spool_is_not_wedged(t
         assert actor.spool.nbytes == spooled(tmp_path) == 0
         assert await send(way, [large(2, e, 1) for e in range(2)]) == []
         assert actor.buffer.choose_groups(1, 1, 0) == [2]
-        one = actor.spool.nbytes
-        assert 0 < one == spooled(tmp_path) < 1_000_000
+        assert 0 < actor.spool.nbytes == spooled(tmp_path) < 1_000_000
     reasons = [why for ((_, why),) in refused]
     assert sum("cannot have a slot" in why for why in reasons) == 16
     assert sum("not in the past of lineage 1" in why for why in reasons) == 16

@@ -103,8 +103,7 @@ def test_gspo_in_its_token_form_has_the_gradient_of_the_sequence_form():
 
 def test_sapo_weakens_both_directions_smoothly():
     given = inputs(algorithm(), [1.0, 3.0, 0.2, 3.0], [1, 1, -1, -1])
-    loss = POLICY_LOSSES["sapo"](given)
-    on, up, down, negative = slopes(given, loss)
+    on, up, down, negative = slopes(given, POLICY_LOSSES["sapo"](given))
     assert on == pytest.approx(-1)
     assert -3 < up < 0
     assert 0 < down < 0.2

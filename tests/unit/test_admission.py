@@ -97,9 +97,7 @@ def test_a_group_is_leased_whole_or_when_there_is_room_for_it():
 def test_a_group_larger_than_a_generator_is_leased_in_parts():
     admission = make(group_size=8)
     assert lease(admission, "a", free=5, max_episodes=5) == (0, (0, 1, 2, 3, 4))
-    assert lease(admission, "b", free=2, max_episodes=5) == (0, (5, 6)), (
-        "the rest of a torn group goes where there is room"
-    )
+    assert lease(admission, "b", free=2, max_episodes=5) == (0, (5, 6)), "the rest goes where there is room"
     assert lease(admission, "a", free=1, max_episodes=5) == (0, (7,))
     assert admission.list_leased_groups("a") == admission.list_leased_groups("b") == [0]
     assert admission.requeue_leases("a", lambda g: [0, 4, 5, 7]) == [0]

@@ -53,11 +53,8 @@ async def play(env, answers=("abcd",), settings=SETTINGS, task=TASK, **values):
 async def test_a_function_that_knows_nothing_of_us_plays_and_is_rewarded(env, reward, rows):
     trajectory = await play(env)
     assert trajectory.reward == pytest.approx(reward)
-    assert (trajectory.stop_reason, trajectory.trajectory_id, len(trajectory.samples)) == (
-        "stop",
-        "g00000003e0000",
-        rows,
-    )
+    assert (trajectory.stop_reason, len(trajectory.samples)) == ("stop", rows)
+    assert trajectory.trajectory_id == "g00000003e0000"
     assert trajectory.generator_id == "g"
     assert all(s.table["routing_recorded"][:-1].all() for s in trajectory.samples)
 
@@ -133,9 +130,8 @@ async def test_the_examples_play_with_their_own_command(example):
     call = '<tool_call>{"name":"add","arguments":{"a":%d,"b":%d}}</tool_call>'
     rng = random.Random(11)
     a, b = rng.randint(1, 9), rng.randint(1, 9)
-    env = EnvConfig(
-        name="agent-command", args={"command": ["python", f"docs/examples/{example}.py"], "directory": HERE}
-    )
+    command = ["python", f"docs/examples/{example}.py"]
+    env = EnvConfig(name="agent-command", args={"command": command, "directory": HERE})
     trajectory = await play(env, answers=(call % (a, b), str(a + b)))
     assert (trajectory.reward, len(trajectory.turns), len(trajectory.samples)) == (1.0, 2, 1)
     text = renderer().decode(trajectory.samples[0].table["token_ids"].tolist())

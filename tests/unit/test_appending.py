@@ -218,11 +218,8 @@ print("again")
 def test_a_process_that_was_stopped_within_its_write_holds_nobody_up(tmp_path: Path) -> None:
     import fcntl
 
-    path, keeper = (
-        tmp_path / "a.jsonl",
-        RecordFlusher(lambda event, **facts: told.append(event), world=REAL_WORLD, retry_seconds=0),
-    )
-    told: list[str] = []
+    path, told = tmp_path / "a.jsonl", []
+    keeper = RecordFlusher(lambda event, **facts: told.append(event), world=REAL_WORLD, retry_seconds=0)
     other = os.open(path, os.O_RDWR | os.O_CREAT)
     fcntl.flock(other, fcntl.LOCK_EX)
     assert not AppendFile(path, world=REAL_WORLD, flusher=keeper).append(b"one")

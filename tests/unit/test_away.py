@@ -68,10 +68,8 @@ def test_who_sees_the_runs_directory_sees_its_newest_start(tmp_path):
     first = begin_lineage(tmp_path, None, "model")
     assert shares_run_directory(tmp_path, first.number, REAL_WORLD.files)
     second = begin_lineage(tmp_path, None, "model")
-    assert (
-        shares_run_directory(tmp_path, first.number, REAL_WORLD.files),
-        shares_run_directory(tmp_path, second.number, REAL_WORLD.files),
-    ) == (False, True)
+    seen = [shares_run_directory(tmp_path, start.number, REAL_WORLD.files) for start in (first, second)]
+    assert seen == [False, True]
     check_shares_run_directory({"host": "b", "sees_run": True}, tmp_path)
     with pytest.raises(RunFailed, match=r"the learner is on host b, which does not see .*--runs"):
         check_shares_run_directory({"host": "b", "sees_run": False}, tmp_path)

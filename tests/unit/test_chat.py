@@ -230,11 +230,8 @@ def test_where_the_template_does_not_show_the_place_of_an_answer_its_text_is_enc
 def test_what_a_message_does_not_have_the_template_does_not_see():
     assert Message("user", "x").to_template_dict() == {"role": "user", "content": "x"}
     call = {"function": {"name": "add", "arguments": {}}}
-    assert Message("assistant", "", tool_calls=[call]).to_template_dict() == {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [call],
-    }
+    answer = Message("assistant", "", tool_calls=[call])
+    assert answer.to_template_dict() == {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def test_a_tokenizer_without_a_template_or_a_template_that_fails_is_refused_when_it_is_loaded():

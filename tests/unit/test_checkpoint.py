@@ -110,9 +110,7 @@ def test_a_checkpoint_of_another_version_is_refused_by_name_and_stays_where_it_i
         IncompatibleCheckpoint, match=r"step-00000020: .*layout 2, and this version of r3async reads layout 1"
     ):
         checkpoints.recover_newest()
-    assert checkpoints.list_steps() == [10, 20], (
-        "an older one does not take its place, and it is not set aside as damaged"
-    )
+    assert checkpoints.list_steps() == [10, 20], "no older one takes its place, nor is it set aside as damaged"
     assert (later / "manifest.json").exists()
 
 

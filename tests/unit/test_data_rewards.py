@@ -202,14 +202,11 @@ async def test_rewards_by_name_come_with_the_trajectory_into_the_row_of_the_step
     limits = EpisodeConfig(max_turns=1, max_new_tokens=16, max_prompt_tokens=64, max_total_tokens=128)
     played = [await EpisodePlayer(EpisodeTask(0, i, 0), env, engine, chat, limits).play_episode() for i in range(2)]
     sent = [decode_trajectory(encode_trajectory(each)) for each in played]
-    assert [each.metrics for each in sent] == [
-        {"rewards/plain": 0.0, "rewards/lengths": 6.0},
-        {"rewards/plain": 1.0, "rewards/lengths": 3.0},
-    ]
+    wrong, right = {"rewards/plain": 0.0, "rewards/lengths": 6.0}, {"rewards/plain": 1.0, "rewards/lengths": 3.0}
+    assert [each.metrics for each in sent] == [wrong, right]
     assert [each.reward for each in sent] == [3.0, 2.5]
     row = compute_episode_metrics(sent)
-    assert row["rewards/plain/mean"] == 0.5
-    assert row["rewards/plain/std"] == 0.5
+    assert row["rewards/plain/mean"] == row["rewards/plain/std"] == 0.5
     assert (row["rewards/lengths/mean"], row["rewards/lengths/std"], row["reward/mean"]) == (4.5, 1.5, 2.75)
 
 
@@ -219,10 +216,8 @@ async def test_an_evaluation_has_means_by_name(dataset):
     made = await evaluate_without_model(config, lambda: env, "oracle", EvaluationConfig(tasks=2), max_turns=1)
     assert made.reward_mean == 1.5
     assert made.metrics == {"rewards/only": 1.0, "rewards/plain": 1.0}
-    assert describe_result(made, "oracle", {"": config})[-2:] == [
-        "  mean rewards/only 1.0000",
-        "  mean rewards/plain 1.0000",
-    ]
+    means = [f"  mean rewards/{name} 1.0000" for name in ("only", "plain")]
+    assert describe_result(made, "oracle", {"": config})[-2:] == means
 
 
 def test_a_metric_that_is_no_number_fails_by_its_name():

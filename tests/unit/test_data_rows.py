@@ -301,12 +301,8 @@ def test_data_and_reward_are_short_for_an_environment(tmp_path):
         'extends = "math"\n[data]\npath = "b.jsonl"\nprompt = "{q}"\n[[reward]]\nfn = "exact"\nweight = 2\n'
     )
     config = load_config(str(file), ["data=c.jsonl"])
-    assert config.env.args == {
-        "path": "c.jsonl",
-        "prompt": "{q}",
-        "eval": 0.05,
-        "reward": [{"fn": "exact", "weight": 2}],
-    }
+    reward = [{"fn": "exact", "weight": 2}]
+    assert config.env.args == {"path": "c.jsonl", "prompt": "{q}", "eval": 0.05, "reward": reward}
     assert load_config(str(file), ["env.name=guess"]).env.args == {}
 
 

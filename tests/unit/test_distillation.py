@@ -80,9 +80,7 @@ def test_the_gradient_is_that_of_the_reverse_kl_over_the_whole_vocabulary(tmp_pa
         wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         torch.testing.assert_close(gradients[name], wanted, rtol=1e-3, atol=2e-6)
     unweighted = float((logprobs.detach() - teachers).mean())
-    assert figures["distillation/reverse_kl"] == pytest.approx(unweighted, rel=1e-4), (
-        "each sample counts once in the figure"
-    )
+    assert figures["distillation/reverse_kl"] == pytest.approx(unweighted, rel=1e-4), "a sample counts once"
     np.testing.assert_allclose(own, logprobs.detach().numpy(), atol=1e-5)
 
 
@@ -127,10 +125,8 @@ def test_the_plan_counts_what_a_rank_holds_of_its_teacher(tmp_path, backend):
     planned, learner = estimate_rank_memory(find_model_shape(config)[0], config), LocalRank.load(config, student)
     assert planned.teacher == sum(p.nbytes for p in learner._teacher.model.parameters())
     assert planned.teacher > planned.weights
-    assert (
-        planned.total_bytes
-        == planned.weights + planned.optimizer + planned.activations + planned.logits + planned.teacher
-    )
+    parts = (planned.weights, planned.optimizer, planned.activations, planned.logits, planned.teacher)
+    assert planned.total_bytes == sum(parts)
 
 
 def test_a_teacher_with_other_tokens_is_refused(tmp_path):

@@ -62,9 +62,8 @@ def test_served_drift_is_the_replayed_one_and_what_the_probed_tokens_differ_by()
     found = compute_drift_metrics(DriftSums(sums_of(everything), sums_of(probed), sums_of(served)), GapMoments())
     k3 = [np.expm1(a - b) - (a - b) for a, b, *_ in (*everything, *served)]
     assert found["rollout_kl/served_k3"] == pytest.approx(np.mean(k3[:3]) + k3[3] - k3[0], rel=1e-5)
-    assert found["rollout_kl/served_k3_staleness_1"] == pytest.approx(
-        k3[3], rel=1e-5
-    )  # every token of that age was probed
+    # Every token of that age was probed.
+    assert found["rollout_kl/served_k3_staleness_1"] == pytest.approx(k3[3], rel=1e-5)
     assert found["rollout_kl/served_tokens"] == 1
     assert "rollout_kl/served_k3_staleness_2" not in found
     unmeasured = DriftSums(sums_of(everything), sums_of([]), sums_of([]))

@@ -74,10 +74,8 @@ def test_an_epoch_that_would_go_too_far_makes_no_update(tmp_path):
     drifts = [r.metrics["rollout_kl/k3"] for r in train_minibatches(free, minibatches()[:1], version=0)]
     assert drifts[0] < drifts[1]
     limit = (drifts[0] + drifts[1]) / 2
-    held, once = (
-        build_learner(settings(3, lr=0.1, rollout_kl={"max": limit}), model),
-        build_learner(settings(1, 0.1), model),
-    )
+    held = build_learner(settings(3, lr=0.1, rollout_kl={"max": limit}), model)
+    once = build_learner(settings(1, 0.1), model)
     results = train_minibatches(held, minibatches()[:1], version=0)
     train_minibatches(once, minibatches()[:1], version=0)
     assert [r.metrics["optimizer/broken"] for r in results] == [0, 1, 1]

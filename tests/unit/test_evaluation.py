@@ -152,20 +152,17 @@ async def test_samples_and_temperature_of_a_set_reach_the_engine_and_its_tasks()
     made = await player.play_set(REVERSE, tasks, EPISODE)
     assert (made.episodes, made.tasks, list(made.passes)) == (12, 3, ["1", "2", "4"])
     assert {call.temperature for call in engine.requests} == {0.5}
-    assert len({call.request_id for call in engine.requests}) == len(engine.requests), (
-        "episodes of a task share no name"
-    )
+    assert len({call.request_id for call in engine.requests}) == len(engine.requests), "no name is shared"
     await player.play_set(REVERSE, EvaluationConfig(tasks=3, temperature=0), EPISODE)
     assert engine.requests[-1].temperature == 0
 
 
 def test_the_figures_of_several_sets_are_told_by_name_and_those_of_the_first_without():
-    one = summarize_outcomes(
-        [EpisodeOutcome(1.0, 1, "env_done", version_min=3, version_max=3, task_seed=t) for t in (1, 2)], 1.0
-    )
-    two = summarize_outcomes(
-        [EpisodeOutcome(0.0, 1, "env_done", version_min=3, version_max=5, task_seed=t) for t in (1, 2)], 2.0
-    )
+    def played(reward, newest, seconds):
+        outcome = EpisodeOutcome(reward, 1, "env_done", version_min=3, version_max=newest)
+        return summarize_outcomes([msgspec.structs.replace(outcome, task_seed=t) for t in (1, 2)], seconds)
+
+    one, two = played(1.0, 3, 1.0), played(0.0, 5, 2.0)
     assert join_sets({"": one}) is one
     figures = flatten_evaluation(msgspec.to_builtins(join_sets({"greedy": one, "sampled": two})))
     assert (figures["reward_mean"], figures["greedy/reward_mean"], figures["sampled/reward_mean"]) == (1.0, 1.0, 0.0)

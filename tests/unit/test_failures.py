@@ -66,10 +66,9 @@ def play_group(failures, group, by=None, episodes=SAMPLES):
 def test_an_environment_that_always_fails_stops_the_run_with_its_third_task():
     failures = TaskFailures(0.1, SAMPLES)
     assert [play_group(failures, g, "environment") for g in range(3)] == [([100], False), ([101], False), ([102], True)]
-    assert failures.describe_failures("environment").startswith(
-        "24 episodes of 3 tasks, of the last 3 tasks, failed by the env"
-    )
-    assert "supervise.max_failed_fraction = 0.1 allows 16 of 8 a task" in failures.describe_failures("environment")
+    told = failures.describe_failures("environment")
+    assert told.startswith("24 episodes of 3 tasks, of the last 3 tasks, failed by the env")
+    assert "supervise.max_failed_fraction = 0.1 allows 16 of 8 a task" in told
     first = TaskFailures(0.0, SAMPLES)
     first.record_end(end_of(0, by="engine"))
     assert first.exceeds_limit("engine")

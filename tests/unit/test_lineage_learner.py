@@ -78,7 +78,6 @@ async def learning(
     """What a learner of that version receives."""
     reception = Heard.at(run_dir, lineage, version, consumed, **buffer)
     endpoint = await asyncio.wait_for(reception.start(), LIMIT)
-    assert reception.keys_for_generators is not None
     try:
         yield reception, (endpoint, reception.keys_for_generators)
     finally:
@@ -122,10 +121,7 @@ async def test_tokens_of_erased_weights_are_refused_also_when_their_number_is_re
         actor.version = 39
         assert await send(way, [played(39, 0, 39, 2)]) == []
     refused = named(tmp_path, "trajectory_quarantined")
-    assert [(e["trajectory_id"], e["lineage"]) for e in refused] == [
-        (format_trajectory_id(39, 0), 1),
-        (format_trajectory_id(40, 0), 1),
-    ]
+    assert [(e["trajectory_id"], e["lineage"]) for e in refused] == [(format_trajectory_id(g, 0), 1) for g in (39, 40)]
     assert "version 39 of lineage 1, which a resume took back" in refused[0]["reason"]
     assert [e["kept_as"] for e in refused] == sorted(str(p) for p in (tmp_path / "quarantine").glob("*.spool"))
     # Killed again before a checkpoint, resumed from the same one, and now at version 39 again when it starts.
@@ -144,7 +140,6 @@ async def test_what_recovery_refuses_frees_its_disk_and_is_not_met_again(tmp_pat
     kept = spooled(tmp_path)
     async with learning(tmp_path, Lineage(2, 1, 4, {1: 4}), 4, consumed=2) as (actor, _):
         assert waiting(actor) == []
-        assert actor.spool is not None
         assert (actor.spool.nbytes, spooled(tmp_path)) == (0, 0)
     async with learning(tmp_path, Lineage(3, 1, 4, {1: 4, 2: 4}), 4, consumed=2) as (actor, _):
         assert actor.receiver.recovered == 0
@@ -162,14 +157,11 @@ async def test_one_bad_trajectory_of_a_group_leaves_the_others_of_its_file(tmp_p
     async with learning(tmp_path, Lineage(2, 1, 4, {1: 4}), 4, consumed=2) as (actor, way):
         assert waiting(actor) == [(2, 1, 4)]
         assert await send(way, [played(2, 1, 4, 2)]) == []
-        assert actor.spool is not None
         assert actor.spool.nbytes == spooled(tmp_path)
     async with learning(tmp_path, Lineage(3, 1, 4, {1: 4, 2: 4}), 4, consumed=2) as (actor, _):
         assert waiting(actor) == [(2, 1, 4), (2, 2, 4)]
-        assert [t.samples[0].table["token_ids"].tolist() for t in actor.buffer.take_groups([2])[0][0]] == [
-            [1, 2, 4, 1],
-            [1, 2, 4, 2],
-        ]
+        taken = [t.samples[0].table["token_ids"].tolist() for t in actor.buffer.take_groups([2])[0][0]]
+        assert taken == [[1, 2, 4, 1], [1, 2, 4, 2]]
     assert len(named(tmp_path, "trajectory_quarantined")) == 1
 
 
@@ -191,7 +183,6 @@ async def test_what_is_refused_was_never_stored_so_a_small_spool_is_not_wedged(t
     bad += [large(g, e, 9) for g in (2, 3, 4, 5) for e in range(2)]  # a lineage that there is not
     bad += [large(g, e, 1, reward=1e39) for g in (2, 3, 4, 5) for e in range(2)]
     async with learning(tmp_path, Lineage(1), 5, consumed=2, disk_bytes=1_000_000) as (actor, way):
-        assert actor.spool is not None
         refused = [await send(way, [trajectory]) for trajectory in [*bad, *bad[16:24]]]
         assert [len(each) for each in refused] == [1] * 40
         assert actor.spool.nbytes == spooled(tmp_path) == 0

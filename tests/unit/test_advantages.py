@@ -130,16 +130,9 @@ def test_credit_by_token_is_the_reward_from_there_on(name, stepwise):
             start = 2 * (t // 2)
             other, own, earned = to_go[1 - i][start], to_go[i][start], to_go[i][t]
             mean = (own + other) / 2
-            row.append(
-                {
-                    "grpo": (earned - mean) / (statistics.stdev([own, other]) + 1e-3),
-                    "dr_grpo": earned - mean,
-                    "rloo": earned - other,
-                    "maxrl": (earned - mean) / mean,
-                    "reinforce_pp": earned,
-                    "reinforce_pp_baseline": earned - mean,
-                }[name]
-            )
+            base = {"rloo": other, "reinforce_pp": 0}.get(name, mean)
+            scale = {"grpo": statistics.stdev([own, other]) + 1e-3, "maxrl": mean}.get(name, 1)
+            row.append((earned - base) / scale)
         want.append(row)
     want = standardized(want) if name.startswith("reinforce") else want
     got = [x for s in advantages([[a, b]], algorithm(advantage=name, credit="token")) for x in s]

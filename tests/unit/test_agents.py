@@ -15,10 +15,9 @@ from r3async.rollout import agents
 from r3async.rollout.agents import make_agent, open_agent_player, parse_last_reward
 from r3async.rollout.episode import EpisodeError, EpisodeTask
 from r3async.rollout.evaluation import check_environment
-from tests.helpers.serving import answer_ids, ready, renderer
+from tests.helpers.serving import TASK, answer_ids, ready, renderer
 from tests.helpers.transport import until
 
-TASK = EpisodeTask(group_index=3, episode_index=0, task_seed=11)
 SETTINGS = EpisodeConfig(
     max_turns=3, max_new_tokens=96, max_prompt_tokens=900, max_total_tokens=1000, timeout=100, retries=0
 )

@@ -1,6 +1,6 @@
 """Turn by turn, only what is new is encoded, sampled tokens stay, and the prompt is what the template writes."""
 
-from collections import Counter
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -246,42 +246,35 @@ def test_a_tokenizer_without_a_template_or_a_template_that_fails_is_refused_when
 
 
 def counted(template):
-    """A renderer, and how often its tokenizer was asked for a template's text and for tokens."""
-    tokenizer, asked = renderer(template).tokenizer, Counter()
-    apply, encode = tokenizer.apply_chat_template, tokenizer.encode
-
-    def count(name, function):
-        def call(*args, **options):
-            asked[name] += 1
-            return function(*args, **options)
-
-        return call
-
-    tokenizer.apply_chat_template, tokenizer.encode = count("render", apply), count("encode", encode)
-    chat = ChatRenderer(tokenizer)
-    asked.clear()
-    return chat, asked
+    """A renderer, and what its tokenizer is asked for a template's text and for tokens from now on."""
+    tokenizer = renderer(template).tokenizer
+    for name in ("apply_chat_template", "encode"):
+        setattr(tokenizer, name, Mock(wraps=getattr(tokenizer, name)))
+    chat, asked = ChatRenderer(tokenizer), (tokenizer.apply_chat_template, tokenizer.encode)
+    for each in asked:
+        each.reset_mock()
+    return chat, *asked
 
 
 def test_the_episodes_of_a_group_begin_with_one_prompt_which_is_rendered_and_encoded_once():
-    chat, asked = counted(QWEN3)
+    chat, render, encode = counted(QWEN3)
     groups = [[Message("system", "be brief"), user(f"task {group}")] for group in range(4)]
     prompts = [[Conversation(chat, messages).build_prompt().token_ids for _ in range(8)] for messages in groups]
-    assert asked == {"render": 4, "encode": 4}
+    assert (render.call_count, encode.call_count) == (4, 4)
     for same, other in zip(prompts, [Conversation(renderer(QWEN3), messages) for messages in groups], strict=True):
         assert {tuple(ids) for ids in same} == {tuple(other.build_prompt().token_ids)}
     assert not chat.encode_cached("task").flags.writeable
 
 
 def test_a_template_that_tells_the_time_is_asked_each_time_and_so_is_what_is_not_plain():
-    chat, asked = counted("{% if false %}{{ strftime_now('%Y') }}{% endif %}" + CHATML)
+    chat, render, _ = counted("{% if false %}{{ strftime_now('%Y') }}{% endif %}" + CHATML)
     for _ in range(3):
         chat.render([user("hello")])
-    assert asked["render"] == 3
-    chat, asked = counted(QWEN3)
+    assert render.call_count == 3
+    chat, render, _ = counted(QWEN3)
     call = Message("assistant", "", tool_calls=[{"function": {"name": "add", "arguments": {"a": 1}}}])
     for _ in range(3):
         chat.render([user("hello"), call, Message("tool", "2", tool_call_id="1")])
         chat.render([user("hello")], tools=[{"type": "function", "function": {"name": "add"}}])
         chat.render([user("new")])
-    assert asked["render"] == 3 + 3 + 1
+    assert render.call_count == 3 + 3 + 1

@@ -14,14 +14,12 @@ from r3async.envs import EnvironmentFailed, StepResult, sum_episode_metrics
 from r3async.envs.rewards import find_last_number
 from r3async.record.metrics import find_metric
 from r3async.record.writer import compute_episode_metrics
-from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
 from r3async.rollout.evaluation import evaluate_without_model
-from r3async.rollout.scripted import ScriptedEngine
 from r3async.tools.eval import describe_result
-from r3async.tools.init_model import build_byte_tokenizer
 from tests.helpers.judge import PORT, judge_answers
 from tests.helpers.rewards import play_answer, rewarded_rows
+from tests.helpers.serving import answer_ids, ready, renderer
 
 OWN = r"""
 import time
@@ -196,9 +194,8 @@ def test_without_math_verify_the_package_is_named(dataset, monkeypatch):
 async def test_rewards_by_name_come_with_the_trajectory_into_the_row_of_the_step(dataset):
     several = ["own.py:plain", {"fn": "own.py:lengths", "weight": 0.5}]
     env = dataset({"prompt": "1+1?", "answer": "ab"}, several, args={"system": "be brief"})
-    chat = ChatRenderer(build_byte_tokenizer())
-    engine = ScriptedEngine([[*chat.encode(text), chat.eos_token_id] for text in ("wrong", "ab")])
-    await engine.start()
+    chat = renderer()
+    engine = await ready(answer_ids(chat, "wrong", "ab"))
     limits = EpisodeConfig(max_turns=1, max_new_tokens=16, max_prompt_tokens=64, max_total_tokens=128)
     played = [await EpisodePlayer(EpisodeTask(0, i, 0), env, engine, chat, limits).play_episode() for i in range(2)]
     sent = [decode_trajectory(encode_trajectory(each)) for each in played]

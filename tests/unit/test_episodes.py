@@ -7,12 +7,10 @@ import pytest
 from r3async.config import ConfigError, EpisodeConfig, load_config
 from r3async.envs import Action, EnvironmentProtocolError, Message, StepResult
 from r3async.envs.builtin import ReverseText
-from r3async.rollout.episode import EpisodeError, EpisodePlayer, EpisodeTask, PromptTooLongError
+from r3async.rollout.episode import EpisodeError, EpisodePlayer, PromptTooLongError
 from r3async.tools.preflight import try_environments
 from tests.helpers.playing import make_player, play_lease
-from tests.helpers.serving import ready, renderer
-
-TASK = EpisodeTask(group_index=3, episode_index=0, task_seed=11)
+from tests.helpers.serving import TASK, answer_ids, ready, renderer
 
 
 def limits(**changes):
@@ -27,10 +25,6 @@ SETTINGS = limits()
 @pytest.fixture(scope="module")
 def chat():
     return renderer()
-
-
-def encode(chat, text, end=True):
-    return [*chat.tokenizer.encode(text, add_special_tokens=False), *([chat.eos_token_id] if end else [])]
 
 
 async def play(chat, engine, settings=SETTINGS, env=None):
@@ -70,7 +64,7 @@ class Growing(Talker):
 
 @pytest.mark.parametrize("answers", [False, True])
 async def test_an_environment_that_tells_all_messages_again_is_refused(chat, answers):
-    engine = await ready([encode(chat, "a")] * 3)
+    engine = await ready(answer_ids(chat, "a") * 3)
     with pytest.raises(
         EnvironmentProtocolError, match=r"the 1 messages of the call before again.*return only what is new"
     ):
@@ -85,11 +79,11 @@ async def test_such_an_environment_is_refused_before_anything_starts():
 
 async def test_an_environment_may_tell_all_messages_again_to_rewrite_them_and_the_same_words_twice(chat):
     for env in (Growing(answers=True, rewrites=True), Talker()):
-        assert (await play(chat, await ready([encode(chat, "a")] * 3), env=env)).stop_reason == "env_done"
+        assert (await play(chat, await ready(answer_ids(chat, "a") * 3), env=env)).stop_reason == "env_done"
 
 
 async def test_sampled_tokens_are_kept_as_they_are_and_only_they_are_trained(chat):
-    answers = [encode(chat, t) for t in ("dcba", "xy", "q")]
+    answers = answer_ids(chat, "dcba", "xy", "q")
     trajectory = await play(chat, await ready(answers))
     table = trajectory.samples[0].table
     assert trajectory.stop_reason == "env_done"
@@ -107,7 +101,7 @@ async def test_sampled_tokens_are_kept_as_they_are_and_only_they_are_trained(cha
 
 async def test_the_budget_of_a_turn_respects_the_context_left(chat):
     settings = limits(max_turns=9, max_prompt_tokens=10, max_total_tokens=22)
-    engine = await ready([encode(chat, "abcdefghij", end=False)])
+    engine = await ready(answer_ids(chat, "abcdefghij", end=False))
     trajectory = await play(chat, engine, settings, ReverseText(4, 9))
     assert [call.max_tokens for call in engine.requests] == [8, *(22 - len(c.prompt_ids) for c in engine.requests[1:])]
     assert {trajectory.stop_reason, *(turn.stop_reason for turn in trajectory.turns)} == {"length"}
@@ -115,21 +109,21 @@ async def test_the_budget_of_a_turn_respects_the_context_left(chat):
 
 
 async def test_a_first_prompt_that_is_too_long_is_an_error_that_names_the_setting(chat):
-    engine = await ready([encode(chat, "a")])
+    engine = await ready(answer_ids(chat, "a"))
     with pytest.raises(PromptTooLongError, match=r"episode\.max_prompt_tokens = 64"):
         await play(chat, engine, env=Talker("x" * 100))
     assert engine.requests == []
 
 
 async def test_turns_run_out(chat):
-    trajectory = await play(chat, await ready([encode(chat, "a")]), limits(max_turns=2))
+    trajectory = await play(chat, await ready(answer_ids(chat, "a")), limits(max_turns=2))
     assert trajectory.stop_reason == "turns"
     assert len(trajectory.turns) == 2
     assert trajectory.samples[0].table["loss_mask"][-1]  # nothing dangles after the last answer
 
 
 async def test_an_engine_without_routes_gives_samples_without_route_columns(chat):
-    trajectory = await play(chat, await ready([encode(chat, "a")], routing=None))
+    trajectory = await play(chat, await ready(answer_ids(chat, "a"), routing=None))
     assert "routed_experts" not in trajectory.samples[0].table
 
 
@@ -139,7 +133,7 @@ async def test_a_slow_episode_times_out_with_the_setting(chat):
 
     settings = limits(timeout=0.05)
     with pytest.raises(EpisodeError, match=r"episode\.timeout"):
-        await play(chat, await ready([encode(chat, "a")], before_token=never), settings)
+        await play(chat, await ready(answer_ids(chat, "a"), before_token=never), settings)
 
 
 class Greedy(Talker):
@@ -148,7 +142,7 @@ class Greedy(Talker):
 
 
 async def test_an_environment_that_always_fails_stops_the_group_with_the_cause(chat):
-    engine = await ready([encode(chat, "a")])
+    engine = await ready(answer_ids(chat, "a"))
     with pytest.raises(ExceptionGroup) as caught:
         await play_lease(make_player(Greedy, engine, chat, SETTINGS, []), 4, 9, (0,))
     assert "a reward must be a finite number, not inf" in str(caught.value.exceptions[0])
@@ -171,7 +165,7 @@ class ClosesPlainly(Talker):
 @pytest.mark.parametrize("turns", [1, 9])
 async def test_an_environment_is_closed_however_the_episode_ends(chat, kind, turns):
     Closes.closed = 0
-    engine = await ready([encode(chat, "a")])
+    engine = await ready(answer_ids(chat, "a"))
     await play(chat, engine, limits(max_turns=turns), kind())
     with pytest.raises(PromptTooLongError):
         await play(chat, engine, limits(max_turns=turns), kind("x" * 100))

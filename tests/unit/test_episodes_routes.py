@@ -13,13 +13,11 @@ from r3async.data.models import RoutingShape
 from r3async.data.tokens import TokenTable
 from r3async.data.versions import VersionSpan
 from r3async.envs import Message, StepResult
-from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engine import Generation, GenerationRequest
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
 from r3async.rollout.samples import SampleBuilder
-from r3async.rollout.scripted import SCRIPTED_ROUTING, ScriptedEngine
-from r3async.tools.init_model import build_byte_tokenizer
-from r3async.weights.manifest import WeightManifest
+from r3async.rollout.scripted import SCRIPTED_ROUTING
+from tests.helpers.serving import ready, renderer
 
 SHAPE = RoutingShape(layers=2, top_k=2, num_experts=300)
 
@@ -185,7 +183,7 @@ turns = st.lists(st.tuples(st.integers(0, 9), calls.filter(lambda call: call.sam
 def test_whole_episodes_equal_a_position_by_position_reference(told):
     engine = Recorded([call for _, call in told])
     limits = EpisodeConfig(max_turns=9, max_new_tokens=8, max_prompt_tokens=1000, max_total_tokens=1024)
-    chat = ChatRenderer(build_byte_tokenizer())
+    chat = renderer()
     trajectory = asyncio.run(
         EpisodePlayer(EpisodeTask(0, 0, 0), Told([length for length, _ in told]), engine, chat, limits).play_episode()
     )
@@ -195,9 +193,7 @@ def test_whole_episodes_equal_a_position_by_position_reference(told):
 
 async def test_a_long_episode_moves_and_holds_each_row_once():
     """300 turns: all rows that the engine returned, and all that the builder holds, are the positions that were fed."""
-    engine = ScriptedEngine([[7] * 5])
-    await engine.start()
-    await engine.install_version(WeightManifest(version=0, path="", tensors={}, nbytes=0), timeout=1)
+    engine = await ready([[7] * 5])
     builder, moved, returned = SampleBuilder(SCRIPTED_ROUTING), 0, []
     for turn in range(300):
         builder.append_context([3] * 4)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from r3async.config import Config, ConfigError, EnvConfig, EpisodeConfig, EvaluationConfig
+from r3async.envs.builtin import ReverseText
 from r3async.envs.factory import build_environment_factory
 from r3async.rollout.evaluation import (
     EpisodeOutcome,
@@ -63,16 +64,10 @@ async def test_the_oracle_earns_all_the_policy_what_its_answers_are_worth_and_al
 
     chat, seeds, said_so_far = renderer(), [], []
 
-    class Watched:
-        def __init__(self):
-            self.env = factory()
-
+    class Watched(ReverseText):
         async def reset(self, task_seed):
             seeds.append(task_seed)
-            return await self.env.reset(task_seed)
-
-        async def step(self, action):
-            return await self.env.step(action)
+            return await super().reset(task_seed)
 
     engine = await ready(answer_ids(chat, "zzzz"))
 
@@ -98,9 +93,8 @@ async def test_an_environment_without_such_a_policy_is_named():
 
 @given(st.integers(1, 40), st.integers(0, 3), st.integers(1, 120))
 def test_evaluation_poses_each_of_a_number_of_tasks_once_at_most(size, seed, episodes):
-    seeds = [
-        task.task_seed for task in build_evaluation_tasks(REVERSE, size, EvaluationConfig(tasks=episodes, seed=seed))
-    ]
+    tasks = build_evaluation_tasks(REVERSE, size, EvaluationConfig(tasks=episodes, seed=seed))
+    seeds = [task.task_seed for task in tasks]
     assert set(seeds) <= set(range(size))
     assert len(set(seeds)) == len(seeds) == min(episodes, size)
     longer = build_evaluation_tasks(REVERSE, size, EvaluationConfig(tasks=episodes + 7, seed=seed))

@@ -14,7 +14,6 @@ from r3async.envs import Message, StepResult
 from r3async.learner.batch import pack_samples
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.trainer import prepare_minibatches, train_minibatch
-from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engine import EngineError
 from r3async.rollout.episode import (
     EngineAbortError,
@@ -27,10 +26,9 @@ from r3async.rollout.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.schedule.groups import GroupBuffer
 from r3async.schedule.tasks import MIN_COUNTED_TASKS, RECENT_TASKS, EpisodeEnd, FailedTask, TaskCursor, TaskFailures
 from r3async.schedule.validation import check_staleness, compute_staleness_metrics, validate_trajectories
-from r3async.tools.init_model import build_byte_tokenizer
-from r3async.weights.manifest import WeightManifest
 from tests.helpers import torch as ht
 from tests.helpers.playing import make_player, play_lease
+from tests.helpers.serving import ready, renderer
 
 RETRIES = 1
 
@@ -155,17 +153,13 @@ def test_without_a_size_a_quarantined_task_is_not_posed_either():
 
 @pytest.fixture
 async def engine():
-    engine = ScriptedEngine([[65, 257]])
-    await engine.start()
-    await engine.install_version(WeightManifest(version=0, path="", tensors={}, nbytes=0), timeout=1)
-    return engine
+    return await ready([[65, 257]])
 
 
 def player_of(engine, factory, reports, *, raise_failures=False, **settings):
     """Return a player of one turn an episode, which appends to `reports` each event with its facts."""
     settings = EpisodeConfig(max_turns=1, max_new_tokens=8, **settings)
-    chat = ChatRenderer(build_byte_tokenizer())
-    return make_player(factory, engine, chat, settings, reports, raise_failures=raise_failures)
+    return make_player(factory, engine, renderer(), settings, reports, raise_failures=raise_failures)
 
 
 async def test_a_group_with_a_failed_episode_is_complete_and_arrives_whole(engine):
@@ -181,7 +175,7 @@ async def test_a_group_with_a_failed_episode_is_complete_and_arrives_whole(engin
     assert [e.failed_by for e in ends] == ["environment", None, None]
     buffer = GroupBuffer(3)
     for trajectory in delivered:
-        validate_trajectories([trajectory], vocab_size=300, learner_version=0, max_tokens=100, routing=SCRIPTED_ROUTING)
+        validate_trajectories([trajectory], vocab_size=300, learner_version=5, max_tokens=100, routing=SCRIPTED_ROUTING)
         assert buffer.add(trajectory, 1)
     assert buffer.missing_in_group(0) == []
 

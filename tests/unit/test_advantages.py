@@ -1,7 +1,5 @@
 """Advantages: every estimator against a scalar formula, credit, filters, penalties, and groups with nothing to compare."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics
@@ -143,11 +141,7 @@ def test_credit_by_token_is_the_reward_from_there_on(name, stepwise):
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_groups_with_zero_variance(name, credit):
     config = algorithm(advantage=name, credit=credit)
-    for group in (
-        [episode(0, [0.3, 0.9])],
-        [episode(i, [0.1]) for i in range(3)],
-        [episode(i, [0.0]) for i in range(3)],
-    ):
+    for group in ([episode(0, [0.3, 0.9])], *([episode(i, [r]) for i in range(3)] for r in (0.1, 0.0))):
         values = [x for s in advantages([group], config) for x in s]
         if name == "reinforce_pp" and len(group) == 1 and credit != "trajectory":
             assert any(values), "compared with the batch"

@@ -1,7 +1,5 @@
 """Calls that come again: the answer to the first was lost with its connection, and the process that was asked lives."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 

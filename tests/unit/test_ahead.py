@@ -1,7 +1,5 @@
 """The next step is prepared while this one trains: the same groups, and bit by bit the same training, as without."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """KL estimators: each claim by enumeration of a categorical."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Packed attention with sinks and windows is the dense formula, sample by sample, and so is its gradient."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

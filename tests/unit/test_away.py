@@ -1,7 +1,5 @@
 """A host that does not see the files of the run: what it is given of the model, and how it is noticed."""
 
-from __future__ import annotations
-
 import shutil
 from types import SimpleNamespace
 

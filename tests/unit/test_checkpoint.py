@@ -1,7 +1,5 @@
 """A checkpoint is complete or not there; a bad one is never loaded; the newest intact one is never removed."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Columns as bytes: packed ones come back bit by bit, and nothing that changed goes unseen."""
 
-from __future__ import annotations
-
 import contextlib
 
 import numpy as np

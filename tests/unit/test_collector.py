@@ -1,7 +1,5 @@
 """The garbage collector while modules and models are loaded."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

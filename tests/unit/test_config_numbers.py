@@ -1,7 +1,5 @@
 """Every number of every section is finite and in range, whoever wrote the section: found by walking over all fields."""
 
-from __future__ import annotations
-
 import math
 import typing
 from collections.abc import Iterator
@@ -66,9 +64,7 @@ def test_a_number_that_is_not_finite_or_out_of_range_is_refused_with_its_name(pa
             continue
         bad = spoilt(section, field, value)
         with pytest.raises(ValueError, match=f"`{field.name}"):
-            type(section)(
-                **{**{f.name: getattr(section, f.name) for f in msgspec.structs.fields(section)}, field.name: bad}
-            )
+            type(section)(**msgspec.structs.asdict(section) | {field.name: bad})
         with pytest.raises(ValueError, match=f"`{field.name}"):
             msgspec.structs.replace(section, **{field.name: bad})
         data: Any = bad

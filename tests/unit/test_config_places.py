@@ -1,7 +1,5 @@
 """Paths in a TOML file are those of what lies beside it, wherever the command is typed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A setting that nothing reads beside the others is refused where a person set it, with what would have it read."""
 
-from __future__ import annotations
-
 import tomllib
 
 import pytest

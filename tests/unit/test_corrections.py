@@ -1,7 +1,5 @@
 """Corrections: which tokens each mask leaves out, and what that leaves out of the loss."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -88,13 +88,8 @@ def dataset(tmp_path, monkeypatch):
 
 
 async def test_several_rewards_are_weighed_and_told_by_name(dataset):
-    several = [
-        {"fn": "own.py:plain", "name": "right", "weight": 2.0},
-        {"fn": "own.py:only", "weight": -0.1},
-        "contains",
-        "own.py:math_only",
-    ]
-    env = dataset({"prompt": "1+1?", "answer": "2", "task": "math"}, several)
+    own = [{"fn": "own.py:plain", "name": "right", "weight": 2.0}, {"fn": "own.py:only", "weight": -0.1}]
+    env = dataset({"prompt": "1+1?", "answer": "2", "task": "math"}, [*own, "contains", "own.py:math_only"])
     assert await play_answer(env, "2") == (
         pytest.approx(2.0 - 0.1 + 1 + 1),
         {f"rewards/{name}": 1.0 for name in ("right", "only", "contains", "math_only")},

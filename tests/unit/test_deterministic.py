@@ -1,7 +1,5 @@
 """`learner.deterministic`: torch's kernels that give the same bits at every call, for as long as the process lives."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """`r3async diagnose` without an engine: faults planted in both learners are named, sound ones of any model are left alone."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

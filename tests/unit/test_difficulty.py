@@ -1,7 +1,5 @@
 """Which task a group poses, by what tasks scored: rarely the settled ones, and with a curriculum those near the target."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import chain, repeat
 

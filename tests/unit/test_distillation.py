@@ -1,7 +1,5 @@
 """On-policy distillation: the gradient is that of the reverse KL, and a learner moves toward its teacher."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -23,13 +23,8 @@ def played(group: int, lengths: list[int], reward: float, *, cut: bool = False, 
 
 
 def test_lengths_and_spreads_are_over_the_episodes_that_were_played():
-    episodes = [
-        played(0, [10, 10], 1.0),
-        played(0, [30], 0.0, cut=True),
-        played(1, [40], 0.5),
-        played(1, [50], 0.5, ended="length"),
-        played(1, [], 0.0, ended="error"),
-    ]
+    episodes = [played(0, [10, 10], 1.0), played(0, [30], 0.0, cut=True), played(1, [40], 0.5)]
+    episodes += [played(1, [50], 0.5, ended="length"), played(1, [], 0.0, ended="error")]
     row = compute_episode_metrics(episodes)
     assert row["response_length/mean"] == 35
     assert row["response_length/p95"] == pytest.approx(np.percentile([20, 30, 40, 50], 95))

@@ -1,7 +1,5 @@
 """Several epochs over the groups of a step: the updates, what stays between them, and the figures."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

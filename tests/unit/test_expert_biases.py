@@ -1,7 +1,5 @@
 """Biases of experts that follow the tokens: the rule, what is counted, and what becomes of them, on both backends."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Experts in stacks give what a loop over experts gives, forward and backward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

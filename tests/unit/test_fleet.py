@@ -1,7 +1,5 @@
 """The conductor's generators, stand-ins here: the newest weights only, confirmed and probed, and what silence means."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import re

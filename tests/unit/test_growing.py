@@ -32,15 +32,8 @@ BARE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' and not loop.last %}<|end|>"
     "{% endif %}\n{% endfor %}"
 )
-TEMPLATES = {
-    **FAMILIES,
-    "qwen2-chat": GROUPS_TOOLS,
-    "numbers": NUMBERS,
-    "forgets": FORGETS,
-    "shouts": SHOUTS,
-    "bare": BARE,
-    "ours": None,
-}
+TEMPLATES = {**FAMILIES, "qwen2-chat": GROUPS_TOOLS, "numbers": NUMBERS, "forgets": FORGETS}
+TEMPLATES |= {"shouts": SHOUTS, "bare": BARE, "ours": None}
 
 words = st.sampled_from(
     ["yes", " no\n", "a b", "", "<think>\nhm\n</think>\n\nfive", "</think>x", "LOUD", "<|end|>", " "]

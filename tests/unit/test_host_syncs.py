@@ -2,8 +2,6 @@
 Python and the dispatcher see it. Waits inside of a kernel, or of the allocator, are counted on a GPU only
 (`r3async doctor --gpu`, `waits` of a step)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

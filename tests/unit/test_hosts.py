@@ -1,7 +1,5 @@
 """One notion of loopback, and IPv6 addresses with and without brackets."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

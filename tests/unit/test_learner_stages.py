@@ -1,7 +1,5 @@
 """The learner's processor time is booked to stages that the catalogue knows, all of it."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

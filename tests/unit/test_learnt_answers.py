@@ -1,8 +1,6 @@
 """What is learnt of a conversation is what its chat template writes. A thought that a prompt opens is not opened again, an answer
 has the end that the template gives it, and what the template changes is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from r3async.envs import Message

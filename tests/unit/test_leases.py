@@ -1,7 +1,5 @@
 """Leases are waited for: a call that finds nothing is answered when there is something, and by nobody else's fault twice."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
@@ -38,14 +36,8 @@ async def conductor(tmp_path, monkeypatch) -> AsyncIterator[Conductor]:
     """Of two generators with weights, and one slot."""
     monkeypatch.setattr(r3async.actors.conductor, "prepare_process", lambda *args: None)
     settings = ["schedule.prompts_per_step=1", "schedule.group_size=2", "schedule.max_staleness=0", "steps=9"]
-    made = Conductor(
-        REAL_WORLD,
-        "run",
-        config_to_dict(load_config("quickstart", settings)),
-        str(tmp_path),
-        Lacks(),
-        {"a": StandIn(), "b": StandIn()},
-    )
+    config = config_to_dict(load_config("quickstart", settings))
+    made = Conductor(REAL_WORLD, "run", config, str(tmp_path), Lacks(), {"a": StandIn(), "b": StandIn()})
     for generator in made.fleet:
         generator.health.mark_loaded()
         generator.health.mark_installed(0, 0)
@@ -215,15 +207,8 @@ class Playing:
         config = load_config("quickstart", ["generator.concurrency=4", "schedule.group_size=2", *settings])
         self.ended: list[EpisodeEnd] = []
         engine = SimpleNamespace(collect_stats=lambda: {"running": self.leasing.playing_count}, version=0)
-        self.leasing = LeaseClient(
-            config,
-            self.clock,
-            VersionGate(engine),  # type: ignore[arg-type]
-            generator_id="g",
-            process=(1, "host"),
-            conductor=self.asked,
-            woken=self.woken,
-        )
+        who = {"generator_id": "g", "process": (1, "host"), "conductor": self.asked, "woken": self.woken}
+        self.leasing = LeaseClient(config, self.clock, VersionGate(engine), **who)
 
     async def run(self) -> None:
         """The loop of a generator, as far as leases are concerned."""

@@ -55,18 +55,9 @@ class Heard(TrajectoryInbox):
                 "episode": {"max_total_tokens": 8192, "max_prompt_tokens": 4096},
             }
         )
-        made = cls(
-            REAL_WORLD,
-            "run",
-            config,
-            run_dir,
-            lineage,
-            open_event_log(run_dir, "learner"),
-            buffer=GroupBuffer(2, 1, head=consumed),
-            routing=EXPERTS,
-            vocab_size=1000,
-            version=lambda: made.version,
-        )
+        parts = {"buffer": GroupBuffer(2, 1, head=consumed), "routing": EXPERTS, "vocab_size": 1000}
+        log = open_event_log(run_dir, "learner")
+        made = cls(REAL_WORLD, "run", config, run_dir, lineage, log, version=lambda: made.version, **parts)
         made.version = version
         return made
 

@@ -1,7 +1,5 @@
 """LoRA on one rank: gradients, the start, what is trained, saved, resumed and exported."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

@@ -1,7 +1,5 @@
 """Policy losses: what each promises beyond its formula (see test_objective), and losses of one's own."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys

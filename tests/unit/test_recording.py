@@ -205,7 +205,7 @@ def with_argument(name, change):
 
 
 def of_learner(change):
-    """Of the backend, when a minibatch begins."""
+    """The place where a minibatch begins, and a change of the backend there."""
 
     def around(call):
         def changed(backend, *args, **kwargs):
@@ -214,7 +214,7 @@ def of_learner(change):
 
         return changed
 
-    return around
+    return "trainer.begin_minibatch", around
 
 
 def groups_of_adam(name, factor):
@@ -230,91 +230,6 @@ def moment(backend):
         state["exp_avg_sq"].mul_(1 + 1e-6)
 
 
-LEARNER = "r3async.learner"
-PLANTED = {
-    "advantages of another scale": (
-        f"{LEARNER}.advantages.compute_baseline_and_scale",
-        scaled(1.0001, at=1),
-        "advantages",
-    ),
-    "an advantage with another baseline": (
-        f"{LEARNER}.advantages.compute_baseline_and_scale",
-        scaled(1.1, at=0),
-        "advantages",
-    ),
-    "other weights in the loss": (f"{LEARNER}.trainer.compute_loss_weights", scaled(1.01), "advantages"),
-    "groups in another minibatch": (
-        f"{LEARNER}.trainer.partition_groups",
-        lambda call: lambda *a: call(*a)[::-1],
-        "advantages",
-    ),
-    "shorter micro-batches": (f"{LEARNER}.trainer.pack_for_ranks", with_argument(1, lambda n: 8), "packing"),
-    "samples in another order": (f"{LEARNER}.trainer.pack_for_ranks", with_argument(0, lambda s: s[::-1]), "packing"),
-    "another temperature": (
-        f"{LEARNER}.torch.model.token_logprobs",
-        with_argument(3, lambda t: t * 1.001),
-        "logprobs",
-    ),
-    "logits that are rounded": (
-        f"{LEARNER}.torch.model.token_logprobs",
-        with_argument(0, lambda matrix: matrix.bfloat16().float()),
-        "logprobs",
-    ),
-    "attention with another scale": (
-        f"{LEARNER}.kernels._attend_bucket",
-        with_argument(6, lambda scale: (scale or 0.25) * 1.01),
-        "logprobs",
-    ),
-    "routes that are not replayed": (
-        f"{LEARNER}.trainer.begin_minibatch",
-        of_learner(lambda b: setattr(b.replay, "is_enabled", False)),
-        "logprobs",
-    ),
-    "a loss of another scale": (f"{LEARNER}.trainer.compute_loss", scaled(1.0001, at=0), "gradients"),
-    "advantages that are larger in the loss": (
-        f"{LEARNER}.trainer.TokenBatch",
-        with_argument("advantages", lambda a: a * 1.01),
-        "gradients",
-    ),
-    "another coefficient of the trust region": (
-        f"{LEARNER}.drift.TrustRegion._clamp_coefficient",
-        lambda call: lambda self, coef: call(self, coef) * 1.01,
-        "gradients",
-    ),
-    "another norm that gradients are clipped to": (
-        f"{LEARNER}.trainer.begin_minibatch",
-        of_learner(lambda b: setattr(b.optimizer, "_max_norm", 0.01)),
-        "weights",
-    ),
-    "another learning rate": (f"{LEARNER}.optimizer.compute_learning_rate", scaled(1.001), "weights"),
-    "another weight decay": (
-        f"{LEARNER}.trainer.begin_minibatch",
-        of_learner(groups_of_adam("weight_decay", lambda w: 2 * w)),
-        "weights",
-    ),
-    "another epsilon": (
-        f"{LEARNER}.trainer.begin_minibatch",
-        of_learner(groups_of_adam("eps", lambda e: 10 * e)),
-        "weights",
-    ),
-    "another beta": (
-        f"{LEARNER}.trainer.begin_minibatch",
-        of_learner(groups_of_adam("betas", lambda b: (b[0], b[1] * 0.99))),
-        "weights",
-    ),
-    "moments that were changed behind it": (
-        f"{LEARNER}.digests.StageDigests.pop_digests",
-        lambda call: lambda self, backend: (moment(backend), call(self, backend))[1],
-        "moments",
-    ),
-    "a figure that is counted otherwise": (
-        f"{LEARNER}.trainer.build_minibatch_result",
-        lambda call: counted(call),
-        "metrics",
-    ),
-}
-
-
 def counted(call):
     def changed(*args, **kwargs):
         result = call(*args, **kwargs)
@@ -325,10 +240,57 @@ def counted(call):
     return changed
 
 
+PLANTED = {
+    "advantages of another scale": ("advantages.compute_baseline_and_scale", scaled(1.0001, at=1), "advantages"),
+    "an advantage with another baseline": ("advantages.compute_baseline_and_scale", scaled(1.1, at=0), "advantages"),
+    "other weights in the loss": ("trainer.compute_loss_weights", scaled(1.01), "advantages"),
+    "groups in another minibatch": ("trainer.partition_groups", lambda call: lambda *a: call(*a)[::-1], "advantages"),
+    "shorter micro-batches": ("trainer.pack_for_ranks", with_argument(1, lambda n: 8), "packing"),
+    "samples in another order": ("trainer.pack_for_ranks", with_argument(0, lambda s: s[::-1]), "packing"),
+    "another temperature": ("torch.model.token_logprobs", with_argument(3, lambda t: t * 1.001), "logprobs"),
+    "logits that are rounded": (
+        "torch.model.token_logprobs",
+        with_argument(0, lambda matrix: matrix.bfloat16().float()),
+        "logprobs",
+    ),
+    "attention with another scale": (
+        "kernels._attend_bucket",
+        with_argument(6, lambda scale: (scale or 0.25) * 1.01),
+        "logprobs",
+    ),
+    "routes that are not replayed": (*of_learner(lambda b: setattr(b.replay, "is_enabled", False)), "logprobs"),
+    "a loss of another scale": ("trainer.compute_loss", scaled(1.0001, at=0), "gradients"),
+    "advantages that are larger in the loss": (
+        "trainer.TokenBatch",
+        with_argument("advantages", lambda a: a * 1.01),
+        "gradients",
+    ),
+    "another coefficient of the trust region": (
+        "drift.TrustRegion._clamp_coefficient",
+        lambda call: lambda self, coef: call(self, coef) * 1.01,
+        "gradients",
+    ),
+    "another norm that gradients are clipped to": (
+        *of_learner(lambda b: setattr(b.optimizer, "_max_norm", 0.01)),
+        "weights",
+    ),
+    "another learning rate": ("optimizer.compute_learning_rate", scaled(1.001), "weights"),
+    "another weight decay": (*of_learner(groups_of_adam("weight_decay", lambda w: 2 * w)), "weights"),
+    "another epsilon": (*of_learner(groups_of_adam("eps", lambda e: 10 * e)), "weights"),
+    "another beta": (*of_learner(groups_of_adam("betas", lambda b: (b[0], b[1] * 0.99))), "weights"),
+    "moments that were changed behind it": (
+        "digests.StageDigests.pop_digests",
+        lambda call: lambda self, backend: (moment(backend), call(self, backend))[1],
+        "moments",
+    ),
+    "a figure that is counted otherwise": ("trainer.build_minibatch_result", counted, "metrics"),
+}
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_change_of_the_code_is_found_in_its_step_and_stage(recorded_run, monkeypatch, name):
     target, change, stage = PLANTED[name]
-    owner, _, attribute = target.rpartition(".")
+    owner, _, attribute = f"r3async.learner.{target}".rpartition(".")
     count, prepared = 0, Trainer.prepare_step
 
     def counting(self, groups):

@@ -1,6 +1,5 @@
 """Routes of rows that branch off, with weights that change between turns and within them, position by position."""
 
-import asyncio
 import itertools
 import zlib
 
@@ -8,15 +7,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.config import EpisodeConfig
 from r3async.data.models import RoutingShape
 from r3async.data.versions import VersionSpan
 from r3async.envs import Message
 from r3async.rollout.engine import Generation, GenerationRequest
-from r3async.rollout.episode import EpisodePlayer, EpisodeTask
 from r3async.rollout.samples import EpisodeSamples
 from tests.helpers.templates import QWEN3, renderer
-from tests.unit.test_rows import Told, answers, histories, templates
+from tests.unit.test_rows import DRAWN, Told, episode_of, play
 
 SHAPE = RoutingShape(layers=2, top_k=2, num_experts=300)
 
@@ -80,19 +77,13 @@ plans = st.lists(st.tuples(st.sampled_from([0, 0, 1, 2]), st.integers(0, 4)), mi
 
 
 @settings(max_examples=60)
-@given(templates, st.lists(answers, min_size=1, max_size=8), histories, st.sampled_from(["auto", "stepwise"]), plans)
+@given(*DRAWN, plans)
 def test_a_row_that_branches_has_the_routes_of_its_own_call_whatever_changed_since(
     written, spoken, history, mode, plan
 ):
-    chat = renderer(written)
-    tokens = [[*chat.encode(text), *([chat.eos_token_id] if ended or not text else [])] for text, ended in spoken]
-    script = [
-        (how, [Message(role, text) for role, text in messages] + [Message("user", "?")]) for how, messages in history
-    ]
-    limits = EpisodeConfig(max_turns=32, max_new_tokens=64, max_prompt_tokens=6000, max_total_tokens=8000, rows=mode)
+    chat, tokens, env, limits = episode_of(written, spoken, history, mode)
     engine = Updating(tokens, plan)
-    trajectory = asyncio.run(EpisodePlayer(EpisodeTask(0, 0, 0), Told(script), engine, chat, limits).play_episode())
-    check(trajectory, engine)
+    check(play(env, engine, chat, limits), engine)
 
 
 def played(plan, turns=4) -> Updating:
@@ -100,8 +91,7 @@ def played(plan, turns=4) -> Updating:
     chat = renderer(QWEN3)
     engine = Updating([[*chat.encode("<think>\nhm\n</think>\n\nfive"), chat.eos_token_id]], plan)
     script = [("say", [Message("user", f"{i}?")]) for i in range(turns - 1)]
-    limits = EpisodeConfig(max_turns=32, max_new_tokens=64, max_prompt_tokens=6000, max_total_tokens=8000)
-    trajectory = asyncio.run(EpisodePlayer(EpisodeTask(0, 0, 0), Told(script), engine, chat, limits).play_episode())
+    trajectory = play(Told(script), engine, chat)
     assert len(trajectory.samples) == turns
     check(trajectory, engine)
     return engine

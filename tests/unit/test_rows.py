@@ -3,6 +3,7 @@
 import asyncio
 import random
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -143,10 +144,7 @@ def template(strip: str, trim: bool, system: bool, blank: bool, empty_thought: b
 templates = st.builds(
     template,
     strip=st.sampled_from(["none", "all", "last"]),
-    trim=st.booleans(),
-    system=st.booleans(),
-    blank=st.booleans(),
-    empty_thought=st.booleans(),
+    **dict.fromkeys(("trim", "system", "blank", "empty_thought"), st.booleans()),
 )
 texts = st.sampled_from(["a", "bc", " d ", "<think>x</think>y", "<think>x", "", "caf\u00e9", "\n", "end"])
 answers = st.tuples(texts, st.booleans())
@@ -162,17 +160,26 @@ histories = st.lists(
 )
 
 
-@settings(max_examples=60)
-@given(templates, st.lists(answers, min_size=1, max_size=8), histories, st.sampled_from(["auto", "stepwise"]))
-def test_every_call_is_in_one_row_and_trained_once_whatever_rewrites_history(written, spoken, history, mode):
+DRAWN = (templates, st.lists(answers, min_size=1, max_size=8), histories, st.sampled_from(["auto", "stepwise"]))
+"""Arguments of `episode_of`."""
+
+
+def episode_of(written, spoken, history, mode):
+    """Return a renderer, the answers' tokens, an environment and limits."""
     chat = renderer(written)
     tokens = [[*chat.encode(text), *([chat.eos_token_id] if ended or not text else [])] for text, ended in spoken]
     script = [
         (how, [Message(role, text) for role, text in messages] + [Message("user", "?")]) for how, messages in history
     ]
+    return chat, tokens, Told(script), msgspec.structs.replace(LIMITS, rows=mode)
+
+
+@settings(max_examples=60)
+@given(*DRAWN)
+def test_every_call_is_in_one_row_and_trained_once_whatever_rewrites_history(written, spoken, history, mode):
+    chat, tokens, env, limits = episode_of(written, spoken, history, mode)
     engine = Says(tokens)
-    limits = EpisodeConfig(max_turns=32, max_new_tokens=64, max_prompt_tokens=6000, max_total_tokens=8000, rows=mode)
-    trajectory = play(Told(script), engine, chat, limits)
+    trajectory = play(env, engine, chat, limits)
     check(trajectory, engine)
     if mode == "stepwise":
         assert [t.sample for t in trajectory.turns] == list(range(len(engine.calls)))
@@ -366,16 +373,7 @@ steps = st.lists(
 def answer(call, sampled, version, seed):
     """Of a call that entered under `version`, with routes that no other call has."""
     first = call.routes_from if call.routes_version in (None, version) else 0
-    count = len(call.prompt_ids) + len(sampled) - 1 - first
-    scores = np.random.default_rng(seed).random((count, SHAPE.layers, SHAPE.num_experts))
-    return Generation(
-        token_ids=np.asarray(sampled, np.int32),
-        logprobs=np.full(len(sampled), -float(seed), np.float32),
-        version_spans=[VersionSpan(version, 0, len(sampled))],
-        routed_experts=scores.argsort(-1)[..., : SHAPE.top_k].astype(np.uint16),
-        routes_from=first,
-        stop_reason="stop",
-    )
+    return generation(len(call.prompt_ids), sampled, first, seed, version=version)
 
 
 class Talk:

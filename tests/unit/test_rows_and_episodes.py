@@ -7,6 +7,7 @@ import threading
 import types
 import typing
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -125,24 +126,19 @@ class Together:
 
     def run(self, calls: Sequence[Any]) -> list[Any]:
         """Run each call in a thread, and raise the first of their errors."""
-        results: list[Any] = [None] * len(calls)
 
-        def one(index: int) -> None:
+        def one(call: Any) -> Any:
             try:
-                results[index] = calls[index]()
-            except BaseException as error:
-                results[index] = error
+                return call()
+            except BaseException:
                 self._barrier.abort()
+                raise
 
-        threads = [threading.Thread(target=one, args=(i,)) for i in range(len(calls))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=120)
-        for result in sorted(results, key=lambda r: isinstance(r, threading.BrokenBarrierError)):
-            if isinstance(result, BaseException):
-                raise result
-        return results
+        with ThreadPoolExecutor(len(calls)) as threads:
+            made = [threads.submit(one, call) for call in calls]
+        for each in sorted(made, key=lambda m: isinstance(m.exception(), threading.BrokenBarrierError)):
+            each.result()
+        return [each.result() for each in made]
 
 
 @dataclass(frozen=True)
@@ -174,6 +170,10 @@ class Outcome:
     spread: list[int]
 
 
+def built(micro_batches: list[MicroBatch], config: Config, **options: Any) -> Any:
+    return build_minibatch(micro_batches, config, needs_routes=False, version=VERSION, rollout_kl_coef=0.1, **options)
+
+
 def trained(
     groups: Sequence[Sequence[Trajectory]],
     leaves: Leaves,
@@ -194,9 +194,7 @@ def trained(
         together = Together(ranks)
 
         def one(rank: int, mine: list[MicroBatch], together: Together = together) -> tuple[Any, ...]:
-            minibatch = build_minibatch(
-                mine, config, needs_routes=False, version=VERSION, rollout_kl_coef=0.1, ranks=together.of(rank)
-            )
+            minibatch = built(mine, config, ranks=together.of(rank))
             if minibatch.needs_global_logprobs:
                 minibatch.set_global_logprobs(
                     [leaves.logprobs[np.where(m.table["loss_mask"], m.table["token_ids"], 0)] for m in mine]
@@ -396,43 +394,31 @@ def test_a_sequence_of_the_reductions_is_an_episode(reduction):
 
 def test_a_loss_that_is_by_token_needs_no_pass_and_others_do():
     leaves = leaves_of(LONG, 1)
-    groups = played(LONG, leaves, "stepwise")
-    parts, _ = prepare_minibatches(groups, configured())
-    micro_batches = pack_samples(parts[0], longest(LONG))
+    parts, _ = prepare_minibatches(played(LONG, leaves, "stepwise"), configured())
+    micro_batches = [with_logprobs(m, leaves) for m in pack_samples(parts[0], longest(LONG))]
     for loss in [*BUILTIN_POLICY_LOSSES, OWN]:
         config = configured(policy_loss=loss)
-        minibatch = build_minibatch(
-            [with_logprobs(m, leaves) for m in micro_batches],
-            config,
-            needs_routes=False,
-            version=VERSION,
-            rollout_kl_coef=0.1,
-        )
-        assert minibatch.needs_global_logprobs == (loss in ("gspo", OWN))
+        assert built(micro_batches, config).needs_global_logprobs == (loss in ("gspo", OWN))
     (together,) = pack_samples(parts[0], 10**6)
-    assert not build_minibatch(
-        [together], config, needs_routes=False, version=VERSION, rollout_kl_coef=0.1
-    ).needs_global_logprobs
+    assert not built([together], config).needs_global_logprobs
 
 
 def test_rows_that_do_not_say_their_place_are_refused_where_it_matters():
     leaves = leaves_of(LONG, 1)
     parts, _ = prepare_minibatches(played(LONG, leaves, "stepwise"), configured())
     bare = [replace(m, table=m.table.without_columns("place")) for m in pack_samples(parts[0], longest(LONG))]
-    settings = {"needs_routes": False, "version": VERSION, "rollout_kl_coef": 0.1}
-    build_minibatch(bare, configured(), **settings)
+    built(bare, configured())
     with pytest.raises(LearnerError, match=r"'gspo' or a correction takes whole episodes.*column 'place' is missing"):
-        build_minibatch(bare, configured(policy_loss="gspo"), **settings)
+        built(bare, configured(policy_loss="gspo"))
 
 
 @pytest.mark.parametrize("advantage", choices("advantage"))
 def test_credit_by_token_follows_the_turns_and_not_the_rows(advantage):
     """An aside between two turns of a conversation is a row of its own, behind both of them."""
+    rewards = ((1.0, 5.0, 0.0), (0.0, 2.0, 3.0))
     groups = [
-        [[Said(1, 2, 5, r) if i != 1 else Said(1, 3, 5, r, "aside") for i, r in enumerate(rewards)]]
-        for rewards in ((1.0, 5.0, 0.0), (0.0, 2.0, 3.0))
+        [[Said(1, 3 if i == 1 else 2, 5, r, "aside" if i == 1 else "on") for i, r in enumerate(e)] for e in rewards]
     ]
-    groups = [[episode for group in groups for episode in group]]
     leaves = leaves_of(groups, 0, lost=0.0)
     rows, single = (played(groups, leaves, mode) for mode in ("auto", "stepwise"))
     assert [t.samples[0].table["turn"].max() for t in rows[0]] == [2, 2], (

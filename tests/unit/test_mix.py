@@ -111,8 +111,7 @@ def test_entries_have_their_own_keys_and_the_run_s_for_the_rest(mixed, tmp_path)
     assert small.episode.max_total_tokens == mixed.episode.max_total_tokens
     (tmp_path / "config.toml").write_text(config_to_toml(mixed))
     assert resolve_envs(load_config(str(tmp_path / "config.toml"))) == resolve_envs(mixed)
-    heavier = apply_overrides(mixed, ["env.args.small.weight=9"])
-    assert resolve_envs(heavier)[1].weight == 9.0
+    assert resolve_envs(apply_overrides(mixed, ["env.args.small.weight=9"]))[1].weight == 9.0
     alone = apply_overrides(mixed, ["env.name=guess"])
     assert [(each.label, each.env.name, each.env.args) for each in resolve_envs(alone)] == [("", "guess", {})]
 
@@ -226,8 +225,7 @@ async def test_rows_of_several_files_are_noted_and_evaluated_each_by_its_label(m
     (tmp_path / "words.jsonl").write_text('{"prompt": "other", "answer": "1"}\n')
     with pytest.raises(ConfigError, match=r"env.args.words.*rows are not those that the run began with"):
         build_environment_factory(noted.env)
-    sets = add_default_evaluation_sets(config).evaluation.resolve_sets()
-    assert sets["sums"].env.args["part"] == "eval"
+    assert add_default_evaluation_sets(config).evaluation.resolve_sets()["sums"].env.args["part"] == "eval"
     with pytest.raises(ConfigError, match="trains on all of them"):  # none of words.jsonl is left
         check_environment(config)
     check_environment(apply_overrides(config, ["evaluation.every_steps=0"]))
@@ -269,5 +267,4 @@ def test_each_environment_has_metrics_by_its_label():
 
 
 def test_labels_are_in_one_order_however_the_file_has_them(mixed):
-    labels = [each.label for each in resolve_envs(mixed)]
-    assert all(one < two for one, two in pairwise(labels))
+    assert all(one < two for one, two in pairwise([each.label for each in resolve_envs(mixed)]))

@@ -18,8 +18,7 @@ FAST = settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 
 def routes(tokens: int, layers: int, top_k: int, experts: int, seed: int = 0) -> np.ndarray:
     """`[tokens, layers, top_k]`: sets of experts, in any order."""
-    rng = np.random.default_rng(seed)
-    rows = rng.random((tokens * layers, experts)).argsort(axis=1)[:, :top_k]
+    rows = np.random.default_rng(seed).random((tokens * layers, experts)).argsort(axis=1)[:, :top_k]
     return rows.reshape(tokens, layers, top_k).astype(route_dtype(experts))
 
 

@@ -278,8 +278,7 @@ def test_a_forward_only_pass_is_not_consumed_by_a_later_backward(build, recomput
     learner.score_sequence(np.arange(20))
     with learner.replay.bind_routes(others[0]):
         logits(learner, others[0])  # with gradients, and no backward
-    found = step_gradients(learner, micro_batches)
-    assert_bit_equal(found, exact)
+    assert_bit_equal(step_gradients(learner, micro_batches), exact)
     learner.logprobs(others)
     assert_bit_equal(step_gradients(learner, micro_batches), exact)
 
@@ -300,8 +299,7 @@ def test_ids_above_255_reach_the_router_unwrapped():
     with replay.bind_routes(collate_samples([sample])) as routes:
         for layer in range(2):
             assert routes.choose_experts(layer, own).tolist() == np.sort(rows[:, layer]).tolist()
-    load = replay.pop_counts().expert_load
-    assert load[0].nonzero()[:, 0].tolist() == [1, 256, 257, 511]
+    assert replay.pop_counts().expert_load[0].nonzero()[:, 0].tolist() == [1, 256, 257, 511]
 
 
 def test_routers_of_multi_token_prediction_are_not_replayed(build):

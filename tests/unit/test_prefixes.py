@@ -81,8 +81,7 @@ def check(m: MicroBatch, samples: dict[str, Sample]) -> None:
         assert m.table.slice_rows(own.start, own.stop) == table.slice_rows(int(shared[s]), len(table))
         assert not table["loss_mask"][: shared[s]].any()
         assert (m.token_temperatures[own] == np.float32(samples[name].temperature)).all()
-        follow = rows[max(1, shared[s]) :]
-        assert m.previous_rows(follow).tolist() == rows[max(1, shared[s]) - 1 : -1].tolist()
+        assert m.previous_rows(rows[max(1, shared[s]) :]).tolist() == rows[max(1, shared[s]) - 1 : -1].tolist()
         assert (own.start in m.first_rows) == (shared[s] == 0)
     if m.row_multiplicity is None:
         assert m.prefixes is None

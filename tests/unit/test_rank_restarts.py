@@ -187,8 +187,7 @@ def test_ranks_that_are_lost_again_and_again_also_while_they_start_change_nothin
     expected = play(learner_of(Actors(), tmp_path), tmp_path)
     rng, starts = random.Random(seed), 6
     faulty = Actors(lambda n, name: rng.choice(["before", "after"]) if n > starts and rng.random() < 0.04 else "")
-    learner = learner_of(faulty, tmp_path)
-    assert play(learner, tmp_path) == expected
+    assert play(learner_of(faulty, tmp_path), tmp_path) == expected
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -129,12 +129,10 @@ def test_steps_that_a_resume_took_back_are_not_replayed(tmp_path, model):
     config = recorded_config(model)
     learner = build_learner(config, model)
     record(tmp_path, config, model, steps=(1, 2), learner=learner)
-    state = learner.capture_state()
-    assert state.metadata.steps
+    assert learner.capture_state().metadata.steps
     record(tmp_path, config, model, steps=(3, 4), lineage=1, learner=learner)
     learner.close()
-    other = recorded_config(model, learner={"lr": 1.0})
-    record(tmp_path, other, model, steps=(3, 4, 5))
+    record(tmp_path, recorded_config(model, learner={"lr": 1.0}), model, steps=(3, 4, 5))
     assert [path.name for path in find_recorded_steps(tmp_path)] == [
         *("000000001-0000.step", "000000002-0000.step"),
         *("000000003-0001.step", "000000004-0001.step"),
@@ -164,8 +162,7 @@ def test_what_cannot_be_written_is_reported_and_ends_nothing(tmp_path, model):
 
 
 def test_without_the_setting_nothing_is_looked_at(tmp_path, model):
-    config = recorded_config(model, observe={"record": "off"})
-    record(tmp_path, config, model)
+    record(tmp_path, recorded_config(model, observe={"record": "off"}), model)
     assert not (tmp_path / "recording").exists()
 
 
@@ -339,8 +336,7 @@ def test_the_command_says_whether_all_is_the_same(recorded_run, monkeypatch):
 )
 def test_a_mistake_is_one_line_and_ends_with_2(recorded_run, tmp_path, words, named):
     (recorded_run / "config.toml").touch()
-    own = words if words[0] == "no-such-run" else [str(recorded_run), *words]
-    done = typed("replay", *own, cwd=tmp_path)
+    done = typed("replay", *(words if words[0] == "no-such-run" else [str(recorded_run), *words]), cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert named in done.stderr
     assert "Traceback" not in done.stderr

@@ -90,16 +90,14 @@ def played(plan, turns=4) -> Updating:
     """Thoughts are stripped, so every turn is a row of its own."""
     chat = renderer(QWEN3)
     engine = Updating([[*chat.encode("<think>\nhm\n</think>\n\nfive"), chat.eos_token_id]], plan)
-    script = [("say", [Message("user", f"{i}?")]) for i in range(turns - 1)]
-    trajectory = play(Told(script), engine, chat)
+    trajectory = play(Told([("say", [Message("user", f"{i}?")]) for i in range(turns - 1)]), engine, chat)
     assert len(trajectory.samples) == turns
     check(trajectory, engine)
     return engine
 
 
 def test_under_the_same_weights_a_branch_moves_only_rows_that_are_not_known():
-    calls = played([(0, 0)]).calls
-    first = [out.routes_from for _, out in calls]
+    first = [out.routes_from for _, out in played([(0, 0)]).calls]
     assert first[0] == 0
     assert all(b > a for a, b in itertools.pairwise(first))
 
@@ -111,8 +109,7 @@ def test_after_an_update_a_branch_moves_all_its_rows_and_the_next_one_shares_tho
 
 def test_an_update_within_an_answer_is_one_between_it_and_its_branch():
     """Keys and values that began under older weights have another salt: nothing of them is found again."""
-    calls = played([(0, 3), (0, 0)]).calls
-    assert [out.routes_from > 0 for _, out in calls][:2] == [False, False]
+    assert [out.routes_from > 0 for _, out in played([(0, 3), (0, 0)]).calls][:2] == [False, False]
 
 
 def generation(prompt: list[int], sampled: list[int], first: int, version: int, rows: bool = True) -> Generation:

@@ -127,8 +127,7 @@ def step_result(samples: list[Sample], *, whole: bool = True) -> MinibatchResult
 
 
 def sample(number: int) -> Sample:
-    table = TokenTable.from_tokens(np.arange(10) + 100 * number)
-    return Sample(f"g{number:08d}e0000s0", table)
+    return Sample(f"g{number:08d}e0000s0", TokenTable.from_tokens(np.arange(10) + 100 * number))
 
 
 def load_trained(run: Path) -> list[TrainedRoutes]:
@@ -260,8 +259,7 @@ def train(samples: list[Sample]) -> MinibatchResult:
 @pytest.mark.parametrize("rows", ["all", "half", "none"])
 @pytest.mark.parametrize("fail_first", [False, True])
 async def test_from_the_engine_to_the_routers(tmp_path: Path, rows, fail_first: bool) -> None:
-    answers = [[*b"dcba", 257], [*b"qwertyui"], [*b"q", 257], [*b"lm", 257]]
-    inner = await scripted(answers, returned_routes=rows)
+    inner = await scripted([[*b"dcba", 257], [*b"qwertyui"], [*b"q", 257], [*b"lm", 257]], returned_routes=rows)
     samples = await play(record_engine_routes(inner, tmp_path, "generator-0", traced()), fail_first)
     reports = Reports()
     RouteFileTracer(tmp_path, traced(), reports).write_trace(1, samples, train(samples))

@@ -183,8 +183,7 @@ def test_a_branch_has_to_have_the_rows_of_its_own_weights() -> None:
     assert compare_routes(branch, of_version(calls, 0, 1, 1)).is_verified
     stale = branch.used.copy()
     stale[:5] = calls[0].rows
-    result = compare_routes(with_rows(branch, used=stale), of_version(calls, 0, 1, 1))
-    assert result.different > 0
+    assert compare_routes(with_rows(branch, used=stale), of_version(calls, 0, 1, 1)).different > 0
     assert compare_routes(with_rows(branch, used=stale), of_version(calls, 1, 0, 1)).is_verified
 
 

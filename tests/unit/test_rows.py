@@ -194,8 +194,7 @@ def test_every_call_is_in_one_row_and_trained_once_whatever_rewrites_history(wri
 @pytest.mark.parametrize("family", [QWEN3, DEEPSEEK_R1], ids=["qwen3", "deepseek-r1"])
 def test_a_template_that_strips_thoughts_gives_a_row_a_turn_of_what_the_engine_saw(family):
     chat = renderer(family)
-    answer = [*chat.encode("<think>\nhm\n</think>\n\nfive"), chat.eos_token_id]
-    engine = Says([answer])
+    engine = Says([[*chat.encode("<think>\nhm\n</think>\n\nfive"), chat.eos_token_id]])
     trajectory = play(Told([("say", [Message("user", f"{i}?")]) for i in range(3)]), engine, chat)
     check(trajectory, engine)
     assert len(trajectory.samples) == 4

@@ -300,8 +300,7 @@ def same(got: Outcome, want: Outcome) -> None:
 def check(groups: Groups, leaves: Leaves, config: Config, ranks: int, cap: int) -> Outcome:
     """Rows as they come and a row a turn, scattered over micro-batches and ranks, against rows that are all together."""
     want = trained(played(groups, leaves, "auto"), leaves, config)
-    stepwise = played(groups, leaves, "stepwise")
-    got = trained(stepwise, leaves, config, ranks=ranks, cap=cap)
+    got = trained(played(groups, leaves, "stepwise"), leaves, config, ranks=ranks, cap=cap)
     same(got, want)
     same(trained(played(groups, leaves, "auto"), leaves, config, ranks=ranks, cap=cap), want)
     return got
@@ -404,8 +403,7 @@ def test_a_loss_that_is_by_token_needs_no_pass_and_others_do():
 
 
 def test_rows_that_do_not_say_their_place_are_refused_where_it_matters():
-    leaves = leaves_of(LONG, 1)
-    parts, _ = prepare_minibatches(played(LONG, leaves, "stepwise"), configured())
+    parts, _ = prepare_minibatches(played(LONG, leaves_of(LONG, 1), "stepwise"), configured())
     bare = [replace(m, table=m.table.without_columns("place")) for m in pack_samples(parts[0], longest(LONG))]
     built(bare, configured())
     with pytest.raises(LearnerError, match=r"'gspo' or a correction takes whole episodes.*column 'place' is missing"):

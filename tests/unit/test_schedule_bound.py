@@ -111,8 +111,7 @@ def test_ages_are_counted_by_token_with_the_time_they_queued():
     groups = [[episode(0, 0, 5, 0), episode(0, 1, 3, 0)], [episode(1, 0, 4, 0), episode(1, 1, 5, 0)]]
     for i, trajectory in enumerate(t for g in groups for t in g):
         trajectory.finished_at = 100.0 + i
-    found = compute_staleness_metrics(groups, version=5, bound=3, now=110.0, max_token_age=1)
-    assert found == {
+    assert compute_staleness_metrics(groups, version=5, bound=3, now=110.0, max_token_age=1) == {
         "staleness/mean": 0.75,
         "staleness/max": 2.0,
         "staleness/bound": 3.0,

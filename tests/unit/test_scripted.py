@@ -132,8 +132,7 @@ async def test_an_installation_in_the_middle_of_an_answer_splits_its_spans():
     engine = await started([[1, 2, 3, 4, 5]], before_token=gate)
     running = asyncio.create_task(engine.generate(request()))
     await gate.let(2)
-    report = await engine.install_version(manifest(0), 1.0)
-    assert report.version == engine.version == 0
+    assert (await engine.install_version(manifest(0), 1.0)).version == engine.version == 0
     await gate.let(1)
     await engine.install_version(manifest(3), 1.0)
     await gate.let(2)
@@ -375,8 +374,7 @@ def test_equal_batches_make_equal_weights_and_anything_else_others(model_path):
 
 def test_figures_are_those_of_any_backend(model_path):
     result = train_minibatch(learner(model_path), batch(), version=0)
-    real = build_learner(replace_backend("torch"), model_path)
-    expected = train_minibatch(real, batch(), version=0)
+    expected = train_minibatch(build_learner(replace_backend("torch"), model_path), batch(), version=0)
     by_token = {name for name in expected.metrics if re.search("k3_(staleness|turn|position)_", name)}
     assert by_token  # it has no log-probs of its own to compare
     assert set(result.metrics) == set(expected.metrics) - by_token
@@ -442,8 +440,7 @@ async def test_an_engine_with_its_weights_passes_the_probe_and_one_with_older_on
         assert torch.equal(load_file(manifest.path)[DIGEST_TENSOR], local.backend.export_weights()[DIGEST_TENSOR])
         scores = np.stack([local.score_tokens(TEXT), local.score_tokens(TEXT, temperature)])
         for each, passes in ((engine, True), (stale, False)):
-            tokens = TEXT.tolist()
-            assert compare_probe(tokens, scores[0], await each.score_tokens(TEXT), 1e-3).passed is passes
+            assert compare_probe(TEXT.tolist(), scores[0], await each.score_tokens(TEXT), 1e-3).passed is passes
             sampled = await sample_probe(each, TEXT, temperature)
             assert compare_sampled_probe(sampled, scores, temperature, 1e-3).passed  # it says what it samples with
     finally:

@@ -170,8 +170,7 @@ async def test_max_tokens_is_honoured_and_bounded_by_the_episode():
     settings = EpisodeConfig(max_turns=9, max_new_tokens=8, max_prompt_tokens=40, max_total_tokens=44)
     async with talking(["x" * 50], settings=settings) as (server, _, client):
         for values in ({"max_tokens": 3}, {"max_completion_tokens": 3, "max_tokens": 7}, {"max_tokens": 99}, {}):
-            answer = await ask(client, [user("a")], **values)
-            assert answer.choices[0].finish_reason == "length"
+            assert (await ask(client, [user("a")], **values)).choices[0].finish_reason == "length"
         await ask(client, [user("a" * 36)])
         assert [c.max_tokens for c in server._engine.requests] == [3, 3, 8, 8, 44 - 38]
 
@@ -205,8 +204,7 @@ async def test_only_a_key_that_is_still_open_is_answered():
 
 
 async def test_closing_a_session_aborts_what_runs_in_it():
-    never = asyncio.Event()
-    async with talking(["abc"], options={"before_token": never.wait}) as (server, session, client):
+    async with talking(["abc"], options={"before_token": asyncio.Event().wait}) as (server, session, client):
         asking = asyncio.create_task(ask(client, [user("a")]))
         await until(lambda: server._engine.requests)
         server.close_session(session)

@@ -49,9 +49,8 @@ def watched_tokenizer(chat):
 
 async def post(server, session, path, body, **options):
     headers = {"Authorization": f"Bearer {session.key}", **options.pop("headers", {})}
-    timeout = aiohttp.ClientTimeout(total=LIMIT)
     async with (
-        aiohttp.ClientSession(timeout=timeout) as http,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT)) as http,
         http.post(f"{server.base_url}/{path}", json=body, headers=headers, **options) as answer,
     ):
         return answer.status, await answer.json()

@@ -193,8 +193,7 @@ async def test_a_client_that_takes_one_call_a_time_gets_the_first_and_the_answer
 async def test_a_streamed_chat_names_each_call_and_then_its_arguments():
     async with talking([TWO], HERMES) as (_, _, client):
         strict = {**CHAT_TOOL, "function": {**CHAT_TOOL["function"], "strict": True}}
-        asking = client.chat.completions.stream(model="m", messages=[user("a")], tools=[strict])
-        async with asking as stream:
+        async with client.chat.completions.stream(model="m", messages=[user("a")], tools=[strict]) as stream:
             final = await stream.get_final_completion()
     calls = final.choices[0].message.tool_calls
     assert [json.loads(call.function.arguments)["a"] for call in calls] == [3, 5]

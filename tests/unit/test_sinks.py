@@ -129,8 +129,7 @@ def test_prometheus_reads_the_last_row_of_every_process_and_finds_it_by_file(tmp
         assert f'r3async_reward_mean{{role="driver",run="{tmp_path.name}"}} 0.5' in text
         assert "process_resident_memory_bytes" in text
         assert "r3async_reward_mean" not in scrape(f"127.0.0.1:{learner.port}")
-        target = json.loads((tmp_path / "prometheus" / "learner.json").read_text())
-        assert target == [
+        assert json.loads((tmp_path / "prometheus" / "learner.json").read_text()) == [
             {"targets": [f"127.0.0.1:{learner.port}"], "labels": {"role": "learner", "run": tmp_path.name}}
         ]
     finally:
@@ -267,8 +266,7 @@ def resumed(name: str, tmp_path: Path) -> Path:
 
 
 def test_an_example_is_the_first_prompt_and_all_that_followed() -> None:
-    told = make_episode_example(EPISODE)
-    assert told == EpisodeExample(
+    assert make_episode_example(EPISODE) == EpisodeExample(
         3, "g00000001e0000", 1.0, 2, "first | prompt\nwith a line", "one\n\n[environment] wrong\n\ntwo"
     )
     assert make_episode_example({"step": 1, "reward": 0.5, "turns": []}) == EpisodeExample(1, "", 0.5, 0, "", "")
@@ -377,8 +375,7 @@ def test_wandb_is_asked_for_the_run_that_an_earlier_start_had(tmp_path, monkeypa
     monkeypatch.setattr(wandb, "init", init)
     for _ in range(2):
         reported: list[str] = []
-        config = LogConfig(to=["wandb"])
-        open_sinks(config, tmp_path, {}, reported.append, timeout=60.0).close()
+        open_sinks(LogConfig(to=["wandb"]), tmp_path, {}, reported.append, timeout=60.0).close()
         assert "no W&B here" in reported[0]
     assert asked[0] == asked[1] == (asked[0][0], "allow", mode)
     assert asked[0][0] == (tmp_path / "sinks" / "wandb").read_text()
@@ -397,8 +394,7 @@ def test_mlflow_has_one_run_for_all_starts(tmp_path) -> None:
     assert [m.step for m in client.get_metric_history(run.info.run_id, "evaluation/reward_mean")] == [2, 2]
     assert [m.value for m in client.get_metric_history(run.info.run_id, "evaluation/pass_at_4")] == [0.5, 0.5]
     (artifact,) = client.list_artifacts(run.info.run_id)
-    path = client.download_artifacts(run.info.run_id, artifact.path)
-    assert json.loads(Path(path).read_text()) == {
+    assert json.loads(Path(client.download_artifacts(run.info.run_id, artifact.path)).read_text()) == {
         "columns": list(EpisodeExample._fields),
         "data": [list(make_episode_example(EPISODE))],
     }
@@ -443,8 +439,7 @@ def test_the_driver_hands_on_what_is_new_in_the_files_of_the_run(tmp_path) -> No
     append(evaluations, {**LATE, "step": 1})  # an earlier start handed them on
     append(episodes, EPISODE)
     written: list = []
-    config = load_config("quickstart")
-    with MetricsForwarder(config, tmp_path, print) as outlets:
+    with MetricsForwarder(load_config("quickstart"), tmp_path, print) as outlets:
         outlets._sinks.write = written.append  # type: ignore[method-assign]
         outlets.show_status({"rows": ROWS[:1]})
         append(evaluations, LATE)

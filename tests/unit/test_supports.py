@@ -132,8 +132,7 @@ GOOD = SupportSets.from_parts(3, [(1, SupportSets.from_id_lists(np.array([3, 4, 
 
 
 def test_a_trajectory_with_supports_is_trainable_and_travels():
-    table = table_of([1, 3, 9], GOOD)
-    sent = trajectory(table)
+    sent = trajectory(table_of([1, 3, 9], GOOD))
     validate_table(sent, masked=True)
     assert decode_trajectory([bytes(f) for f in encode_trajectory(sent)]) == sent
     validate_table(trajectory(table_of([1, 3, 9], None)), masked=False)

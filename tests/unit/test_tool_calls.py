@@ -68,8 +68,7 @@ def test_arguments_that_cannot_be_read_come_back_as_the_text_that_they_are(argum
 async def test_the_endpoint_answers_with_an_answer_that_no_decoder_reads(text):
     roomy = msgspec.structs.replace(SETTINGS, max_new_tokens=9000, max_total_tokens=9900)
     async with talking([text], settings=roomy) as (_, session, client):
-        answer = await ask(client, [user("hi")], tools=[ADD])
-        assert answer.choices[0].message.content == text
+        assert (await ask(client, [user("hi")], tools=[ADD])).choices[0].message.content == text
         assert session.turn_count == 1
 
 

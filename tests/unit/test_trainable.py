@@ -129,8 +129,7 @@ def test_a_group_that_fails_though_nobody_in_it_is_to_blame_is_skipped_and_a_def
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     groups = [[make_trajectory(g, e) for e in range(2)] for g in range(2)]
-    poison = column(rewards=np.asarray([0, 0, np.inf, 0], np.float32))
-    groups[0][0] = poison
+    groups[0][0] = column(rewards=np.asarray([0, 0, np.inf, 0], np.float32))
 
     def refuse_first_group(some: Any, config: Config) -> Any:
         if any(t.turns and t.group_index == 0 for group in some for t in group):

@@ -54,8 +54,7 @@ async def test_round_trip():
 
 async def test_many_senders_share_the_memory_and_all_is_delivered():
     groups = {f"g{g}": [make_trajectory(f"{g}-{i}", 200, group=g) for i in range(40)] for g in range(4)}
-    size = memory_size(groups["g0"][0])
-    config = TransportConfig(ack_timeout=0.3, credit_bytes=3 * size + 100)
+    config = TransportConfig(ack_timeout=0.3, credit_bytes=3 * memory_size(groups["g0"][0]) + 100)
     inbox = Inbox()
     async with contextlib.AsyncExitStack() as stack:
         receiver, endpoint = await stack.enter_async_context(receiving(inbox, config, window=0))
@@ -113,9 +112,8 @@ class LateWorld(RealWorld):
 async def test_a_receiver_that_was_busy_does_not_blame_its_senders():
     late = [0.0]
     config = TransportConfig(ack_timeout=3)
-    inbox = Inbox()
     async with (
-        receiving(inbox, config, world=LateWorld(late)) as (receiver, endpoint),
+        receiving(Inbox(), config, world=LateWorld(late)) as (receiver, endpoint),
         sending(endpoint, config) as sender,
     ):
         await deliver_all(sender, [make_trajectory(1)])
@@ -147,8 +145,7 @@ async def test_receiver_restarts_on_the_same_port(restored: bool):
             await until(lambda: first.received >= 20)
         accepted = first.received
         assert sender.unacknowledged >= accepted - 10
-        ledger = first.ledger if restored else None
-        async with receiving(inbox, port=port, ledger=ledger) as (second, _):
+        async with receiving(inbox, port=port, ledger=first.ledger if restored else None) as (second, _):
             await asyncio.wait_for(feed, LIMIT)
             assert await sender.flush(LIMIT) == 0
             assert set(inbox.seen) == {t.trajectory_id for t in trajectories}
@@ -181,8 +178,7 @@ async def test_lost_acknowledgement():
 
 
 async def test_cancelled_send_is_not_sent():
-    size = memory_size(make_trajectory(1))
-    config = TransportConfig(ack_timeout=SLOW.ack_timeout, credit_bytes=size + 10)
+    config = TransportConfig(ack_timeout=SLOW.ack_timeout, credit_bytes=memory_size(make_trajectory(1)) + 10)
     inbox = Inbox(hold=True)
     async with receiving(inbox, config, window=0) as (receiver, endpoint), sending(endpoint, config) as sender:
         await send_all(sender, [make_trajectory(0), make_trajectory(1)])

@@ -69,8 +69,7 @@ async def test_back_pressure():
 
 
 async def test_the_groups_of_the_next_step_are_sent_while_nothing_else_is():
-    size = memory_size(make_trajectory(0))
-    config = TransportConfig(ack_timeout=SLOW.ack_timeout, credit_bytes=size)
+    config = TransportConfig(ack_timeout=SLOW.ack_timeout, credit_bytes=memory_size(make_trajectory(0)))
     inbox = Inbox(hold=True)
     async with (
         receiving(inbox, config, window=2) as (receiver, endpoint),
@@ -127,8 +126,7 @@ async def test_no_more_is_in_flight_than_may_be_at_once():
             if not (self.silent and isinstance(message, wire.Ack)):
                 super()._send_message(identity, message)
 
-    size = memory_size(make_trajectory(0))
-    config = TransportConfig(ack_timeout=0.5, credit_bytes=6 * size)
+    config = TransportConfig(ack_timeout=0.5, credit_bytes=6 * memory_size(make_trajectory(0)))
     inbox = Inbox()
     async with receiving(inbox, config, Slow) as (receiver, endpoint), sending(endpoint, config) as sender:
         feed = asyncio.create_task(send_all(sender, [make_trajectory(i) for i in range(10)]))
@@ -173,8 +171,7 @@ async def test_large_payloads_are_handled_off_the_event_loop(monkeypatch):
 
     spy(encoding_module, "encode_trajectory", "encode")
     spy(intake_module, "decode_trajectory", "decode")
-    inbox = Inbox()
-    async with receiving(inbox) as (_, endpoint), sending(endpoint) as sender:
+    async with receiving(Inbox()) as (_, endpoint), sending(endpoint) as sender:
         for size in (10, 20_000):  # one after the other: what arrives together is opened together
             await deliver_all(sender, [make_trajectory(size, size)])
     assert here == {"encode": [True, False], "decode": [True, False]}
@@ -200,8 +197,7 @@ async def test_many_episodes_that_end_at_once_do_not_hold_up_the_event_loop_toge
             await asyncio.sleep(0)
 
     monkeypatch.setattr(encoding_module, "encode_trajectory", slow)
-    inbox = Inbox()
-    async with receiving(inbox, SLOW) as (_, endpoint), sending(endpoint, SLOW) as sender:
+    async with receiving(Inbox(), SLOW) as (_, endpoint), sending(endpoint, SLOW) as sender:
         watching = asyncio.create_task(watch())
         async with asyncio.timeout(LIMIT):
             await asyncio.gather(*(sender.send(make_trajectory(i)) for i in range(100)))
@@ -222,8 +218,7 @@ def test_the_frames_of_each_come_out_of_a_message_of_several(data):
     message = wire.decode_control(control)
     assert isinstance(message, wire.Deliver)
     assert message.items == items
-    shifted = [memoryview(b"x" + bytes(piece))[1:] for piece in payload]
-    for pieces in (payload, shifted):
+    for pieces in (payload, [memoryview(b"x" + bytes(piece))[1:] for piece in payload]):
         if len(items) > 1 and not pieces:  # there is nothing in it at all
             continue
         portions = message.split_by_item(pieces)

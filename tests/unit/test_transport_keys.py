@@ -86,8 +86,7 @@ def test_keys_command_makes_secrets_that_only_the_owner_reads(tmp_path):
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     assert f"transport.keys={directory}" in result.output
     contents = {p.name: p.read_bytes() for p in directory.iterdir()}
-    again = CliRunner().invoke(app, ["keys", str(directory), "--name", "east"])
-    assert "nothing was changed" in again.output
+    assert "nothing was changed" in CliRunner().invoke(app, ["keys", str(directory), "--name", "east"]).output
     assert {p.name: p.read_bytes() for p in directory.iterdir()} == contents
     assert len(load_server_keys(directory).allowed_public_keys) == 2
     assert (
@@ -124,8 +123,7 @@ def test_keys_are_files_of_the_world():
     assert create_key_files(directory, files=files) == []
     client = load_client_keys(directory, files=files)
     assert z85.decode(zmq.curve_public(client.secret_key)) in load_server_keys(directory, files).allowed_public_keys
-    public = directory / "generator.public"
-    with files.open(public) as file:
+    with files.open(directory / "generator.public") as file:
         key = file.read()
     with files.open(directory / "west.secret", exclusive=True, mode=0o640) as file:
         file.append([key])
@@ -307,8 +305,7 @@ async def test_a_client_of_another_run_is_refused_and_counted_and_not_told_which
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "127.0.0.1", "[::1]", "*"])
 def test_any_host_may_be_listened_on_since_every_run_has_keys(host):
-    config = config_from_dict({"transport": {"host": host}})
-    server, handed = resolve_learner_keys(config.transport)
+    server, handed = resolve_learner_keys(config_from_dict({"transport": {"host": host}}).transport)
     assert handed is not None
     assert z85.decode(zmq.curve_public(handed.secret_key)) in server.allowed_public_keys
 

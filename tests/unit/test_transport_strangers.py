@@ -329,9 +329,8 @@ async def test_a_sender_that_says_group_0_over_and_over_takes_no_more_than_its_e
 
 
 async def test_a_name_that_is_not_of_the_group_is_refused_with_the_reason():
-    inbox = Inbox(claims=functools.partial(is_trajectory_of_group, group_size=4))
     async with (
-        receiving(inbox) as (_, endpoint),
+        receiving(Inbox(claims=functools.partial(is_trajectory_of_group, group_size=4))) as (_, endpoint),
         raw_dealer(endpoint) as peer,
     ):
         await peer.send(HELLO)

@@ -106,8 +106,7 @@ def simulate(
 @pytest.mark.parametrize("delay", [0, 2, 5])
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
 def test_drift_comes_down_to_the_target_and_stays_below_it(power, delay, half):
-    region = TrustRegion(RolloutKLConfig(target=TARGET, coef_max=100))
-    drifts, _ = simulate(region, power, delay, half)
+    drifts, _ = simulate(TrustRegion(RolloutKLConfig(target=TARGET, coef_max=100)), power, delay, half)
     last = np.asarray(drifts[120:])
     assert 0.7 * TARGET < last.mean() < 1.05 * TARGET
     assert last.max() < 1.5 * TARGET
@@ -129,8 +128,7 @@ def test_the_mean_stays_below_the_target_where_single_steps_scatter_by_a_factor_
         measured.append(drift * math.exp(scatter - 0.7**2 / 2))
         region.update_coefficient(measured[-1])
     assert 0.6 * TARGET < np.mean(measured[200:]) < TARGET
-    windows = np.convolve(measured[200:], np.ones(25) / 25, "valid")
-    assert windows.max() < 1.5 * TARGET
+    assert np.convolve(measured[200:], np.ones(25) / 25, "valid").max() < 1.5 * TARGET
 
 
 @pytest.mark.parametrize("delay", [1, 4, 8])
@@ -252,8 +250,7 @@ def test_a_burst_is_tamed_as_soon_where_served_drift_is_measured_in_one_of_four_
 
 def test_the_simulated_bursts_of_the_page_are_those_of_this_controller():
     """If they are not, docs/figures/drift.json, and the table of docs/trust-region.md, need other figures."""
-    figures = Path(__file__).parents[2] / "docs" / "figures" / "drift.json"
-    kept = json.loads(figures.read_text())
+    kept = json.loads((Path(__file__).parents[2] / "docs" / "figures" / "drift.json").read_text())
     target = kept["plan"]["target"]
     assert len(kept["simulated"]) == 27
     for one in kept["simulated"]:

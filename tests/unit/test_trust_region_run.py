@@ -245,8 +245,7 @@ def trajectories(group: int, samples: list[Sample]) -> list[Trajectory]:
 
 def test_the_actor_trains_around_a_poisoned_group_and_its_events_say_why(model_path, batches, tmp_path, monkeypatch):
     monkeypatch.setattr("r3async.actors.learner.prepare_process", lambda *args: None)  # or the suite would write there
-    config = settings()
-    plain = config_to_dict(config)
+    plain = config_to_dict(settings())
     plain["schedule"]["max_staleness"] = len(batches)  # all that is given was sampled by version 0
     actor = LearnerActor(REAL_WORLD, "run", plain, str(model_path), str(tmp_path))
     given = [batches[0], shifted(batches[1]), batches[1]]

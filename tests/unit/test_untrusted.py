@@ -65,8 +65,7 @@ def test_an_object_is_asked_for_by_name():
 
 def test_as_deep_as_it_reads_python_can_do_with_it_what_it_will():
     deep = "[" * MAX_DEPTH + "]" * MAX_DEPTH
-    value = decode_json(deep)
-    assert msgspec.json.encode(value).decode() == deep
+    assert msgspec.json.encode(decode_json(deep)).decode() == deep
     with pytest.raises(MalformedError, match=f"more than {MAX_DEPTH}"):
         decode_json(f"[{deep}]")
     with pytest.raises(MalformedError, match=f"more than {MAX_DEPTH}"):

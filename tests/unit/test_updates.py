@@ -84,8 +84,7 @@ def test_a_hundred_steps_with_zero_variance_are_one_event_and_their_end_is_anoth
 
 
 def test_skipped_steps_in_a_row_end_the_run_at_the_one_past_the_limit():
-    told = Told(limit=2)
-    *passed, reason = told.run(GOOD, BAD, FAR, BAD)
+    *passed, reason = Told(limit=2).run(GOOD, BAD, FAR, BAD)
     assert passed == [""] * 3
     assert reason.startswith("3 steps in a row made no update, more than supervise.max_skipped_steps = 2: ")
     assert f"2 x {GRADIENT_NOT_FINITE}, 1 x {DRIFT_TOO_LARGE} (steps 2 to 4)" in reason

@@ -236,8 +236,7 @@ def test_report(tmp_path: Path) -> None:
     data = json.loads(page.scripts[0])
     assert data["series"]["x/step"] == list(range(1, 21))
     assert {chart["title"] for chart in data["charts"]} == {chart.title for chart in CHARTS}
-    staleness = next(chart for chart in data["charts"] if chart["title"] == "Staleness")
-    assert staleness["bound"] == 2
+    assert next(chart for chart in data["charts"] if chart["title"] == "Staleness")["bound"] == 2
     assert data["series"]["rollout_kl/k1"][:2] == [None, 1e-4], "a log axis has no negative values"
     assert not (run / ".report.html.tmp").exists()
 
@@ -255,8 +254,7 @@ def test_report_of_hostile_text(tmp_path: Path) -> None:
         rows.write(
             json.dumps({"step": "<script>x</script>", "reward/mean": evil}) + "\n"
         )  # no row, so it is passed over
-    events = open_event_log(tmp_path / "run", evil)
-    events.error("run_failed", error=evil, **{evil: evil})
+    open_event_log(tmp_path / "run", evil).error("run_failed", error=evil, **{evil: evil})
     (tmp_path / "run" / "config.toml").write_text(f"{json.dumps(evil)} = {json.dumps(evil)}\n[schedule]\n")
     page = Page(write_report(tmp_path / "run"))
     assert len(page.scripts) == 3

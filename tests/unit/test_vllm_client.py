@@ -184,8 +184,7 @@ async def test_a_call_that_fails_fails_alone_and_wrong_requests_are_not_sent():
 @pytest.mark.parametrize(("how", "why"), [("die", "ended with code 5"), ("fail", "an assertion failed")])
 async def test_all_that_waits_learns_what_the_process_ended_with(how, why):
     async with core_of("serve") as (core, _, _):
-        calls = [asyncio.create_task(core.collective_rpc(method)) for method in (how, "never")]
-        for call in calls:
+        for call in [asyncio.create_task(core.collective_rpc(method)) for method in (how, "never")]:
             with pytest.raises(EngineError, match=why):
                 await call
         with pytest.raises(EngineError, match=why):

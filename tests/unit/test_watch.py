@@ -495,8 +495,7 @@ async def test_the_dump_names_every_thread_and_every_task_with_its_line(tmp_path
     async def wait_for_ever():
         await asyncio.sleep(20)
 
-    thread = threading.Thread(target=wait_for_nothing, name="stuck-thread", daemon=True)
-    thread.start()
+    threading.Thread(target=wait_for_nothing, name="stuck-thread", daemon=True).start()
     task = asyncio.create_task(wait_for_ever(), name="stuck-task")
     await asyncio.sleep(0)
     path = dump_stacks(tmp_path / "logs" / "stacks.txt", "transport stood still")

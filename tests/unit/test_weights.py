@@ -34,8 +34,7 @@ from r3async.world.disk import SystemFiles
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    matrix = torch.randn(6, 8, generator=generator)
+    matrix = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
     return {
         "matrix": matrix,
         "transposed": matrix.T,
@@ -80,8 +79,7 @@ def test_what_decides_who_is_chosen_is_never_rounded(publisher):
 
 
 def test_the_file_is_ordinary_safetensors(publisher):
-    manifest = publisher.write_tensors(0, tensors(), torch.float32)
-    loaded = load_file(manifest.path)
+    loaded = load_file(publisher.write_tensors(0, tensors(), torch.float32).path)
     assert torch.equal(loaded["transposed"], tensors()["transposed"])
     assert loaded["scalar"].shape == ()
 
@@ -103,8 +101,7 @@ def test_versions_only_go_up(publisher, version):
 def test_every_flipped_byte_is_found_and_its_tensor_named_and_a_truncated_file_is_refused(publisher):
     manifest = publisher.write_tensors(0, tensors(), torch.float32)
     content = bytearray(Path(manifest.path).read_bytes())
-    data = len(content) - manifest.nbytes
-    at, damaged = data, []
+    at, damaged = len(content) - manifest.nbytes, []
     for name, entry in manifest.tensors.items():
         size = torch.Size(entry.shape).numel() * getattr(torch, entry.dtype).itemsize
         if size:
@@ -244,8 +241,7 @@ def pairs(draw):
     after = before.copy()
     share = draw(st.sampled_from([0.0, 0.001, 0.01, 0.2, 0.45, 1.0]))
     where = rng.random(length) < share
-    by = draw(st.sampled_from([1, 2, 128, 255]))
-    after[where] += np.uint8(by)
+    after[where] += np.uint8(draw(st.sampled_from([1, 2, 128, 255])))
     return before.tobytes(), after.tobytes()
 
 

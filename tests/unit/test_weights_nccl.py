@@ -81,9 +81,8 @@ class Worker(WorkerExtension):
         self.wire, self.lose = wire, lose
         self.model, self.groups, self.steps = Model(), [], []
         parallel = SimpleNamespace(world_size=1, data_parallel_size=1, data_parallel_index=0, rank=0)
-        group = SimpleNamespace(disabled=False)
         self.weight_transfer_engine = SimpleNamespace(
-            model=self.model, parallel_config=parallel, model_update_group=group
+            model=self.model, parallel_config=parallel, model_update_group=SimpleNamespace(disabled=False)
         )
 
         def reload(weights_iterator) -> None:
@@ -293,8 +292,7 @@ def test_vllm_takes_what_it_is_given():
     nccl = pytest.importorskip("vllm.distributed.weight_transfer.nccl_engine")
     from vllm.v1.worker.gpu_worker import Worker as GpuWorker
 
-    wire = queue.Queue()
-    worker = Worker(wire)
+    worker = Worker(queue.Queue())
     worker.update_weights = lambda info: (
         nccl.NCCLWeightTransferUpdateInfo(**info)
         and worker.model.load_weights([(name, torch.zeros(1)) for name in info["names"]])
@@ -312,8 +310,7 @@ def test_vllm_takes_what_it_is_given():
     trainer = nccl.NCCLTrainerInitInfo(
         rank=0, master_address="x", master_port=5, world_size=2, packed_buffer_size_bytes=1024
     )
-    both = ("packed", "packed_buffer_size_bytes", "packed_num_buffers", "master_port", "world_size")
-    for name in both:
+    for name in ("packed", "packed_buffer_size_bytes", "packed_num_buffers", "master_port", "world_size"):
         assert getattr(trainer, name) == getattr(worker.groups[0], name), name
     for name in ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"):
         assert hasattr(GpuWorker, name)
@@ -410,8 +407,7 @@ def test_a_generator_lost_in_the_middle_costs_only_its_own_process():
     assert machine.processes[stuck].killed
     assert not machine.processes[well].killed
     machine.links.handle_message(b"s", Sent(stuck, 0), TIMEOUT + 2)  # too late, and ignored
-    again = machine.deliver(0, receiver="b", now=TIMEOUT + 3)
-    assert again not in (stuck, well)
+    assert machine.deliver(0, receiver="b", now=TIMEOUT + 3) not in (stuck, well)
     assert len(machine.links) == 2
 
 

@@ -203,8 +203,7 @@ class RemoteLearner(StandIn):
         self.steps += 1
         metrics = {"batch/trained_tokens": 1, "weights/write_seconds": 0.0}
         metrics |= {"transport/received": self.steps, "learner/wait_seconds": 0.0}
-        groups = [self.steps - 1]
-        return TrainStepResult(metrics, self.steps, has_new_weights=True, groups=groups)
+        return TrainStepResult(metrics, self.steps, has_new_weights=True, groups=[self.steps - 1])
 
     async def begin_checkpoint(self, state):
         return 0.0
@@ -266,8 +265,7 @@ async def train(conductor, installer, learner):
         return installer
 
     conductor.learner, conductor._start_actors = learner, start
-    ended = await asyncio.wait_for(conductor.run(), LIMIT)
-    return ended["steps"]
+    return (await asyncio.wait_for(conductor.run(), LIMIT))["steps"]
 
 
 async def test_the_last_weights_are_delivered_and_every_step_has_its_row(conductor, installer, tmp_path):

@@ -144,8 +144,7 @@ async def test_engines_of_a_host_share_one_file_which_one_of_them_fetches(learne
         found = await asyncio.gather(*(fetch(r, manifest, parts) for r in receivers))
         assert len({each.path for each in found}) == 1
         assert sum(r.received_bytes > 0 for r in receivers) <= 3
-    sent = sum(r.received_bytes for r in receivers)
-    assert sent == learner.server.sent_bytes
+    assert sum(r.received_bytes for r in receivers) == learner.server.sent_bytes
     # A generator that was restarted finds what its host has.
     again = make("h0", "g0")
     await fetch(again, manifest, parts)
@@ -160,8 +159,7 @@ async def test_engines_of_a_host_share_one_file_which_one_of_them_fetches(learne
 
 async def test_the_learners_host_reads_the_learners_file(learner, make):
     manifest, parts = learner.publish(0)
-    receiver = make("h0")
-    assert await receiver.fetch_version(manifest, parts, 5.0) == manifest
+    assert await make("h0").fetch_version(manifest, parts, 5.0) == manifest
     assert learner.server.sent_bytes == 0
 
 
@@ -177,8 +175,7 @@ async def test_the_learner_sends_a_version_to_few_hosts_however_many_there_are(l
 async def test_a_base_that_is_corrupt_is_replaced_by_the_whole_file(learner, make):
     receiver = make("h0")
     manifest, parts = learner.publish(0)
-    found = await fetch(receiver, manifest, parts)
-    write_at(Path(found.path), 5000, [b"??"])
+    write_at(Path((await fetch(receiver, manifest, parts)).path), 5000, [b"??"])
     manifest, parts = learner.publish(1)
     assert same(await fetch(receiver, manifest, parts), manifest)
     assert receiver.received_bytes > 2 * manifest.nbytes
@@ -205,13 +202,11 @@ async def test_a_file_of_a_host_folder_that_is_damaged_is_fetched_again(learner,
     first, second = make("h0"), make("h0", "g1")
     manifest, parts = learner.publish(0)
     publication = TransferOffer(hidden(msgspec.structs.replace(manifest, lineage=1)), parts)
-    found = await fetch(first, manifest, parts)
-    write_at(Path(found.path), 5000, [b"??"])
+    write_at(Path((await fetch(first, manifest, parts)).path), 5000, [b"??"])
     actor = GeneratorActor(REAL_WORLD, "g1", "run", config_to_dict(load_config("quickstart")), "nowhere", str(tmp_path))
     engine = Verifying()
     actor._loaded, actor._connection = EngineAndRenderer(engine, None), LearnerConnection(None, second)
-    report = await actor.install_version(publication)
-    assert (report.version, engine.version) == (0, 0)
+    assert ((await actor.install_version(publication)).version, engine.version) == (0, 0)
     assert same(actor._installed_manifest, manifest)
     assert "weights_fetched_again" in (tmp_path / "events.jsonl").read_text()
     # Where that does not help it is not done for ever.
@@ -326,5 +321,4 @@ def test_the_tree_is_as_deep_as_a_logarithm():
         tree = RelayTree()
         for number in range(hosts):
             tree.place_node(f"n{number}", f"tcp://n{number}:1")
-        depth = max(node.depth for node in tree._nodes.values())
-        assert depth <= math.ceil(math.log2(hosts + 2)) + 1
+        assert max(node.depth for node in tree._nodes.values()) <= math.ceil(math.log2(hosts + 2)) + 1

@@ -128,8 +128,7 @@ def test_what_does_not_get_smaller_is_never_more_than_was_offered(rows):
 def test_frames_of_zeromq_and_odd_addresses():
     sent = make_trajectory()
     assert decode_trajectory([zmq.Frame(f) for f in as_bytes(encode_trajectory(sent))]) == sent
-    shifted = [memoryview(b"x" + f)[1:] for f in as_bytes(encode_trajectory(sent))]
-    received = decode_trajectory(shifted)
+    received = decode_trajectory([memoryview(b"x" + f)[1:] for f in as_bytes(encode_trajectory(sent))])
     assert received == sent
     assert all(array.flags.aligned for s in received.samples for _, array in s.table.without_columns("support").items())
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
+from rich.console import Console
+
 from r3async.tools.cli import main
 
 
@@ -50,3 +52,10 @@ def run_program(words: Iterable[object], *, cwd: Path, timeout: float = 120.0, *
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout, check=False
     )
     return Said(done.returncode, done.stdout, done.stderr)
+
+
+def printed(renderable: object, width: int = 120) -> str:
+    """Return what a console of that width shows."""
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(renderable)
+    return console.export_text()

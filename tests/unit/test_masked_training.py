@@ -116,15 +116,8 @@ def case(vocab_size: int, tokens: int, seed: int):
 @given(st.sampled_from([1, 2, 8, 33, 300]), st.integers(0, 9), st.integers(0, 999), st.integers(1, 4), st.booleans())
 def test_renormalised_over_the_support_as_a_dense_softmax_is(vocab_size, tokens, seed, chunk, entropy_gradient):
     hidden, matrix, targets, temperatures, dense, sets = case(vocab_size, tokens, seed)
-    found = token_logprobs(
-        matrix,
-        hidden,
-        targets,
-        temperatures,
-        chunk_elements=chunk * vocab_size,
-        entropy_gradient=entropy_gradient,
-        supports=sets,
-    )
+    options = {"chunk_elements": chunk * vocab_size, "entropy_gradient": entropy_gradient, "supports": sets}
+    found = token_logprobs(matrix, hidden, targets, temperatures, **options)
     # Of double logits rounded to single ones, as they are computed there: probabilities of what is left, divided by their sum.
     probs = ((hidden @ matrix.T).float() / temperatures[:, None]).double().softmax(-1) * torch.from_numpy(dense)
     probs = probs / probs.sum(-1, keepdim=True)

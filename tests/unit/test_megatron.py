@@ -22,12 +22,7 @@ from r3async.learner.optimizer import MasterAdamW
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import architectures as ha
 from tests.helpers import models as hm
-from tests.helpers.learner import (
-    LENGTHS,
-    fully_recorded,
-    replace_columns,
-    settings,
-)
+from tests.helpers.learner import LENGTHS, fully_recorded, replace_columns, settings
 from tests.helpers.parity import assert_equal, batch, config, gradients_of_rank, reference
 from tests.helpers.torch import reference_step
 from tests.helpers.unheld import end_groups
@@ -137,13 +132,7 @@ def test_log_probs_in_chunks_equal_those_at_once(entropy_gradient):
     expected = and_gradients(exact.log_prob(targets), exact.entropy())
     for elements in (10**6, 200, 1):
         scores = token_logprobs(
-            matrix,
-            hidden,
-            targets,
-            temperatures,
-            bias=bias,
-            chunk_elements=elements,
-            entropy_gradient=entropy_gradient,
+            matrix, hidden, targets, temperatures, bias=bias, chunk_elements=elements, entropy_gradient=entropy_gradient
         )
         for found, known in zip(and_gradients(*scores), expected, strict=True):
             assert (found - known).norm() < 1e-5 * known.norm()

@@ -115,12 +115,10 @@ def test_levels_of_one_round_by_hand():
     """Cost n + n², cap 10, two ranks: beside 9 (cost 90) the other is a full one of ones, of cost 20 at most."""
     given = {"max_tokens": 10, "ranks": 2, "count": 1, "cost": CostModel(1, 1)}
     assert find_round_levels(np.asarray([9, 1]), **given, total_cost=110.0).tolist() == [90]
-    assert find_round_levels(np.asarray([9, 1]), **given, total_cost=111.0).tolist() == [
-        91
-    ]  # which one of the two can follow
-    assert find_round_levels(np.asarray([4, 1]), **given, total_cost=22.0).tolist() == [
-        20
-    ]  # the costliest sample is somewhere
+    # Of one more, one of the two can follow.
+    assert find_round_levels(np.asarray([9, 1]), **given, total_cost=111.0).tolist() == [91]
+    # The costliest sample is somewhere.
+    assert find_round_levels(np.asarray([4, 1]), **given, total_cost=22.0).tolist() == [20]
 
 
 def test_totals_of_ranks_are_near_too():

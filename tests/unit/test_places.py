@@ -39,13 +39,8 @@ def clusters(draw):
 @st.composite
 def demands(draw):
     together = draw(st.sampled_from([1, 2, 4]))
-    return ResourceDemand(
-        together * draw(st.integers(1, 6)),
-        together,
-        draw(st.integers(0, 9)),
-        draw(st.sampled_from([1, 2, 4])),
-        draw(COLOCATE),
-    )
+    ranks, engines = together * draw(st.integers(1, 6)), draw(st.integers(0, 9))
+    return ResourceDemand(ranks, together, engines, draw(st.sampled_from([1, 2, 4])), draw(COLOCATE))
 
 
 @given(demands(), clusters())

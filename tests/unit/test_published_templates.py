@@ -15,45 +15,26 @@ from r3async.envs.rows import NOT_SHOWN_OF_A_MESSAGE, LocatedRow, parse_conversa
 from r3async.rollout.chat import ChatRenderer, Conversation, TemplateError, build_demonstration
 from r3async.tools.init_model import build_byte_tokenizer
 
-# For each model: the tokenizer's end of sequence, and further tokens that `eos_token_id` in its generation_config.json
+# Of the models behind it: the tokenizer's end of sequence, and further tokens that `eos_token_id` in its generation_config.json
 # names.
-ENDS = {
-    "cohere": ["<|END_OF_TURN_TOKEN|>"],
-    "cohere2": ["<|END_OF_TURN_TOKEN|>"],
-    "deepseek_r1_distill": ["<｜end▁of▁sentence｜>"],
-    "deepseek_r1_distill_training": ["<｜end▁of▁sentence｜>"],
-    "deepseekv3": ["<｜end▁of▁sentence｜>"],
-    "gemma": ["<eos>"],
-    "gemma3": ["<eos>", "<end_of_turn>"],
-    "gemma4": ["<eos>", "<turn|>", "<|tool_response>"],
-    "gemma4_v5": ["<eos>", "<turn|>", "<|tool_response>"],
-    "glm4moe": ["<|endoftext|>", "<|user|>", "<|observation|>"],
-    "gptoss": ["<|return|>", "<|call|>"],
-    "lfm2": ["<|im_end|>"],
-    "lfm2_2_5": ["<|im_end|>"],
-    "llama3": ["<|eot_id|>"],
-    "llama3_1": ["<|eot_id|>"],
-    "llama3_2": ["<|eot_id|>"],
-    "muse_glimmer": ["<|eot|>"],
-    "nemotron_3_5_lightning": ["<|im_end|>"],
-    "nemotron_3_nano": ["<|im_end|>"],
-    "phi3": ["<|endoftext|>"],
-    "phi3_5": ["<|endoftext|>"],
-    "qwen2_5": ["<|endoftext|>"],  # a base model's
-    "qwen2_5_vl": ["<|im_end|>"],
-    "qwen3": ["<|im_end|>"],
-    "qwen3_5_nothink": ["<|im_end|>"],
-    "qwen3_5_think": ["<|im_end|>"],
-    "qwen3_6": ["<|im_end|>"],
-    "qwen3_8": ["<|im_end|>"],
-    "qwen3_instruct_2507": ["<|im_end|>"],
-    "smolvlm": ["<end_of_utterance>"],
-    "llava_next": ["</s>"],
-    "template_basic": ["<|endoftext|>"],
-    "template_chatml": ["<|endoftext|>"],
-    "template_deepseek_vl2": ["<|endoftext|>"],
-    "template_minicpmv45": ["<|im_end|>"],
+NAMES_BY_ENDS = {
+    ("<|END_OF_TURN_TOKEN|>",): "cohere cohere2",
+    ("<｜end▁of▁sentence｜>",): "deepseek_r1_distill deepseek_r1_distill_training deepseekv3",
+    ("<eos>",): "gemma",
+    ("<eos>", "<end_of_turn>"): "gemma3",
+    ("<eos>", "<turn|>", "<|tool_response>"): "gemma4 gemma4_v5",
+    ("<|endoftext|>", "<|user|>", "<|observation|>"): "glm4moe",
+    ("<|return|>", "<|call|>"): "gptoss",
+    ("<|im_end|>",): "lfm2 lfm2_2_5 nemotron_3_5_lightning nemotron_3_nano qwen2_5_vl qwen3 qwen3_5_nothink \
+qwen3_5_think qwen3_6 qwen3_8 qwen3_instruct_2507 template_minicpmv45",
+    ("<|eot_id|>",): "llama3 llama3_1 llama3_2",
+    ("<|eot|>",): "muse_glimmer",
+    # Of qwen2_5 it is a base model's.
+    ("<|endoftext|>",): "phi3 phi3_5 qwen2_5 template_basic template_chatml template_deepseek_vl2",
+    ("<end_of_utterance>",): "smolvlm",
+    ("</s>",): "llava_next",
 }
+ENDS = {name: ends for ends, names in NAMES_BY_ENDS.items() for name in names.split()}
 _FOLDERS = {"trl": "chat_templates", "vllm": "transformers_utils/chat_templates"}
 _SPECIAL = re.compile(
     r"<\|[A-Za-z0-9_▁:/-]+\|>|<｜[^｜>]+｜>|</?think>|<\|[a-z_]+>|<[a-z_]+\|>|<(?:start|end)_of_[a-z]+>|</s>|\[gMASK\]|<sop>"
@@ -101,15 +82,10 @@ CALL = {"type": "function", "id": "call_abcde", "function": {"name": "add", "arg
 ADD = {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 THOUGHTS = [asked("2+2?"), said("<think>\nwhy not\n</think>\n\nIt is 4.")]
 THOUGHTS += [asked("and 3?"), said("<think>\nadd on\n</think>\n\nIt is 7.")]
+PLAIN = [asked("2+2?"), said("It is 4.")]
 CONVERSATIONS = {
-    "plain": [asked("2+2?"), said("It is 4.")],
-    "turns": [
-        {"role": "system", "content": "Be brief."},
-        asked("2+2?"),
-        said("It is 4."),
-        asked("and 3?"),
-        said("It is 7."),
-    ],
+    "plain": PLAIN,
+    "turns": [{"role": "system", "content": "Be brief."}, *PLAIN, asked("and 3?"), said("It is 7.")],
     "thought": THOUGHTS[:2],
     "thoughts": THOUGHTS,
     "thought beside": [asked("2+2?"), said("It is 4.", reasoning_content="why not")],

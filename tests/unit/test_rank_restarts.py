@@ -17,6 +17,7 @@ from r3async.world import ActorLostError, ClusterNode
 from r3async.world.real import RealWorld
 
 HOST = "here"
+KILLED = ActorLostError("it was killed")
 GLOO = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711"
 
 
@@ -101,13 +102,13 @@ class Actors:
             fate = "" if actor.lost else self.fate(self.begun, name)
             actor.lost = actor.lost or fate == "before"
             if actor.lost:
-                return SimpleNamespace(error=ActorLostError("it was killed"))
+                return SimpleNamespace(error=KILLED)
             try:
                 value = getattr(actor, method)(*args, **kwargs)
             except AssertionError as error:
                 return SimpleNamespace(error=error)
             actor.lost = fate == "after"
-            return SimpleNamespace(error=ActorLostError("it was killed") if actor.lost else None, value=value)
+            return SimpleNamespace(error=KILLED if actor.lost else None, value=value)
 
     def wait_for_call(self, calls, timeout=None):
         return list(calls[:1]), list(calls[1:])
@@ -327,16 +328,8 @@ class Answers:
 @pytest.mark.parametrize(
     ("answers", "kind", "message"),
     [
-        (
-            (RuntimeError(GLOO), ActorLostError("it was killed")),
-            RankLost,
-            "rank 1 of the learner was lost: it was killed",
-        ),
-        (
-            (ActorLostError("it was killed"), RuntimeError(GLOO)),
-            RankLost,
-            "rank 0 of the learner was lost: it was killed",
-        ),
+        ((RuntimeError(GLOO), KILLED), RankLost, "rank 1 of the learner was lost: it was killed"),
+        ((KILLED, RuntimeError(GLOO)), RankLost, "rank 0 of the learner was lost: it was killed"),
         ((RuntimeError(GLOO), RuntimeError(GLOO)), RankLost, "rank 0 of the learner waited in vain for another"),
         ((RuntimeError("NCCL watchdog"), None), RankLost, "rank 0 of the learner waited in vain for another"),
         ((ValueError("a bad row"), None), LearnerError, "rank 0 of the learner failed: a bad row"),

@@ -25,6 +25,11 @@ def route(salt: int, version: int, prefix: list[int]) -> np.ndarray:
     return np.stack([first, (first + 1 + seed % 200) % SHAPE.num_experts], -1).astype(np.uint16)
 
 
+def answered(sampled: list[int], spans: list[VersionSpan], rows: np.ndarray | None, first: int) -> Generation:
+    logprobs = np.full(len(sampled), -0.5, np.float32)
+    return Generation(np.asarray(sampled, np.int32), logprobs, spans, rows, first, "stop")
+
+
 class Updating:
     """An engine whose weights change when a call enters (`before` versions), and `within` an answer after so many tokens."""
 
@@ -49,14 +54,7 @@ class Updating:
         rows = [route(salt, salt if i < known else self.version, seen[: i + 1]) for i in range(len(seen) - 1)]
         self.passes.append(np.asarray(rows))
         first = request.resolve_routes_from(salt)
-        out = Generation(
-            np.asarray(sampled, np.int32),
-            np.full(n, -0.5, np.float32),
-            spans,
-            np.asarray(rows)[first:],
-            first,
-            "stop",
-        )
+        out = answered(sampled, spans, np.asarray(rows)[first:], first)
         self.calls.append((request, out))
         return out
 
@@ -115,14 +113,7 @@ def test_an_update_within_an_answer_is_one_between_it_and_its_branch():
 def generation(prompt: list[int], sampled: list[int], first: int, version: int, rows: bool = True) -> Generation:
     seen = [*prompt, *sampled]
     chosen = np.asarray([route(version, version, seen[: i + 1]) for i in range(len(seen) - 1)])[first:]
-    return Generation(
-        np.asarray(sampled, np.int32),
-        np.full(len(sampled), -0.5, np.float32),
-        [VersionSpan(version, 0, len(sampled))],
-        chosen if rows else None,
-        first,
-        "stop",
-    )
+    return answered(sampled, [VersionSpan(version, 0, len(sampled))], chosen if rows else None, first)
 
 
 def test_an_engine_that_keeps_rows_back_for_other_weights_leaves_them_unrecorded():

@@ -209,12 +209,8 @@ def trained(
                 total += loss.item()
             sums = minibatch.reduce_loss_sums()
             grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in (logprobs, entropies)]
-            return (
-                *(x.numpy() for x in grads),
-                total,
-                LossSums.compute_metrics(sums),
-                int(minibatch.split_episodes.sum()),
-            )
+            metrics, spread = LossSums.compute_metrics(sums), int(minibatch.split_episodes.sum())
+            return *(x.numpy() for x in grads), total, metrics, spread
 
         results = together.run([lambda r=r, m=m: one(r, m) for r, m in enumerate(packed)])
         by_logprob, by_entropy, losses, metrics, spread = zip(*results, strict=True)
@@ -348,13 +344,7 @@ LONG: Groups = [
 """Episodes whose rows cannot be together in a small micro-batch."""
 
 
-BANDS = {
-    "geometric_low": 0.97,
-    "geometric_high": 1.03,
-    "product_low": 0.5,
-    "product_high": 2.0,
-    "max_token_kl": 0.1,
-}
+BANDS = {"geometric_low": 0.97, "geometric_high": 1.03, "product_low": 0.5, "product_high": 2.0, "max_token_kl": 0.1}
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])

@@ -264,21 +264,12 @@ def changed(**changes):
 def test_settings_of_training_may_differ_and_are_named():
     assert changed() == {}
     differ = changed(
-        steps=500,
-        learner__lr=1e-5,
-        learner__parallel={"dp": 2},
-        algorithm__rollout_kl__target=0.1,
-        generator__count=4,
+        steps=500, learner__lr=1e-5, learner__parallel={"dp": 2}, algorithm__rollout_kl__target=0.1, generator__count=4
     )
     assert differ["learner.lr"] == (1e-6, 1e-5)
     assert differ["algorithm.rollout_kl.target"] == (None, 0.1)
-    assert set(differ) == {
-        "steps",
-        "learner.lr",
-        "learner.parallel.dp",
-        "algorithm.rollout_kl.target",
-        "generator.count",
-    }
+    named = {"steps", "learner.lr", "learner.parallel.dp", "algorithm.rollout_kl.target", "generator.count"}
+    assert set(differ) == named
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,16 @@ shapes = st.builds(
 )
 
 
+def of_run(method, **arguments):
+    """Return a rule that calls a method of the run."""
+
+    def call(self, **drawn):
+        getattr(self.run, method)(**drawn)
+
+    call.__name__ = method
+    return rule(**arguments)(call)
+
+
 class Machine(RuleBasedStateMachine):
     """The real `AdmissionController`, `GroupBuffer`, `TaskCursor` and age check, driven by `Run`."""
 
@@ -44,6 +54,12 @@ class Machine(RuleBasedStateMachine):
     def begin(self, shape, at_once):
         self.run = Run(shape, len(PLAYERS), self.admission, self.buffer)
         self.at_once = min(at_once, self.most_at_once)
+
+    train, publish, install, restart_conductor = map(of_run, ("train", "publish", "install", "restart_conductor"))
+    die, freeze, thaw, take_back, begin_revival, end_revival = (
+        of_run(method, name=names) for method in ("die", "freeze", "thaw", "take_back", "begin_revival", "end_revival")
+    )
+    finish, arrive, stray = (of_run(method, name=names, pick=picks) for method in ("finish", "arrive", "stray"))
 
     @rule(name=names, among=st.integers(1, 3))
     def lease(self, name, among):
@@ -60,14 +76,6 @@ class Machine(RuleBasedStateMachine):
         for name in PLAYERS:
             self.run.lease(name, self.at_once, among=len(PLAYERS))
 
-    @rule(name=names, pick=picks)
-    def finish(self, name, pick):
-        self.run.finish(name, pick)
-
-    @rule(name=names, pick=picks)
-    def arrive(self, name, pick):
-        self.run.arrive(name, pick)
-
     @rule(name=names, late=st.integers(0, 2))
     def finish_all_but_the_oldest(self, name, late):
         """So that windows, and long runs, are reached: groups other than the oldest few end and arrive."""
@@ -79,46 +87,14 @@ class Machine(RuleBasedStateMachine):
             pass
 
     @rule()
-    def train(self):
-        self.run.train()
-
-    @rule()
     def train_publish_install(self):
         while self.run.train():
             self.run.publish()
             self.run.install()
 
-    @rule()
-    def publish(self):
-        self.run.publish()
-
-    @rule()
-    def install(self):
-        self.run.install()
-
     @rule(name=names)
     def install_in_one(self, name):
         self.run.install(name)
-
-    @rule(name=names)
-    def die(self, name):
-        self.run.die(name)
-
-    @rule(name=names)
-    def freeze(self, name):
-        self.run.freeze(name)
-
-    @rule(name=names)
-    def thaw(self, name):
-        self.run.thaw(name)
-
-    @rule(name=names)
-    def take_back(self, name):
-        self.run.take_back(name)
-
-    @rule(name=names, pick=picks)
-    def stray(self, name, pick):
-        self.run.stray(name, pick)
 
     @rule(name=names)
     def sleep_through_versions(self, name):
@@ -138,14 +114,6 @@ class Machine(RuleBasedStateMachine):
             pass
 
     @rule(name=names)
-    def begin_revival(self, name):
-        self.run.begin_revival(name)
-
-    @rule(name=names)
-    def end_revival(self, name):
-        self.run.end_revival(name)
-
-    @rule(name=names)
     def miss_an_installation(self, name):
         """A restarted player loads its weights so slowly that the others have newer ones by then, and leases what it can."""
         if self.run.players[name].alive:
@@ -158,10 +126,6 @@ class Machine(RuleBasedStateMachine):
         self.run.end_revival(name)
         while self.run.lease(name, 100):
             pass
-
-    @rule()
-    def restart_conductor(self):
-        self.run.restart_conductor()
 
     @invariant()
     def holds(self):

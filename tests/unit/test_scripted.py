@@ -332,9 +332,9 @@ async def test_installing_takes_its_seconds_of_the_clock(tiny_model):
 TEXT = np.arange(10, 60, dtype=np.int32)
 
 
-def settings(**options):
+def settings(backend="scripted", **options):
     made = config(**options)
-    made.learner.backend = "scripted"
+    made.learner.backend = backend
     return made
 
 
@@ -374,7 +374,7 @@ def test_equal_batches_make_equal_weights_and_anything_else_others(model_path):
 
 def test_figures_are_those_of_any_backend(model_path):
     result = train_minibatch(learner(model_path), batch(), version=0)
-    expected = train_minibatch(build_learner(replace_backend("torch"), model_path), batch(), version=0)
+    expected = train_minibatch(build_learner(settings("torch"), model_path), batch(), version=0)
     by_token = {name for name in expected.metrics if re.search("k3_(staleness|turn|position)_", name)}
     assert by_token  # it has no log-probs of its own to compare
     assert set(result.metrics) == set(expected.metrics) - by_token
@@ -382,12 +382,6 @@ def test_figures_are_those_of_any_backend(model_path):
         assert result.metrics[name] == expected.metrics[name], name
     assert result.expert_load.shape == expected.expert_load.shape
     assert result.layer_agreement.tolist() == [1.0] * hm.LAYERS
-
-
-def replace_backend(backend: str):
-    made = config()
-    made.learner.backend = backend
-    return made
 
 
 def test_a_step_without_an_advantage_changes_nothing_and_a_batch_without_routes_is_refused(model_path):

@@ -154,12 +154,7 @@ def test_a_step_that_measures_nothing_shows_the_estimate_whatever_its_minibatche
         assert result.metrics["rollout_kl/served_k3_estimate"] == pytest.approx(result.metrics["rollout_kl/k3"] + above)
     both = combine_results(results).metrics
     assert both["rollout_kl/served_k3_estimate"] == pytest.approx(both["rollout_kl/k3"] + above)
-    assert not {
-        "rollout_kl/served_k3",
-        "rollout_kl/served_k3_low",
-        "rollout_kl/served_k3_high",
-        "rollout_kl/served_tokens",
-    } & set(both)
+    assert not {f"rollout_kl/served_{measured}" for measured in ("k3", "k3_low", "k3_high", "tokens")} & set(both)
     assert results[1].metrics["rollout_kl/coef"] > first["rollout_kl/coef"], "the controller is given the estimate"
 
 
@@ -225,13 +220,8 @@ def test_every_rank_makes_the_same_share(two_ranks, model_path, backend):
         build_learner(configured(backend, limit=0.2), model_path), pack_samples(samples, 32)
     ).metrics
     (one, _), (other, _) = two_ranks.call(on_rank, model_path, configured(backend, dp=2, limit=0.2), samples)
-    names = (
-        "rollout_kl/served_k3",
-        "rollout_kl/served_k3_low",
-        "rollout_kl/served_k3_high",
-        "rollout_kl/served_k3_predicted",
-        "optimizer/step_share",
-    )
+    served = [f"rollout_kl/served_k3{end}" for end in ("", "_low", "_high", "_predicted")]
+    names = [*served, "optimizer/step_share"]
     assert [one[n] for n in names] == [other[n] for n in names]
     assert [one[n] for n in names] == pytest.approx([alone[n] for n in names], rel=1e-3)
     assert one["optimizer/step_share"] < 1

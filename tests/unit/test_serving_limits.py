@@ -11,17 +11,7 @@ import pytest
 
 from r3async.config import EpisodeConfig
 from r3async.rollout.endpoint.session import AgentSession
-from tests.helpers.serving import (
-    TASK,
-    answer_ids,
-    ask,
-    client_of,
-    handed_out,
-    ready,
-    renderer,
-    talking,
-    user,
-)
+from tests.helpers.serving import TASK, answer_ids, ask, client_of, handed_out, ready, renderer, talking, user
 from tests.helpers.transport import until
 
 LIMIT = 10.0

@@ -105,12 +105,8 @@ async def test_a_stream_of_responses_builds_the_response_in_the_official_client(
         async with client.responses.stream(model="m", input="3+4", tools=[FUNCTION]) as stream:
             events = [event async for event in stream]
             final = await stream.get_final_response()
-        assert [e.type for e in events][:4] == [
-            "response.created",
-            "response.in_progress",
-            "response.output_item.added",
-            "response.content_part.added",
-        ]
+        first = ["created", "in_progress", "output_item.added", "content_part.added"]
+        assert [e.type for e in events][:4] == [f"response.{name}" for name in first]
         assert [e.sequence_number for e in events] == sorted({e.sequence_number for e in events})
         assert final.output_text == "Both."
         assert [json.loads(item.arguments)["a"] for item in final.output[1:]] == [3, 5]

@@ -35,14 +35,6 @@ def test_the_coefficient_rises_by_gain_and_falls_by_gain_down():
         assert config.coef < coef < config.coef_max
 
 
-def test_the_coefficient_rises_to_coef_max_and_no_further():
-    config = RolloutKLConfig(target=0.02)
-    region = TrustRegion(config)
-    for _ in range(100):
-        region.update_coefficient(1.0)
-    assert region.coef == config.coef_max
-
-
 def test_of_one_token_no_more_than_token_limit_is_measured_and_its_loss_is_a_line_from_there():
     config = RolloutKLConfig(estimator="k3")
     low, high = 0.0, 50.0

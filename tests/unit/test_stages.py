@@ -1,6 +1,7 @@
 """Accounting of a process's time by stage: everything is booked once, to the stage that it belongs to."""
 
 import asyncio
+import contextlib
 import threading
 import time
 
@@ -42,6 +43,18 @@ class Spent:
         )
 
 
+@contextlib.asynccontextmanager
+async def measured(lane: str = "lane"):
+    """Account for this process's time; yields a worker thread of that name."""
+    meter, worker = LagMeter(), REAL_WORLD.threads.new_worker(lane)
+    meter.start()
+    try:
+        yield worker
+    finally:
+        meter.stop()
+        await worker.close()
+
+
 @pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop])
 def runner(request):
     with asyncio.Runner(loop_factory=request.param) as runner:
@@ -70,9 +83,7 @@ def test_all_that_a_process_computes_is_booked_to_the_stage_that_it_belongs_to(r
             burn()
 
     async def run() -> None:
-        meter, lane = LagMeter(), REAL_WORLD.threads.new_worker("writer")
-        meter.start()
-        try:
+        async with measured("writer") as lane:
             spent = Spent()
             asyncio.get_running_loop().call_soon(burn)
             other = threading.Thread(target=burn)
@@ -83,9 +94,6 @@ def test_all_that_a_process_computes_is_booked_to_the_stage_that_it_belongs_to(r
             other.join()
             await asyncio.sleep(0.05)
             cpu, wall, process, passed = spent.look()
-        finally:
-            meter.stop()
-            await lane.close()
         expected = {"play": 4, "tokens": 4, "send": 3, "writer": 1, "steps": 3, "loop": 1}
         assert {name: round(cpu.get(name, 0.0) / BURST) for name in expected} == expected
         # "other", and whatever threads earlier tests left in this process.
@@ -112,9 +120,7 @@ def test_work_that_a_thread_has_not_ended_is_booked_already(runner):
         burn()
 
     async def run() -> None:
-        meter, lane = LagMeter(), REAL_WORLD.threads.new_worker("torch")
-        meter.start()
-        try:
+        async with measured("torch") as lane:
             spent, working = Spent(), asyncio.create_task(lane.run(works))
             await asyncio.sleep(0)
             await asyncio.to_thread(begun.wait, 10)
@@ -122,9 +128,6 @@ def test_work_that_a_thread_has_not_ended_is_booked_already(runner):
             ending.set()
             await working
             cpu = spent.look()[0]
-        finally:
-            meter.stop()
-            await lane.close()
         assert running["forward"] > BURST / 2 > running.get("torch", 0.0)
         assert round(cpu["forward"] / BURST) == round(cpu["torch"] / BURST) == 1
 
@@ -170,9 +173,7 @@ def test_a_task_is_what_it_was(runner, tmp_path):
     ended: list[bool] = []
 
     async def run() -> None:
-        meter = LagMeter()
-        meter.start()
-        try:
+        async with measured():
             with pytest.raises(ValueError, match="as always"):
                 await asyncio.create_task(fails())
             waiting = asyncio.create_task(waits_long(), name="the one that waits")
@@ -186,8 +187,6 @@ def test_a_task_is_what_it_was(runner, tmp_path):
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.001):
                     await waits_long()
-        finally:
-            meter.stop()
 
     runner.run(run())
     assert ended == [True, True]
@@ -195,15 +194,12 @@ def test_a_task_is_what_it_was(runner, tmp_path):
 
 def test_a_role_s_stages_as_metrics(runner):
     async def run() -> None:
-        meter, seconds = LagMeter(), StageTimer("learner")
-        meter.start()
-        try:
+        seconds = StageTimer("learner")
+        async with measured():
             seconds.read_increment()
             with stage("tokens"):
                 burn()
             metrics, again = seconds.read_increment(), seconds.read_increment()
-        finally:
-            meter.stop()
         assert metrics["cpu/learner_tokens_seconds"] == pytest.approx(BURST, rel=0.1)
         assert metrics["wall/learner_tokens_seconds"] >= BURST
         assert again["wall/learner_tokens_seconds"] == 0

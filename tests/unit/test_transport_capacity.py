@@ -249,10 +249,7 @@ async def test_of_a_message_of_several_a_bad_one_is_refused_alone():
         return {i: "no such expert" for i, t in enumerate(trajectories) if t.trajectory_id == "t2"}
 
     inbox = Inbox(validate=validate, claims=lambda group, name: group == 0)
-    async with (
-        receiving(inbox, SLOW) as (receiver, endpoint),
-        raw_dealer(endpoint) as peer,
-    ):
+    async with receiving(inbox, SLOW) as (receiver, endpoint), raw_dealer(endpoint) as peer:
         await peer.send(HELLO)
         await peer.send(*wire.encode_delivery("session", items, frames))
         answers = [await peer.answer() for _ in range(5)]
@@ -260,12 +257,8 @@ async def test_of_a_message_of_several_a_bad_one_is_refused_alone():
     (ack,) = [answer for answer in answers if isinstance(answer, wire.Ack)]
     assert ack.ids == ["t0", "t5"]
     rejects = {answer.trajectory_id: answer for answer in answers if isinstance(answer, wire.Reject)}
-    assert {name: reject.again for name, reject in rejects.items()} == {
-        "t1": "damaged",
-        "t2": "never",
-        "t3": "never",
-        "t4": "never",
-    }
+    again = {name: reject.again for name, reject in rejects.items()}
+    assert again == {"t1": "damaged", "t2": "never", "t3": "never", "t4": "never"}
     assert rejects["t2"].reason == "no such expert"
     assert inbox.once({"t0", "t5"})
 

@@ -314,10 +314,7 @@ async def test_a_sender_that_says_group_0_over_and_over_takes_no_more_than_its_e
         raise AssertionError("nothing of it can be read")
 
     inbox = Inbox(hold=True, validate=never, claims=functools.partial(is_trajectory_of_group, group_size=4))
-    async with (
-        receiving(inbox, settings, window=1) as (receiver, endpoint),
-        raw_dealer(endpoint) as greedy,
-    ):
+    async with receiving(inbox, settings, window=1) as (receiver, endpoint), raw_dealer(endpoint) as greedy:
         most = 0
         await greedy.send(HELLO)
         for i in range(1000):

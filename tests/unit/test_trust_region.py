@@ -115,13 +115,8 @@ def test_drift_comes_down_to_the_target_and_stays_below_it(power, delay, half):
 @pytest.mark.parametrize("seed", range(5))
 def test_the_mean_stays_below_the_target_where_single_steps_scatter_by_a_factor_of_two(seed):
     """Log-normal scatter whose mean is 1, of the size and the memory measured on the quickstart. Its geometric mean is 0.78."""
-    rng, region, drift, scatter, measured = (
-        random.Random(seed),
-        TrustRegion(RolloutKLConfig(target=TARGET, coef_max=100)),
-        0.2,
-        0.0,
-        [],
-    )
+    rng, region = random.Random(seed), TrustRegion(RolloutKLConfig(target=TARGET, coef_max=100))
+    drift, scatter, measured = 0.2, 0.0, []
     for _ in range(2000):
         drift = 0.5 * drift + 0.5 * 0.2 / (1 + region.coef / 0.1)
         scatter = 0.4 * scatter + math.sqrt(1 - 0.4**2) * rng.gauss(0, 0.7)
@@ -269,11 +264,8 @@ def test_a_restored_controller_goes_on_as_if_it_had_never_stopped():
     one.record_step_share(0.9)
     other.load_state_dict(json.loads(json.dumps(one.state_dict())))
     for measured in (0.02, 0.5):
-        assert (
-            one.extrapolate_served_drift(measured, [0, 5])
-            == other.extrapolate_served_drift(measured, [0, 5])
-            > measured
-        )
+        found, again = (each.extrapolate_served_drift(measured, [0, 5]) for each in (one, other))
+        assert found == again > measured
         one.update_coefficient(measured)
         other.update_coefficient(measured)
     assert other.coef == one.coef

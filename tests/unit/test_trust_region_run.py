@@ -116,18 +116,12 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 
 def poisoned_run(learner: Any, good: list[MicroBatch], poison: list[MicroBatch] | None, then: list[MicroBatch]) -> dict:
     """Train three batches, or two without `poison`."""
-    out = {
-        "good": train_minibatch(learner, good).metrics,
-        "state": [optimizer_state(learner)],
-        "versions": [learner.update_count],
-    }
-    if poison is not None:
-        out["broken"] = train_minibatch(learner, poison).metrics
-        out["state"].append(optimizer_state(learner))
-        out["versions"].append(learner.update_count)
-    out["then"] = train_minibatch(learner, then).metrics
-    out["state"].append(optimizer_state(learner))
-    out["versions"].append(learner.update_count)
+    out: dict[str, Any] = {"state": [], "versions": []}
+    for name, batch in (("good", good), ("broken", poison), ("then", then)):
+        if batch is not None:
+            out[name] = train_minibatch(learner, batch).metrics
+            out["state"].append(optimizer_state(learner))
+            out["versions"].append(learner.update_count)
     return out
 
 
@@ -138,12 +132,8 @@ def clean_run(request, model_path, batches):
     return request.param, poisoned_run(build_learner(settings(request.param), model_path), good, None, then)
 
 
-@pytest.mark.parametrize("poison", POISONS)
-def test_a_poisoned_batch_is_as_if_it_had_never_come(model_path, batches, clean_run, poison):
-    backend, clean = clean_run
-    good, then = (pack_samples(samples, BUDGET) for samples in batches)
-    bad = pack_samples(poison(batches[1]), BUDGET)
-    run = poisoned_run(build_learner(settings(backend), model_path), good, bad, then)
+def assert_poison_left_nothing(run: dict, clean: dict) -> None:
+    """Of two runs of `poisoned_run`, the second without the poison."""
     for metrics in (run["good"], run["then"]):
         assert metrics["rollout_kl/k3"] < LIMIT
         assert metrics["optimizer/skipped"] == metrics["optimizer/broken"] == 0
@@ -154,6 +144,15 @@ def test_a_poisoned_batch_is_as_if_it_had_never_come(model_path, batches, clean_
     assert same(run["state"][2], clean["state"][1])
     assert not same(run["state"][2], run["state"][0])
     assert run["then"] == clean["then"]
+
+
+@pytest.mark.parametrize("poison", POISONS)
+def test_a_poisoned_batch_is_as_if_it_had_never_come(model_path, batches, clean_run, poison):
+    backend, clean = clean_run
+    good, then = (pack_samples(samples, BUDGET) for samples in batches)
+    bad = pack_samples(poison(batches[1]), BUDGET)
+    run = poisoned_run(build_learner(settings(backend), model_path), good, bad, then)
+    assert_poison_left_nothing(run, clean)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -222,14 +221,7 @@ def test_all_ranks_decide_alike_if_one_of_them_has_the_poison(two_ranks, model_p
     clean = two_ranks.call(run_on_rank, model_path, config, good, None, then)
     for ours, theirs in zip(run, clean, strict=True):
         assert ours["broken"] == run[0]["broken"]
-        assert ours["broken"]["rollout_kl/k3"] > LIMIT
-        assert ours["broken"]["optimizer/skipped"] == ours["broken"]["optimizer/broken"] == 1
-        assert ours["versions"] == [1, 1, 2]
-        assert same(ours["state"][0], ours["state"][1])
-        assert same(ours["state"][2], theirs["state"][1])
-        assert not same(ours["state"][2], ours["state"][0])
-        assert ours["then"] == theirs["then"]
-        assert ours["then"]["rollout_kl/k3"] < LIMIT
+        assert_poison_left_nothing(ours, theirs)
 
 
 def trajectories(group: int, samples: list[Sample]) -> list[Trajectory]:
@@ -270,11 +262,8 @@ def test_the_actor_trains_around_a_poisoned_group_and_its_events_say_why(model_p
     steps = asyncio.run(run())
     assert [step.metrics["optimizer/broken"] for step, _ in steps] == [0, 1, 0]
     assert [updates for _, updates in steps] == [1, 1, 2]
-    assert [step.version for step, _ in steps] == [
-        1,
-        2,
-        3,
-    ]  # a step without an update is published, and frees its slots
+    # A step without an update is published, and frees its slots.
+    assert [step.version for step, _ in steps] == [1, 2, 3]
     broken, skipped = (
         [e for e in read_json_objects(tmp_path / "events.jsonl") if e["event"] == name]
         for name in ("trust_region_broke", "step_skipped")

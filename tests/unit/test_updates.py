@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from r3async.record.events import open_event_log
 from r3async.record.metrics import METRICS
@@ -21,6 +20,7 @@ from r3async.tools.tail.live import describe_step
 from r3async.tools.tail.view import render_overview
 from r3async.views.follow import FollowedRun
 from r3async.views.summary import format_summary, summarize_run
+from tests.helpers.cli import printed
 
 
 def step(updates: int = 1, **changes: float) -> dict[str, Any]:
@@ -59,12 +59,8 @@ class Told:
 
 
 def test_what_kept_a_step_from_its_update_is_read_from_its_metrics():
-    assert [explain_no_update(m) for m in (GOOD, FLAT, BAD, FAR)] == [
-        "",
-        ZERO_VARIANCE,
-        GRADIENT_NOT_FINITE,
-        DRIFT_TOO_LARGE,
-    ]
+    causes = ["", ZERO_VARIANCE, GRADIENT_NOT_FINITE, DRIFT_TOO_LARGE]
+    assert [explain_no_update(m) for m in (GOOD, FLAT, BAD, FAR)] == causes
     assert explain_no_update({}) == ""  # a row of another release
     assert explain_no_update(step(1, optimizer__skipped=1.0)) == ""  # one minibatch of two made an update
     assert {"optimizer/updates", "optimizer/zero_variance", "optimizer/broken"} <= set(METRICS)
@@ -117,12 +113,6 @@ def write_run(run_dir, rows: list[dict[str, Any]], **ended: Any):
     return run_dir
 
 
-def text_of(renderable: Any) -> str:
-    console = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(renderable)
-    return console.export_text()
-
-
 @pytest.mark.parametrize(
     ("stopped", "updates", "status"),
     [(False, 0, "not trained"), (True, 0, "stopped"), (False, 3, "finished"), (True, 3, "stopped")],
@@ -133,7 +123,7 @@ def test_a_run_without_any_update_is_not_called_trained_by_its_summary(tmp_path,
     summary = summarize_run(run)
     assert summary.status == status
     assert (summary.updates, summary.steps_with_zero_variance, summary.steps_skipped) == (updates, 5, 0)
-    text = text_of(format_summary(summary))
+    text = printed(format_summary(summary), 140)
     assert f"{updates}; steps without one: 5 had zero variance, 0 were skipped" in text
     assert ("no step made an update (5 x zero variance)" in text) == (not updates)
     followed = FollowedRun(run)

@@ -98,6 +98,14 @@ def _gated(config: Any, gate: torch.nn.Module, hidden: torch.Tensor, chosen: tor
     return logits, weights * (config.routed_scaling_factor if sigmoid else 1.0), chosen
 
 
+def score(model: torch.nn.Module, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    """Return a model's log-probs of all tokens but the first, float32 `[T - 1]`."""
+    tokens = torch.from_numpy(ids.astype(np.int64))
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(tokens[None]).logits[0] / temperature, -1)
+    return logprobs[:-1].gather(1, tokens[1:, None])[:, 0].numpy()
+
+
 def random_routes(rng: np.random.Generator, length: int, layers: int = LAYERS) -> np.ndarray:
     """Return random routes, uint8 `[length, layers, TOP_K]`, distinct within a row."""
     return np.argsort(rng.random((length, layers, EXPERTS)), axis=-1)[..., :TOP_K].astype(np.uint8)

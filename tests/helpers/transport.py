@@ -137,6 +137,17 @@ class KeepingSender:
         return False
 
 
+def keeping_back(lost: Callable[[TrajectoryReceiver, wire.Ack], Any]) -> type[TrajectoryReceiver]:
+    """Return a kind of receiver whose acknowledgements are not sent if they are `lost(receiver, acknowledgement)`."""
+
+    class Keeping(TrajectoryReceiver):
+        def _send_message(self, identity: bytes, message: wire.ControlMessage) -> None:
+            if not (isinstance(message, wire.Ack) and lost(self, message)):
+                super()._send_message(identity, message)
+
+    return Keeping
+
+
 @contextlib.asynccontextmanager
 async def receiving(
     inbox: Inbox,

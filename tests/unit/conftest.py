@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import pytest
 
+from r3async.data import wire
 from tests.helpers.fleet import Generator, loaded
 
 
@@ -41,3 +43,17 @@ async def installer(handles):
 @pytest.fixture
 def fleet(installer):
     return installer.fleet
+
+
+@pytest.fixture
+def sent_together(monkeypatch) -> list[list[str]]:
+    """Names in each message, as they are sent."""
+    messages: list[list[str]] = []
+    delivery = wire.encode_delivery
+
+    def note(session: str, items: list[wire.DeliveryItem], frames: Any) -> Any:
+        messages.append([item.trajectory_id for item in items])
+        return delivery(session, items, frames)
+
+    monkeypatch.setattr("r3async.transport.sender.encode_delivery", note)
+    return messages

@@ -192,4 +192,3 @@ def test_rows_that_only_pad_a_part_are_in_no_place():
 def test_a_backend_that_always_shards_refuses_the_setting():
     with pytest.raises(ValueError, match='`shard_optimizer` is for backend = "megatron"'):
         config_from_dict({"learner": {"backend": "torch", "shard_optimizer": True}})
-    assert LearnerConfig().shard_optimizer is False

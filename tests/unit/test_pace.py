@@ -1,6 +1,7 @@
 """Who waits for whom is measured, and said once, with numbers; an engine under pressure plays less; a late loop is seen."""
 
 import asyncio
+import itertools
 import time
 
 import pytest
@@ -84,21 +85,18 @@ def test_places_that_slots_could_never_fill_are_not_idle():
     assert useful_concurrency(schedule, generators=1) == 32
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        self.now += 3.0
-        return self.now
+def ticking():
+    """A clock that is 3 s later at every look."""
+    return itertools.count(3.0, 3.0).__next__
 
 
 def test_without_figures_of_its_cache_an_engine_is_played_at_full_concurrency():
-    limits = ConcurrencyLimiter(1, 64, Clock())
+    limits = ConcurrencyLimiter(1, 64, ticking())
     assert [limits.update_limit({"generated_tokens": 5}, 64) for _ in range(5)] == [64] * 5
 
 
 def test_a_preemption_lowers_the_limit_and_room_in_the_cache_raises_it_slowly():
-    limits = ConcurrencyLimiter(4, 64, Clock())
+    limits = ConcurrencyLimiter(4, 64, ticking())
     assert limits.update_limit({"kv_cache_usage": 0.5, "preemptions": 0}, 64) == 64
     assert limits.update_limit({"kv_cache_usage": 0.9, "preemptions": 2}, 64) == 48
     assert limits.update_limit({"kv_cache_usage": 0.9, "preemptions": 3}, 60) == 48  # what was cut has yet to end
@@ -108,7 +106,7 @@ def test_a_preemption_lowers_the_limit_and_room_in_the_cache_raises_it_slowly():
 
 
 def test_the_limit_stays_between_least_and_most():
-    limits = ConcurrencyLimiter(4, 8, Clock())
+    limits = ConcurrencyLimiter(4, 8, ticking())
     counter = 0
     for _ in range(20):
         counter += 1
@@ -121,7 +119,7 @@ def test_the_limit_stays_between_least_and_most():
 
 def test_an_engine_that_carries_so_many_is_found_and_held():
     """An engine whose cache is full at 40 episodes: the limit ends near it, and preemptions become rare."""
-    limits, counter, late = ConcurrencyLimiter(1, 256, Clock()), 0, 0
+    limits, counter, late = ConcurrencyLimiter(1, 256, ticking()), 0, 0
     for look in range(200):
         playing = limits.limit
         preempts = playing > 40

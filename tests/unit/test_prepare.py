@@ -53,8 +53,7 @@ def episode_of(group: int, episode: int, lengths: list[int]) -> Trajectory:
             "loss_mask": np.arange(n + 1) > 0,
             "turn": np.where(np.arange(n + 1) > 0, index, -1).astype(np.int32),
         }
-        table = TokenTable.from_tokens(np.arange(n + 1)).with_columns(**columns)
-        samples.append(Sample(f"{name}s{index}", table))
+        samples.append(Sample(f"{name}s{index}", TokenTable.from_tokens(np.arange(n + 1)).with_columns(**columns)))
         turns.append(Turn(index, index, 1, n + 1, float(episode), "stop"))
     return Trajectory(name, group, episode, 0, "", "env_done", turns, samples)
 

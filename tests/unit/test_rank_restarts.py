@@ -237,8 +237,7 @@ def test_without_copies_or_where_they_do_not_fit_the_loss_of_a_rank_is_the_calle
             learner.train_supervised([[2], [3]])
         fate.clear()
         assert learner.restarts == 0
-        events = [event for event, _ in told]
-        assert events == (["rank_lost"] if settings else ["ranks_not_copied", "rank_lost"])
+        assert [event for event, _ in told] == (["rank_lost"] if settings else ["ranks_not_copied", "rank_lost"])
 
 
 def test_ranks_of_several_hosts_and_those_of_nccl_are_not_started_again(tmp_path, monkeypatch):

@@ -47,7 +47,3 @@ async def test_the_oracle_earns_one_in_all_in_equal_shares_and_the_episode_ends(
 def test_a_wrong_environment_is_refused_with_the_fix(config, message):
     with pytest.raises(ConfigError, match=message):
         build_environment_factory(config)
-
-
-def test_a_users_class_is_loaded_by_path():
-    assert isinstance(build_environment_factory(EnvConfig(name="r3async.envs.builtin:ReverseText"))(), ReverseText)

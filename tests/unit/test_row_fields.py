@@ -145,11 +145,13 @@ BAD_FIELDS = [
 ]
 
 
-@pytest.mark.parametrize(("columns", "message"), BAD_COLUMNS)
-def test_a_column_that_would_have_no_effect_is_refused_by_both(columns, message):
+@pytest.mark.parametrize(
+    ("columns", "fields", "message"), [*((c, {}, m) for c, m in BAD_COLUMNS), *(({}, f, m) for f, m in BAD_FIELDS)]
+)
+def test_a_column_or_a_field_of_a_message_that_would_have_no_effect_is_refused_by_both(columns, fields, message):
     for form, row in (
-        (parse_conversation, {"messages": [USER, ANSWER]}),
-        (parse_task, {"prompt": [USER], "answer": "A"}),
+        (parse_conversation, {"messages": [USER, ANSWER | fields]}),
+        (parse_task, {"prompt": [USER, ANSWER | fields, USER], "answer": "A"}),
     ):
         with pytest.raises(ConfigError, match=f"rows.jsonl, line 1: .*{message}"):
             form(found(row | columns), DataConfig(path="rows.jsonl"))
@@ -159,16 +161,6 @@ def test_a_column_that_would_have_no_effect_is_refused_by_both(columns, message)
 @pytest.mark.parametrize("column", ["tools", "chat_template_kwargs", "images"])
 def test_a_column_with_nothing_in_it_is_none(column, empty):
     assert learnt({"messages": [USER, ANSWER], column: empty})[1] == "A<E>"
-
-
-@pytest.mark.parametrize(("fields", "message"), BAD_FIELDS)
-def test_a_field_of_a_message_that_would_have_no_effect_is_refused_by_both(fields, message):
-    for form, row in (
-        (parse_conversation, {"messages": [USER, ANSWER | fields]}),
-        (parse_task, {"prompt": [USER, ANSWER | fields, USER], "answer": "A"}),
-    ):
-        with pytest.raises(ConfigError, match=f"rows.jsonl, line 1: .*{message}"):
-            form(found(row), DataConfig(path="rows.jsonl"))
 
 
 def test_a_conversation_of_which_nothing_is_to_be_learnt_is_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 from dataclasses import replace
@@ -419,9 +420,8 @@ async def test_an_engine_with_its_weights_passes_the_probe_and_one_with_older_on
 ):
     made = settings()
     made.weights.directory = str(tmp_path / "weights")
-    local = LocalRank.load(made, model_path)
     engine, stale = ScriptedEngine([[7]]), ScriptedEngine([[7]])
-    try:
+    with contextlib.closing(LocalRank.load(made, model_path)) as local:
         local.set_weight_transport("shared_memory")
         for version in range(2):
             local.snapshot_weights(version)
@@ -437,8 +437,6 @@ async def test_an_engine_with_its_weights_passes_the_probe_and_one_with_older_on
             assert compare_probe(TEXT.tolist(), scores[0], await each.score_tokens(TEXT), 1e-3).passed is passes
             sampled = await sample_probe(each, TEXT, temperature)
             assert compare_sampled_probe(sampled, scores, temperature, 1e-3).passed  # it says what it samples with
-    finally:
-        local.close()
 
 
 def test_it_is_one_process():

@@ -48,6 +48,11 @@ def planted() -> Config:
     )
 
 
+def texts_of(config: Config) -> tuple[str, ...]:
+    fields = str(msgspec.structs.asdict(config))
+    return repr(config), config_to_toml(config), json.dumps(config_to_dict(config)), fields
+
+
 def test_a_secret_prints_as_stars_and_only_reveal_gives_it_away():
     secret = Secret(PLANTED)
     for text in (str(secret), repr(secret), f"{secret}", f"{[secret]}", str({"a": secret})):
@@ -63,12 +68,7 @@ def test_what_is_written_of_a_configuration_has_no_secret_in_it(planted):
         "env.args.environment.API_KEY",
         "evaluation.env.args.environment.API_KEY",
     }
-    for text in (
-        repr(planted),
-        config_to_toml(planted),
-        json.dumps(config_to_dict(planted)),
-        str(msgspec.structs.asdict(planted)),
-    ):
+    for text in texts_of(planted):
         assert PLANTED not in text
     with pytest.raises(TypeError):
         json.dumps(msgspec.structs.asdict(planted.serving))
@@ -97,7 +97,7 @@ MCP_ARGS = {"servers": MCP_SERVERS, "environment": {"TOKEN": PLANTED}}
 )
 def test_what_may_be_a_secret_of_a_tool_server_is_written_nowhere(env, tmp_path, monkeypatch):
     config = config_from_dict({"env": env})
-    for text in (repr(config), config_to_toml(config), json.dumps(config_to_dict(config))):
+    for text in texts_of(config):
         assert PLANTED not in text
     for kept in ('"python"', '"--read-only"', '"-v"', '"$R3_WORD"', '"$TOKEN"', '"Bearer $TOKEN"'):
         assert kept in json.dumps(config_to_dict(config))
@@ -257,7 +257,7 @@ async def test_an_agents_words_behind_a_flag_of_a_secret_are_given_to_it_and_sho
     script = f"import sys; sys.exit(3 if len(''.join(sys.argv[1:])) == {len(given)} else 4)"
     command = [sys.executable, "-c", script, *words]
     config = config_from_dict({"env": {"name": "agent-command", "args": {"command": command}}})
-    for text in (repr(config), config_to_toml(config), json.dumps(config_to_dict(config))):
+    for text in texts_of(config):
         assert PLANTED not in text
         assert "small" in text
     assert config_from_dict(config_to_dict(config, reveal=True)) == config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -186,13 +187,10 @@ def test_a_step_that_goes_too_far_is_shortened(model_path, backend):
 def on_rank(path: Any, config: Config, samples: list[Sample]) -> tuple[dict[str, float], float]:
     import torch.distributed as dist
 
-    learner = build_learner(config, path)
-    try:
+    with contextlib.closing(build_learner(config, path)) as learner:
         return train_minibatch(
             learner, of_rank(pack_samples(samples, 32), dist.get_rank(), 2)
         ).metrics, learner.update_count
-    finally:
-        learner.close()
 
 
 @pytest.mark.parametrize(

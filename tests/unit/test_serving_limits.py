@@ -132,13 +132,19 @@ async def ended(reader) -> bytes:
     return received
 
 
+async def answer_to(server, sent: bytes) -> bytes:
+    """What comes for these bytes until the other end closes the connection."""
+    reader, writer = await connect(server)
+    writer.write(sent)
+    received = await ended(reader)
+    writer.close()
+    return received
+
+
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/chat", b"GET /v1/models HTTP/1.1\r\nHost: x\r\nA: "])
 async def test_a_connection_that_does_not_say_what_it_wants_is_closed(sent):
     async with talking(["ok"], read_timeout=0.3) as (server, _, _):
-        reader, writer = await connect(server)
-        writer.write(sent)
-        assert await ended(reader) == b""
-        writer.close()
+        assert await answer_to(server, sent) == b""
         assert len(server._runner.server.connections) == 0
 
 
@@ -156,21 +162,15 @@ async def test_a_connection_that_is_idle_after_an_answer_is_closed_and_a_long_an
         assert not asking.done()
         release.set()
         assert (await asking)[0] == 200
-        reader, writer = await connect(server)
-        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert (await ended(reader)).startswith(b"HTTP/1.1 401")
-        writer.close()
+        assert (await answer_to(server, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")).startswith(b"HTTP/1.1 401")
 
 
 async def test_a_body_that_does_not_come_is_not_waited_for():
     async with talking(["ok"], read_timeout=0.3) as (server, session, _):
-        reader, writer = await connect(server)
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n"
-        writer.write(f"{head}Content-Length: 100\r\n\r\n{{".encode())
-        received = await ended(reader)
+        received = await answer_to(server, f"{head}Content-Length: 100\r\n\r\n{{".encode())
         assert received.startswith(b"HTTP/1.1 408")
         assert b"serving.read_timeout = 0.3 s" in received
-        writer.close()
 
 
 def asking(key, path="models"):
@@ -222,16 +222,10 @@ async def test_whoever_is_refused_loses_his_connection_and_writes_no_event(key, 
     reports = []
     async with talking(["ok"], enabled=True) as (server, _, _):
         server._report = lambda event, **fields: reports.append((event, fields))
-        reader, writer = await connect(server)
-        request = asking(key, path)
-        writer.write(request if path != "r3async/sessions" else request.replace(b"GET", b"POST"))
-        assert (await ended(reader)).startswith(b"HTTP/1.1 401")
-        writer.close()
+        method = b"POST" if path == "r3async/sessions" else b"GET"
+        assert (await answer_to(server, asking(key, path).replace(b"GET", method))).startswith(b"HTTP/1.1 401")
         for wrong in (b"GET /v1/nowhere HTTP/1.1\r\nHost: x\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nA: \0\r\n\r\n"):
-            reader, writer = await connect(server)
-            writer.write(wrong)
-            assert b" 40" in (await ended(reader)).splitlines()[0]
-            writer.close()
+            assert b" 40" in (await answer_to(server, wrong)).splitlines()[0]
     assert reports == []
     assert caplog.records == []
 
@@ -241,13 +235,9 @@ async def test_whoever_is_refused_loses_his_connection_and_writes_no_event(key, 
 )
 async def test_headers_have_limits(headers):
     async with talking(["ok"]) as (server, session, _):
-        reader, writer = await connect(server)
-        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        writer.write(
-            f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n{lines}\r\n".encode()
-        )
-        assert b" 400 " in (await ended(reader)).splitlines()[0]
-        writer.close()
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode()
+        request = asking(session.key).removesuffix(b"\r\n") + lines + b"\r\n"
+        assert b" 400 " in (await answer_to(server, request)).splitlines()[0]
         async with client_of(server, session.key) as client:
             assert (await client.models.list()).data
 

@@ -160,23 +160,29 @@ async def test_a_loss_restarts_the_run_and_a_failure_does_not(follow, world, los
     assert not isinstance(caught.value, ProcessLost)
 
 
+def deafened(conductor, then):
+    """Return what a person looks with who sees no more than one status, and begins `then` with it."""
+
+    def look(status):
+        if status is not None and not conductor.deaf:
+            conductor.deaf = True
+            asyncio.get_running_loop().create_task(then())
+
+    return look
+
+
 @pytest.mark.parametrize(("action", "error"), [("restart", ProcessLost), ("abort", RunFailed)])
 async def test_a_conductor_that_does_not_answer_is_named_and_its_process_is_ended(
     follow, world, clock, tmp_path, action, error
 ):
     conductor = Conductor()
 
-    def look(status):
-        if status is not None and not conductor.deaf:
-            conductor.deaf = True
-            asyncio.get_running_loop().create_task(pass_time())
-
     async def pass_time():
         for _ in range(60):
             clock.now += 2.0
             await asyncio.sleep(0.01)
 
-    person = Person(look)
+    person = Person(deafened(conductor, pass_time))
     with pytest.raises(error, match=r"the conductor has not answered for 1\d\d s \(limit 100 s") as caught:
         await follow(person, conductor, on_stall=action, max_run_restarts=0)
     assert isinstance(caught.value, ProcessLost) == (action == "restart")
@@ -189,16 +195,11 @@ async def test_a_conductor_that_does_not_answer_is_named_and_its_process_is_ende
 async def test_a_driver_that_was_stopped_itself_blames_nobody(follow, clock):
     conductor = Conductor()
 
-    def look(status):
-        if status is not None and not conductor.deaf:
-            conductor.deaf = True
-            asyncio.get_running_loop().create_task(wake_up())
-
     async def wake_up():
         clock.now += 10 * STALL
         await asyncio.sleep(0.1)
         conductor.ends.set()
 
-    person = Person(look)
+    person = Person(deafened(conductor, wake_up))
     await follow(person, conductor)
     assert not any("has not answered" in line for line in person.said)

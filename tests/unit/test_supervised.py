@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -81,15 +83,12 @@ def test_a_step_has_the_loss_and_gradient_of_cross_entropy(model_path, budget):
 
 @pytest.mark.parametrize("backend", ["megatron", "torch"])
 def test_rows_without_an_answer_change_nothing(model_path, backend):
-    learner = build_learner(hl.settings(backend), model_path)
-    try:
+    with contextlib.closing(build_learner(hl.settings(backend), model_path)) as learner:
         start = learner.export_weights()
         empty = [Sample("a", TokenTable.from_tokens(np.arange(5)))]
         assert run_supervised_step(learner, pack_samples(empty, 100))["optimizer/updates"] == 0
         assert all(torch.equal(t, start[n]) for n, t in learner.export_weights().items())
         assert learner.update_count == 0
-    finally:
-        learner.close()
 
 
 RENDERER = ChatRenderer(build_byte_tokenizer())

@@ -119,8 +119,7 @@ async def test_what_stands_within_a_thought_is_no_call(text, calls):
 @pytest.mark.parametrize("inside", ["a <think> tag", "</think>", "<think>x</think>"])
 async def test_a_tag_in_the_arguments_of_a_call_opens_no_thought(inside):
     arguments = json.dumps({"text": inside})
-    text = f"Now. {tagged(arguments=arguments)} {tagged()}"
-    assert await made(text) == [("pay", {"text": inside}), ("pay", {})]
+    assert await made(f"Now. {tagged(arguments=arguments)} {tagged()}") == [("pay", {"text": inside}), ("pay", {})]
 
 
 async def test_an_answer_that_was_cut_within_the_thought_of_its_prompt_makes_no_call():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import numpy as np
@@ -15,7 +16,7 @@ from r3async.learner.batch import collate_samples, make_padding_batch, pack_samp
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import torch as ht
-from tests.helpers.models import forced_routes, gates_of, load_hf, make_samples
+from tests.helpers.models import forced_routes, gates_of, load_hf, make_samples, score
 from tests.helpers.torch import settings
 
 VARIANTS = {
@@ -83,14 +84,8 @@ def test_logprobs_and_score_equal_transformers(models, name):
     by_id = {s.sample_id: s for s in samples}
 
     def expected(sample: Sample, *, replay: bool, temperature: float) -> np.ndarray:
-        ids = torch.from_numpy(sample.table["token_ids"].astype(np.int64))
-        with torch.no_grad():
-            if replay:
-                with forced_routes(reference, sample.table["routed_experts"]):
-                    out = reference(ids[None]).logits[0]
-            else:
-                out = reference(ids[None]).logits[0]
-        return torch.log_softmax(out / temperature, -1)[:-1].gather(1, ids[1:, None])[:, 0].numpy()
+        with forced_routes(reference, sample.table["routed_experts"]) if replay else contextlib.nullcontext():
+            return score(reference, sample.table["token_ids"], temperature)
 
     for replay in (True, False):
         for m, got in zip(micro_batches, learner.logprobs(micro_batches, replay=replay), strict=True):
@@ -99,8 +94,7 @@ def test_logprobs_and_score_equal_transformers(models, name):
             for i, sample_id in enumerate(m.sample_ids):
                 mine = got[m.cu_seqlens[i] : m.cu_seqlens[i + 1]]
                 assert mine[0] == 0
-                want = expected(by_id[sample_id], replay=replay, temperature=0.7)
-                assert np.abs(mine[1:] - want).max() < 1e-4
+                assert np.abs(mine[1:] - expected(by_id[sample_id], replay=replay, temperature=0.7)).max() < 1e-4
             assert not got[m.num_real_tokens :].any()
     for temperature in (1.0, 0.7):
         got = learner.score_sequence(samples[1].table["token_ids"], temperature)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import os
 import signal
 import subprocess
@@ -29,6 +30,7 @@ from tests.helpers.transport import (
     deliver_all,
     delivered,
     free_port,
+    keeping_back,
     make_trajectory,
     memory_size,
     raw_dealer,
@@ -70,26 +72,15 @@ async def test_many_senders_share_the_memory_and_all_is_delivered():
 
 
 @pytest.mark.parametrize("at_once", [40, 160])
-async def test_a_trajectory_crosses_the_wire_once_and_nothing_is_said_before(monkeypatch, at_once):
+async def test_a_trajectory_crosses_the_wire_once_and_nothing_is_said_before(monkeypatch, sent_together, at_once):
     said: Counter[str] = Counter()
-    say, answer, deliver = TrajectorySender._send_message, TrajectoryReceiver._send_message, wire.encode_delivery
-    crossed: Counter[str] = Counter()
+    for kind in (TrajectorySender, TrajectoryReceiver):
 
-    def count(self: TrajectorySender, message: wire.ControlMessage) -> None:
-        said[type(message).__name__] += 1
-        say(self, message)
+        def count(self: Any, *message: Any, send: Any = kind._send_message) -> None:
+            said[type(message[-1]).__name__] += 1
+            send(self, *message)
 
-    def count_delivery(session: str, items: list[wire.DeliveryItem], frames: Any) -> Any:
-        crossed.update(item.trajectory_id for item in items)
-        return deliver(session, items, frames)
-
-    def count_answer(self: TrajectoryReceiver, identity: bytes, message: wire.ControlMessage) -> None:
-        said[type(message).__name__] += 1
-        answer(self, identity, message)
-
-    monkeypatch.setattr(TrajectorySender, "_send_message", count)
-    monkeypatch.setattr(TrajectoryReceiver, "_send_message", count_answer)
-    monkeypatch.setattr("r3async.transport.sender.encode_delivery", count_delivery)
+        monkeypatch.setattr(kind, "_send_message", count)
     trajectories = [make_trajectory(i) for i in range(160)]
     inbox = Inbox()
     async with receiving(inbox, SLOW) as (_, endpoint), sending(endpoint, SLOW) as sender:
@@ -99,7 +90,7 @@ async def test_a_trajectory_crosses_the_wire_once_and_nothing_is_said_before(mon
     assert inbox.once({f"t{i}" for i in range(160)})
     assert said.pop("Ack") <= 160
     assert said == {"Hello": 1, "Welcome": 1}
-    assert crossed == {f"t{i}": 1 for i in range(160)}
+    assert sorted(itertools.chain(*sent_together)) == sorted(f"t{i}" for i in range(160))
 
 
 class LateWorld(RealWorld):
@@ -127,19 +118,11 @@ async def test_a_receiver_that_was_busy_does_not_blame_its_senders():
 @pytest.mark.parametrize("restored", [True, False])
 async def test_receiver_restarts_on_the_same_port(restored: bool):
     """With its ledger: each once. Without: what was accepted and not acknowledged comes twice, but nothing is lost."""
-
-    class Deaf(TrajectoryReceiver):
-        """Accepts, and dies before it can acknowledge."""
-
-        def _send_message(self, identity: bytes, message: wire.ControlMessage) -> None:
-            if not isinstance(message, wire.Ack) or self.received < 10:
-                super()._send_message(identity, message)
-
-    port = free_port()
+    port, deaf = free_port(), keeping_back(lambda receiver, _: receiver.received >= 10)
     trajectories = [make_trajectory(i) for i in range(60)]
     inbox = Inbox()
     async with contextlib.AsyncExitStack() as stack:
-        async with receiving(inbox, kind=Deaf, port=port) as (first, endpoint):
+        async with receiving(inbox, kind=deaf, port=port) as (first, endpoint):
             sender = await stack.enter_async_context(sending(endpoint))
             feed = asyncio.create_task(send_all(sender, trajectories))
             await until(lambda: first.received >= 20)
@@ -159,17 +142,9 @@ async def test_receiver_restarts_on_the_same_port(restored: bool):
 
 
 async def test_lost_acknowledgement():
-    class Forgetful(TrajectoryReceiver):
-        lost = 0
-
-        def _send_message(self, identity: bytes, message: wire.ControlMessage) -> None:
-            if isinstance(message, wire.Ack) and self.lost < 2:
-                self.lost += 1
-            else:
-                super()._send_message(identity, message)
-
-    inbox = Inbox()
-    async with receiving(inbox, kind=Forgetful) as (receiver, endpoint), sending(endpoint) as sender:
+    inbox, lost = Inbox(), iter([True, True])
+    kind = keeping_back(lambda *_: next(lost, False))
+    async with receiving(inbox, kind=kind) as (receiver, endpoint), sending(endpoint) as sender:
         await deliver_all(sender, [make_trajectory(i) for i in range(5)])
         assert receiver.duplicates >= 2
         assert sender.resent >= 2

@@ -18,7 +18,7 @@ from r3async.config import TransportConfig
 from r3async.data import wire
 from r3async.data.tokens import Trajectory
 from r3async.data.wire import WireError
-from r3async.transport import TrajectoryReceiver, TransportError
+from r3async.transport import TransportError
 from r3async.transport import receiver as intake_module
 from r3async.transport import sender as encoding_module
 from tests.helpers.transport import (
@@ -29,6 +29,7 @@ from tests.helpers.transport import (
     deliver_all,
     delivered,
     encoded,
+    keeping_back,
     make_trajectory,
     memory_size,
     raw_dealer,
@@ -117,23 +118,15 @@ async def test_a_message_larger_than_the_memory_passes_alone():
 
 
 async def test_no_more_is_in_flight_than_may_be_at_once():
-    class Slow(TrajectoryReceiver):
-        """Does not answer, until it is told to."""
-
-        silent = True
-
-        def _send_message(self, identity: bytes, message: wire.ControlMessage) -> None:
-            if not (self.silent and isinstance(message, wire.Ack)):
-                super()._send_message(identity, message)
-
     config = TransportConfig(ack_timeout=0.5, credit_bytes=6 * memory_size(make_trajectory(0)))
-    inbox = Inbox()
-    async with receiving(inbox, config, Slow) as (receiver, endpoint), sending(endpoint, config) as sender:
+    inbox, silent = Inbox(), [True]
+    kind = keeping_back(lambda *_: silent)
+    async with receiving(inbox, config, kind) as (_, endpoint), sending(endpoint, config) as sender:
         feed = asyncio.create_task(send_all(sender, [make_trajectory(i) for i in range(10)]))
         await until(lambda: sender.sent)
         await asyncio.sleep(0.2)
         assert sender.sent == 3  # half of the memory
-        receiver.silent = False
+        silent.clear()
         await asyncio.wait_for(feed, LIMIT)
         assert await sender.flush(LIMIT) == 0
     assert inbox.once({f"t{i}" for i in range(10)})
@@ -263,20 +256,6 @@ async def test_of_a_message_of_several_a_bad_one_is_refused_alone():
     assert inbox.once({"t0", "t5"})
 
 
-@pytest.fixture
-def sent_together(monkeypatch) -> list[list[str]]:
-    """Names in each message, as they are sent."""
-    messages: list[list[str]] = []
-    delivery = wire.encode_delivery
-
-    def note(session: str, items: list[wire.DeliveryItem], frames: Any) -> Any:
-        messages.append([item.trajectory_id for item in items])
-        return delivery(session, items, frames)
-
-    monkeypatch.setattr("r3async.transport.sender.encode_delivery", note)
-    return messages
-
-
 async def test_what_others_of_its_group_follow_waits_for_the_last_and_goes_with_it(monkeypatch, sent_together):
     monkeypatch.setattr("r3async.transport.sender.LINGER_SECONDS", LIMIT)
     inbox, looks = Inbox(), list[int]()
@@ -324,14 +303,8 @@ async def test_what_waits_for_others_that_do_not_come_goes_after_a_while_or_with
 
 async def test_what_is_accepted_at_about_the_same_time_is_acknowledged_together():
     acks: list[int] = []
-
-    class Counting(TrajectoryReceiver):
-        def _send_message(self, identity: bytes, message: wire.ControlMessage) -> None:
-            if isinstance(message, wire.Ack):
-                acks.append(len(message.ids))
-            super()._send_message(identity, message)
-
-    async with receiving(Inbox(), SLOW, Counting) as (_, endpoint), sending(endpoint, SLOW) as sender:
+    kind = keeping_back(lambda _, ack: acks.append(len(ack.ids)))  # none of them
+    async with receiving(Inbox(), SLOW, kind) as (_, endpoint), sending(endpoint, SLOW) as sender:
         await deliver_all(sender, [make_trajectory(i) for i in range(60)])
     assert sum(acks) == 60
     assert len(acks) <= 40, "by themselves they would be 60; how many come together depends on the machine"

@@ -5,6 +5,7 @@ any rank, and the run's events say why.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from pathlib import Path
 from typing import Any
@@ -204,11 +205,8 @@ def run_on_rank(
 
     rank = dist.get_rank()
     mine = None if poison is None else of_rank(poison, rank, 2)
-    learner = build_learner(config, path)
-    try:
+    with contextlib.closing(build_learner(config, path)) as learner:
         return poisoned_run(learner, of_rank(good, rank, 2), mine, of_rank(then, rank, 2))
-    finally:
-        learner.close()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -360,8 +358,7 @@ def steps_on_rank(path: Path, config: Config, good: list[MicroBatch], then: list
     import torch.distributed as dist
 
     rank = dist.get_rank()
-    learner = build_learner(config, path)
-    try:
+    with contextlib.closing(build_learner(config, path)) as learner:
         train_minibatch(learner, of_rank(good, rank, 2))
         out = []
         for batch in then:
@@ -369,8 +366,6 @@ def steps_on_rank(path: Path, config: Config, good: list[MicroBatch], then: list
             results = [train_minibatch(learner, of_rank(batch, rank, 2)).metrics for _ in range(2)]
             out.append((results, unchanged(before, state_of(learner))))
         return out
-    finally:
-        learner.close()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -4,6 +4,7 @@ process, of which some are the sending processes."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
@@ -220,13 +221,10 @@ def test_nothing_waits_for_a_lost_learner(sender, tmp_path):
 def test_without_cuda_the_real_process_ends_and_the_worker_gets_the_reason(tmp_path):
     with pytest.raises(RuntimeError, match="needs CUDA"):
         make_nccl_sender()
-    sender = NcclSender(tmp_path, "127.0.0.1", 64, lambda nbytes: 100.0)
-    try:
+    with contextlib.closing(NcclSender(tmp_path, "127.0.0.1", 64, lambda nbytes: 100.0)) as sender:
         manifest = fetched(sender, 0, NcclReceiver("g0"), timeout=100.0)
         with pytest.raises(WeightError, match=r"version 0 was not sent: the process .* ended with code 1"):
             request_receive_offer(manifest, 0, 1)
-    finally:
-        sender.close()
 
 
 def test_what_vllm_cannot_pack_is_refused(sender):

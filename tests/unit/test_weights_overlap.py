@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from types import SimpleNamespace
 
@@ -48,8 +49,7 @@ LIMIT = 20.0
 def test_a_copy_is_not_changed_by_the_steps_that_are_made_before_it_is_written(tmp_path, backend):
     settings = config()
     settings.learner.backend = backend
-    learner = LocalRank.load(settings, hm.make_hf_model(tmp_path / "model"))
-    try:
+    with contextlib.closing(LocalRank.load(settings, hm.make_hf_model(tmp_path / "model"))) as learner:
         learner.set_weight_transport("shared_memory")
         learner.snapshot_weights(0)
         before = load_file(tmp_path / "model" / "model.safetensors")
@@ -61,8 +61,6 @@ def test_a_copy_is_not_changed_by_the_steps_that_are_made_before_it_is_written(t
             learner.write_version()
         learner.snapshot_weights(1)
         second = load_file(learner.write_version().manifest.path)
-    finally:
-        learner.close()
     changed = 0
     for name, tensor in before.items():
         assert torch.equal(first[name], tensor.to(first[name].dtype)), name
@@ -100,28 +98,25 @@ class Backend:
         pass
 
 
-class Nothing:
+def always(answer):
+    async def call(*args):
+        return answer
+
+    return call
+
+
+def nothing() -> SimpleNamespace:
     """In place of what is received: one group, always the same, of which nothing is trained."""
-
-    staleness_bound, routing = 0, None
-
-    def __init__(self) -> None:
-        group = [
-            SimpleNamespace(trajectory_id="t", group_index=0, episode_index=0, task_seed=0, preview=None, turns=())
-        ]
-        self.buffer = SimpleNamespace(take_groups=lambda indices: ([group], 0), episodes_of=lambda indices: [group])
-
-    async def wait_for_groups(self, since, interrupted):
-        return [0]
-
-    async def quarantine_rejected(self, unsound, groups):
-        pass
-
-    def release_trained(self, indices):
-        pass
-
-    def collect_metrics(self):
-        return {}
+    group = [SimpleNamespace(trajectory_id="t", group_index=0, episode_index=0, task_seed=0, preview=None, turns=())]
+    return SimpleNamespace(
+        staleness_bound=0,
+        routing=None,
+        buffer=SimpleNamespace(take_groups=lambda indices: ([group], 0), episodes_of=lambda indices: [group]),
+        wait_for_groups=always([0]),
+        quarantine_rejected=always(None),
+        release_trained=lambda indices: None,
+        collect_metrics=dict,
+    )
 
 
 @pytest.fixture
@@ -143,9 +138,9 @@ def learner(tmp_path, monkeypatch):
     monkeypatch.setattr(r3async.actors.learner, "make_trained_step", lambda *args: {})
     trainer = Trainer(settings, CostModel(), backend, None, actor.events, lambda t: t)
     actor._loaded = LearnerModel(backend, CostModel(), StepCounts(), GroupBuffer(1))
-    nothing = Nothing()
+    inbox = nothing()
     actor._components = LearnerComponents(
-        nothing, trainer, NextStep(nothing, actor._packer_lane, trainer.prepare_step), None, publishing
+        inbox, trainer, NextStep(inbox, actor._packer_lane, trainer.prepare_step), None, publishing
     )
     return actor
 
@@ -192,6 +187,9 @@ async def test_a_version_that_is_not_written_in_time_is_named_with_the_setting(l
 class RemoteLearner(StandIn):
     """Makes steps as fast as it is asked. Writing takes longer than a step, and `fails` at that version."""
 
+    begin_checkpoint, finish_checkpoint, stop = always(0.0), always(None), always(None)
+    get_status = always(LearnerStatus())
+
     def __init__(self, fails: int = -1):
         self.fails = fails
         self.steps = 0
@@ -205,20 +203,8 @@ class RemoteLearner(StandIn):
         metrics |= {"transport/received": self.steps, "learner/wait_seconds": 0.0}
         return TrainStepResult(metrics, self.steps, has_new_weights=True, groups=[self.steps - 1])
 
-    async def begin_checkpoint(self, state):
-        return 0.0
-
     async def save_model(self, directory):
         return self.steps
-
-    async def finish_checkpoint(self):
-        pass
-
-    async def get_status(self):
-        return LearnerStatus()
-
-    async def stop(self):
-        pass
 
     async def write_version(self, versions_in_use):
         version = len(self.written) + 1

@@ -16,8 +16,7 @@ def test_they_are_those_of_the_model_that_is_there(tiny_model, dtype, width):
     values = sum(tensor.numel() for tensor in load_file(tiny_model / "model.safetensors").values())
     config = load_config("quickstart", [f"generator.dtype={dtype}"])
     assert read_write_sizes(config, tiny_model) == (width * values, 12 * values)
-    with_adapters = load_config("quickstart", ["learner.lora.rank=2"])
-    assert read_write_sizes(with_adapters, tiny_model).checkpoint_bytes == 0
+    assert read_write_sizes(load_config("quickstart", ["learner.lora.rank=2"]), tiny_model).checkpoint_bytes == 0
 
 
 def test_a_model_that_does_not_tell_its_sizes_has_the_limits_of_any(tmp_path):

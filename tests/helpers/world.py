@@ -11,6 +11,13 @@ from r3async.world import ActorRef
 from r3async.world.real import REAL_WORLD, RealWorld
 
 
+class Reports(list):
+    """All that was reported to it: events and their facts, in pairs."""
+
+    def __call__(self, event: str, **facts: Any) -> None:
+        self.append((event, facts))
+
+
 class Clock:
     """A clock in seconds that stands still until `now` is set."""
 

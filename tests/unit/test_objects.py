@@ -131,7 +131,5 @@ def test_what_is_no_environment_or_was_not_given_is_named():
 
 
 async def test_a_generator_holds_what_it_is_given_when_it_makes_environments():
-    assert (
-        await build_factory_with_objects({"Given": pickle.dumps(Echo)}, EnvConfig(name="object:Given"))().reset(1)
-        == "say it"
-    )
+    factory = build_factory_with_objects({"Given": pickle.dumps(Echo)}, EnvConfig(name="object:Given"))
+    assert await factory().reset(1) == "say it"

@@ -103,9 +103,8 @@ def test_bytes_a_token(experts, layers, top_k, of_bits, of_dense):
 def test_what_gains_nothing_stays_as_it_is(monkeypatch):
     rows = routes(40, 4, 2, 8)
     assert pack_routes(rows, "plain") is rows
-    assert (
-        pack_routes(rows, "dense").form == "bits"
-    )  # one of 28 sets takes 5 bits, of 36 multisets 6: as many as two ids
+    # One of 28 sets takes 5 bits, of 36 multisets 6: as many as two ids.
+    assert pack_routes(rows, "dense").form == "bits"
     assert pack_routes(np.full((9, 4, 2), 255, np.uint8), "bits").tolist() == np.full((9, 4, 2), 255).tolist()
     monkeypatch.setattr(packed, "MIN_PACKED_BYTES", rows.nbytes + 1)
     assert pack_routes(rows, "dense") is rows

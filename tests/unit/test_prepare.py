@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -131,14 +133,10 @@ def test_the_reference_model_stays_what_it_was_and_leaves_the_weights_alone(tmp_
     before = learner.logprobs(batch())
     reference = learner.logprobs(batch(), use_reference=True)
     assert all(np.array_equal(a, b) for a, b in zip(before, reference, strict=True))
-    columns = [
-        {"reference_logprobs": r, "loss_weights": np.full(m.num_tokens, 1e-2, np.float32)}
-        for m, r in zip(batch(), reference, strict=True)
-    ]
-    given_ = [
-        type(m)(m.table.with_columns(**c), m.cu_seqlens, m.temperatures, m.sample_ids)
-        for m, c in zip(batch(), columns, strict=True)
-    ]
+    given_ = []
+    for m, of_reference in zip(batch(), reference, strict=True):
+        weights = np.full(m.num_tokens, 1e-2, np.float32)
+        given_.append(replace(m, table=m.table.with_columns(reference_logprobs=of_reference, loss_weights=weights)))
     assert train_minibatch(learner, given_).metrics["reference_kl/k3"] == pytest.approx(0, abs=1e-9)
     assert train_minibatch(learner, given_).metrics["reference_kl/k3"] > 1e-6
     weights = learner.export_weights()

@@ -15,6 +15,7 @@ from r3async.config import load_config
 from r3async.learner import LearnerError
 from r3async.world import ActorLostError, ClusterNode
 from r3async.world.real import RealWorld
+from tests.helpers.world import Reports
 
 HOST = "here"
 KILLED = ActorLostError("it was killed")
@@ -137,12 +138,8 @@ class Cluster(RealWorld):
 def learner_of(actors, tmp_path, told=None, **supervise):
     settings = {"max_rank_restarts": 100, **supervise}
     config = load_config("quickstart", ["learner.parallel.dp=2", *(f"supervise.{k}={v}" for k, v in settings.items())])
-
-    def tell(event, **facts):
-        if told is not None:
-            told.append((event, facts))
-
-    return RemoteRanks.load(config, tmp_path, tmp_path, world=Cluster(actors), report_event=tell)
+    report = Reports() if told is None else told
+    return RemoteRanks.load(config, tmp_path, tmp_path, world=Cluster(actors), report_event=report)
 
 
 def play(learner, tmp_path, steps=5):
@@ -172,7 +169,7 @@ def test_a_rank_that_is_lost_at_any_call_changes_nothing_that_is_seen(tmp_path, 
     first = 6  # calls of the start
     for number in range(first + 1, actors.begun + 1):
         for when in ("before", "after"):
-            told = []
+            told = Reports()
             faulty = Actors(lambda n, name, number=number, when=when: when if n == number else "")
             learner = learner_of(faulty, tmp_path, told, copy_steps=copy_steps)
             assert play(learner, tmp_path) == expected, (number, when)
@@ -211,7 +208,7 @@ def test_a_version_that_is_written_beside_a_step_in_which_a_rank_is_lost_is_that
 
 
 def test_a_rank_that_is_lost_too_often_without_a_step_ends_the_learner(tmp_path):
-    told, dies = [], []
+    told, dies = Reports(), []
     learner = learner_of(
         Actors(lambda n, name: "before" if dies and name == dies[0] else ""), tmp_path, told, max_rank_restarts=3
     )
@@ -229,7 +226,7 @@ def test_without_copies_or_where_they_do_not_fit_the_loss_of_a_rank_is_the_calle
         (Actors(lambda n, name: fate and fate[0]), {"copy_steps": 0}),
         (Actors(lambda n, name: fate and fate[0], store=31), {}),
     ):
-        told = []
+        told = Reports()
         learner = learner_of(actors, tmp_path, told, **settings)
         learner.train_supervised([[0], [1]])
         fate.append("before")

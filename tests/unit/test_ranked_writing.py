@@ -78,10 +78,8 @@ def test_every_rank_writes_its_part_and_the_learner_says_what_is_there(ranked):
         publication = published(ranked, version)
         manifest = publication.manifest
         verify_version_file(manifest)
-        read, exact = (
-            dict(iter_verified_tensors(manifest)),
-            [dict(each.backend.iter_full_weights()) for each in ranked.locals],
-        )
+        read = dict(iter_verified_tensors(manifest))
+        exact = [dict(each.backend.iter_full_weights()) for each in ranked.locals]
         assert read.keys() == exact[0].keys() | exact[1].keys()
         for name, tensor in {**exact[0], **exact[1]}.items():
             kept = torch.float32 if "bias" in name else torch.bfloat16

@@ -24,6 +24,7 @@ from r3async.tools.replay import replay_run
 from tests.helpers import checkpoint as hc
 from tests.helpers import models as hm
 from tests.helpers.cli import typed
+from tests.helpers.world import Reports
 from tests.unit.test_ahead import NoTrace, played, stand_in
 
 STEPS = 4
@@ -35,11 +36,6 @@ def recorded_config(path, backend="torch", **sections):
     for name, values in sections.items():
         data[name] = {**data[name], **values}
     return config_from_dict(data)
-
-
-class Reports(list):
-    def __call__(self, event, **facts):
-        self.append((event, facts))
 
 
 def record(run, config, path, steps=range(1, STEPS + 1), lineage=0, learner=None):
@@ -245,28 +241,20 @@ PLANTED = {
     "shorter micro-batches": ("trainer.pack_for_ranks", with_argument(1, lambda n: 8), "packing"),
     "samples in another order": ("trainer.pack_for_ranks", with_argument(0, lambda s: s[::-1]), "packing"),
     "another temperature": ("torch.model.token_logprobs", with_argument(3, lambda t: t * 1.001), "logprobs"),
-    "logits that are rounded": (
-        "torch.model.token_logprobs",
-        with_argument(0, lambda matrix: matrix.bfloat16().float()),
-        "logprobs",
-    ),
+    "rounded logits": ("torch.model.token_logprobs", with_argument(0, lambda m: m.bfloat16().float()), "logprobs"),
     "attention with another scale": (
         "kernels._attend_bucket",
-        with_argument(6, lambda scale: (scale or 0.25) * 1.01),
+        with_argument(6, lambda s: (s or 0.25) * 1.01),
         "logprobs",
     ),
     "routes that are not replayed": (*of_learner(lambda b: setattr(b.replay, "is_enabled", False)), "logprobs"),
     "a loss of another scale": ("trainer.compute_loss", scaled(1.0001, at=0), "gradients"),
-    "advantages that are larger in the loss": (
+    "larger advantages in the loss": (
         "trainer.TokenBatch",
         with_argument("advantages", lambda a: a * 1.01),
         "gradients",
     ),
-    "another coefficient of the trust region": (
-        "drift.TrustRegion._clamp_coefficient",
-        lambda call: lambda self, coef: call(self, coef) * 1.01,
-        "gradients",
-    ),
+    "another coefficient of the trust region": ("drift.TrustRegion._clamp_coefficient", scaled(1.01), "gradients"),
     "another norm that gradients are clipped to": (
         *of_learner(lambda b: setattr(b.optimizer, "_max_norm", 0.01)),
         "weights",

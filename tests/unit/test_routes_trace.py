@@ -37,6 +37,7 @@ from r3async.tools.init_model import build_byte_tokenizer
 from r3async.world.real import REAL_WORLD
 from tests.helpers.playing import play_lease
 from tests.helpers.routes import EXPERTS, ID, LAYERS, experts
+from tests.helpers.world import Reports
 
 
 def traced(mode: str = "all", **routing) -> Config:
@@ -55,11 +56,6 @@ def test_the_plan_is_a_question_of_the_id_alone() -> None:
     assert TraceFilter(traced("all")).should_trace("g00000007e0003s0")
     with pytest.raises(ConfigError, match="trace_every"):
         traced(trace_every=0)
-
-
-class Reports(list):
-    def __call__(self, event: str, **fields: object) -> None:
-        self.append((event, fields))
 
 
 def request(number: int, start: int, name: str = f"{ID}t") -> GenerationRequest:

@@ -273,10 +273,8 @@ def test_damage_is_reported_and_not_taken_for_routes(tmp_path: Path) -> None:
     assert scan_route_file(path)[0] == []
     assert "the record at byte 0 is damaged" in scan_route_file(path)[1]
     path.write_bytes(good + b"something else entirely, longer than a frame's head")
-    assert (
-        f"from byte {len(good)} on there is no record: b'somethin' is not the beginning of a record"
-        in scan_route_file(path)[1]
-    )
+    said = f"from byte {len(good)} on there is no record: b'somethin' is not the beginning of a record"
+    assert said in scan_route_file(path)[1]
     path.write_bytes(b"R3RT" + good[4:])  # before they were containers
     assert scan_route_file(path)[0] == []
     assert "is not the beginning of a record, which is b'r3route2'" in scan_route_file(path)[1]

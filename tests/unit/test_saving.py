@@ -78,8 +78,11 @@ def writer_of(tmp_path):
     return make
 
 
-def parts_of(state):
-    return lambda directory: [write_rank_file(directory, state)]
+async def save(writer, step, *then):
+    def write(directory):
+        return [write_rank_file(directory, tiny_state(step))]
+
+    await writer.save_checkpoint(training_state(step), hold_nothing, write, *then)
 
 
 def events_of(tmp_path):
@@ -134,14 +137,9 @@ async def test_a_step_does_not_wait_for_the_writing_and_the_next_checkpoint_does
         assert going.wait(20)
         return [write_rank_file(directory, tiny_state(1))]
 
-    async def next_one():
-        await writer.save_checkpoint(
-            training_state(2), hold_nothing, parts_of(tiny_state(2)), lambda: events.append("next")
-        )
-
     await writer.save_checkpoint(training_state(1), hold_nothing, slow, lambda: events.append("written"))
     assert checkpoints.list_steps() == [], "nothing is there before all of it is"
-    saving = asyncio.create_task(next_one())
+    saving = asyncio.create_task(save(writer, 2, lambda: events.append("next")))
     await asyncio.sleep(0.2)
     assert events == []
     assert not saving.done()
@@ -150,7 +148,7 @@ async def test_a_step_does_not_wait_for_the_writing_and_the_next_checkpoint_does
     assert events[0] == "written"
     assert 1 in checkpoints.list_steps()
     for step in (3, 4):
-        await writer.save_checkpoint(training_state(step), hold_nothing, parts_of(tiny_state(step)))
+        await save(writer, step)
     await writer.wait_until_written()
     assert checkpoints.list_steps() == [3, 4]
 
@@ -167,7 +165,7 @@ async def test_one_that_is_written_is_no_failure_when_older_ones_cannot_be_remov
 
     writer = writer_of("checkpoint.keep_last=1", world=World())
     for step in (1, 2):
-        await writer.save_checkpoint(training_state(step), hold_nothing, parts_of(tiny_state(step)))
+        await save(writer, step)
         await writer.wait_until_written()
     events = [e["event"] for e in read_json_objects(tmp_path / "events.jsonl")]
     assert events == ["checkpoint_written", "checkpoint_written", "checkpoint_prune_failed"]
@@ -179,14 +177,14 @@ async def test_a_writing_that_never_ends_is_not_waited_for(writer_of, tmp_path):
     writer = writer_of("checkpoint.write_timeout=0.2")
     await writer.save_checkpoint(training_state(1), hold_nothing, lambda directory: never.wait(30) and [])
     with pytest.raises(CheckpointError, match=r"not written within 0\.2 s \(checkpoint\.write_timeout\)"):
-        await writer.save_checkpoint(training_state(2), hold_nothing, parts_of(tiny_state(2)))
+        await save(writer, 2)
     never.set()
     await writer.wait_until_written()
 
 
 async def test_without_asynchronous_it_is_there_when_the_call_returns(writer_of, tmp_path):
     writer = writer_of("checkpoint.asynchronous=false")
-    await writer.save_checkpoint(training_state(1), hold_nothing, parts_of(tiny_state(1)))
+    await save(writer, 1)
     assert CheckpointDirectory(tmp_path / "checkpoints").recover_newest().state.steps == 1
 
 

@@ -43,9 +43,8 @@ async def test_a_conversation_is_one_row_whose_tokens_logprobs_versions_and_rout
     (sample,) = trajectory.samples
     table, chat = sample.table, session.renderer
     assert trained_tokens(table) == [t for answer in answer_ids(chat, "one", "two") for t in answer]
-    assert (
-        chat.decode(table["token_ids"].tolist()) == "<|user|>a<|assistant|>one<|end|><|user|>b<|assistant|>two<|end|>"
-    )
+    text = "<|user|>a<|assistant|>one<|end|><|user|>b<|assistant|>two<|end|>"
+    assert chat.decode(table["token_ids"].tolist()) == text
     assert table["routing_recorded"].tolist() == [True] * (len(table) - 1) + [False]
     for at, token in enumerate(table["token_ids"].tolist()):
         if table["loss_mask"][at]:

@@ -45,10 +45,8 @@ def test_logits_gradients_and_export_are_those_of_transformers(tmp_path, variant
 @pytest.mark.parametrize("variant", ["deepseek_v3", "glm4_moe"])
 def test_biases_of_experts_keep_float32_in_a_bfloat16_model(tmp_path, variant):
     path = ha.make_model(tmp_path / "m", variant)
-    out, source = (
-        TorchLearner.from_pretrained(settings(learner__dtype="bfloat16"), path).export_weights(),
-        load_file(path / "model.safetensors"),
-    )
+    out = TorchLearner.from_pretrained(settings(learner__dtype="bfloat16"), path).export_weights()
+    source = load_file(path / "model.safetensors")
     biases = [name for name in source if name.endswith("e_score_correction_bias")]
     assert biases
     assert all(torch.equal(out[name], source[name]) for name in biases)

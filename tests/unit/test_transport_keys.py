@@ -89,10 +89,8 @@ def test_keys_command_makes_secrets_that_only_the_owner_reads(tmp_path):
     assert "nothing was changed" in CliRunner().invoke(app, ["keys", str(directory), "--name", "east"]).output
     assert {p.name: p.read_bytes() for p in directory.iterdir()} == contents
     assert len(load_server_keys(directory).allowed_public_keys) == 2
-    assert (
-        zmq.curve_public(load_client_keys(directory, "west").secret_key)
-        == (directory / "west.public").read_bytes().strip()
-    )
+    public = zmq.curve_public(load_client_keys(directory, "west").secret_key)
+    assert public == (directory / "west.public").read_bytes().strip()
 
 
 def test_keys_that_can_not_be_used_are_refused_by_name(keys):

@@ -23,7 +23,7 @@ from r3async.schedule.admission import AdmissionController
 from r3async.schedule.health import Stall, Watchdog
 from r3async.world.real import REAL_WORLD
 from r3async.world.threads import dump_stacks
-from tests.helpers.world import Clock, Outside, StandIn
+from tests.helpers.world import Clock, Outside, Reports, StandIn
 
 STALL = 100.0
 LIMITS = {"training": 1000.0, "publishing": 230.0, "installing": 165.0}
@@ -49,12 +49,8 @@ class Run:
     def __init__(self, tmp_path, *overrides):
         settings = [f"supervise.stall_seconds={STALL}", "supervise.step_seconds=1000"]
         self.config = load_config("quickstart", [*settings, "weights.install_timeout=150", *overrides])
-        self.clock, self.learner, self.handles, self.events = Clock(), Actor(), [Actor(), Actor()], []
-
-        def tell(event, **facts):
-            self.events.append((event, facts))
-
-        logger = SimpleNamespace(error=tell, warning=tell)
+        self.clock, self.learner, self.handles, self.events = Clock(), Actor(), [Actor(), Actor()], Reports()
+        logger = SimpleNamespace(error=self.events, warning=self.events)
         named = {f"generator-{i}": handle for i, handle in enumerate(self.handles)}
         self.fleet = Fleet(self.config, logger, named, clock=self.clock)
         for generator in self.fleet:

@@ -239,10 +239,7 @@ FORGED = {
     "many dimensions": (edit(*COLUMN, 0, 2, value=[1] * 9), "length <= 8"),
     "layouts that are too long": (edit(*COLUMN, 0, 0, value="x" * 2**15), "length <= 16384"),
     "layouts that are none": (edit(*COLUMN, value=7), "malformed table layout"),
-    "block longer than what is there": (
-        edit(*TABLE, PACKED, value=2**30),
-        "'the packed columns' takes 1073741824 bytes",
-    ),
+    "block too long": (edit(*TABLE, PACKED, value=2**30), "'the packed columns' takes 1073741824 bytes"),
     "bits that did not come": (
         edit(*COLUMN, ROUTES, value=["routed_experts", "uint8", [2**20, 1], "bits", 7]),
         "'routed_experts' takes 6422528 bytes, its frame has",

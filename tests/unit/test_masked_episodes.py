@@ -66,9 +66,8 @@ async def test_without_the_mask_nothing_is_recorded(chat, settings):
 
 async def test_answers_end_where_the_settings_say(chat):
     engine, _ = await played(chat, stop=["</answer>"])
-    assert {(call.stop_strings, call.stop_token_ids) for call in engine.requests} == {
-        (("</answer>",), chat.stop_token_ids)
-    }
+    asked = {(call.stop_strings, call.stop_token_ids) for call in engine.requests}
+    assert asked == {(("</answer>",), chat.stop_token_ids)}
     engine, trajectory = await played(chat, ignore_eos=True)
     assert {call.stop_token_ids for call in engine.requests} == {()}
     assert [turn.stop - turn.start for turn in trajectory.turns] == [3, 4]

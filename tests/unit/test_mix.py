@@ -185,9 +185,7 @@ async def test_a_task_s_seed_says_which_environment_poses_it(mixed):
     await try_environments(mixed)
     again = factory()
     for entry, alone in ((1, small), (0, reverse), (1, small)):
-        assert await again.reset(join_seed(entry, 12344)) == await alone().reset(12344), (
-            "one that plays several episodes"
-        )
+        assert await again.reset(join_seed(entry, 12344)) == await alone().reset(12344), "it plays several episodes"
 
 
 async def test_the_environment_that_another_episode_does_not_play_is_closed():

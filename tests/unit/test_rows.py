@@ -168,9 +168,7 @@ def episode_of(written, spoken, history, mode):
     """Return a renderer, the answers' tokens, an environment and limits."""
     chat = renderer(written)
     tokens = [[*chat.encode(text), *([chat.eos_token_id] if ended or not text else [])] for text, ended in spoken]
-    script = [
-        (how, [Message(role, text) for role, text in messages] + [Message("user", "?")]) for how, messages in history
-    ]
+    script = [(how, [Message(*said) for said in messages] + [Message("user", "?")]) for how, messages in history]
     return chat, tokens, Told(script), msgspec.structs.replace(LIMITS, rows=mode)
 
 

@@ -364,9 +364,7 @@ def test_episodes_in_several_micro_batches_and_ranks_are_judged_whole(changes, m
     assert all(n > 2 for n in got.spread), "episodes are in several micro-batches"
     judged = "masked_sequence_fraction" if "correction" in changes else "clipped_fraction"
     if changes.get("policy_loss") != OWN:
-        assert 0 < sum(m[f"rollout_corr/{judged}"] for m in got.metrics) < minibatches, (
-            "some are judged so, some are not"
-        )
+        assert 0 < sum(m[f"rollout_corr/{judged}"] for m in got.metrics) < minibatches, "some, and not all"
 
 
 @pytest.mark.parametrize("reduction", choices("reduction"))
@@ -409,9 +407,7 @@ def test_credit_by_token_follows_the_turns_and_not_the_rows(advantage):
     ]
     leaves = leaves_of(groups, 0, lost=0.0)
     rows, single = (played(groups, leaves, mode) for mode in ("auto", "stepwise"))
-    assert [t.samples[0].table["turn"].max() for t in rows[0]] == [2, 2], (
-        "the first row has the first turn and the last"
-    )
+    assert [t.samples[0].table["turn"].max() for t in rows[0]] == [2, 2], "it has the first and the last turn"
     config = configured(credit="token", advantage=advantage)
     same(trained(single, leaves, config), trained(rows, leaves, config))
 

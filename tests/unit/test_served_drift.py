@@ -161,19 +161,17 @@ def test_a_step_that_measures_nothing_shows_the_estimate_whatever_its_minibatche
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_step_that_goes_too_far_is_shortened(model_path, backend):
-    samples = batch()
+    given = pack_samples(batch(), BUDGET)
     free = build_learner(configured(backend), model_path)
     before = [s["master"].clone() for s in free.optimizer.iter_states()]
-    start = train_minibatch(free, pack_samples(samples, BUDGET)).metrics["rollout_kl/served_k3"]
-    whole = train_minibatch(
-        build_learner(configured(backend, limit=1e6), model_path), pack_samples(samples, BUDGET)
-    ).metrics
+    start = train_minibatch(free, given).metrics["rollout_kl/served_k3"]
+    whole = train_minibatch(build_learner(configured(backend, limit=1e6), model_path), given).metrics
     assert whole["optimizer/step_share"] == 1
     after = whole["rollout_kl/served_k3_predicted"] / AGAIN
     assert after > start, "the step has to add drift"
     limit = AGAIN * (start + 0.3 * (after - start))
     bounded = build_learner(configured(backend, limit=limit), model_path)
-    metrics = train_minibatch(bounded, pack_samples(samples, BUDGET)).metrics
+    metrics = train_minibatch(bounded, given).metrics
     share = metrics["optimizer/step_share"]
     assert MIN_STEP_SHARE < share < 1
     assert metrics["rollout_kl/served_k3_predicted"] <= limit
@@ -184,13 +182,11 @@ def test_a_step_that_goes_too_far_is_shortened(model_path, backend):
             assert all(torch.equal(new[name], made[name]) for name in ("exp_avg", "exp_avg_sq", "step"))
 
 
-def on_rank(path: Any, config: Config, samples: list[Sample]) -> tuple[dict[str, float], float]:
+def on_rank(path: Any, config: Config, samples: list[Sample]) -> dict[str, float]:
     import torch.distributed as dist
 
     with contextlib.closing(build_learner(config, path)) as learner:
-        return train_minibatch(
-            learner, of_rank(pack_samples(samples, 32), dist.get_rank(), 2)
-        ).metrics, learner.update_count
+        return train_minibatch(learner, of_rank(pack_samples(samples, 32), dist.get_rank(), 2)).metrics
 
 
 @pytest.mark.parametrize(
@@ -217,7 +213,7 @@ def test_every_rank_makes_the_same_share(two_ranks, model_path, backend):
     alone = train_minibatch(
         build_learner(configured(backend, limit=0.2), model_path), pack_samples(samples, 32)
     ).metrics
-    (one, _), (other, _) = two_ranks.call(on_rank, model_path, configured(backend, dp=2, limit=0.2), samples)
+    one, other = two_ranks.call(on_rank, model_path, configured(backend, dp=2, limit=0.2), samples)
     served = [f"rollout_kl/served_k3{end}" for end in ("", "_low", "_high", "_predicted")]
     names = [*served, "optimizer/step_share"]
     assert [one[n] for n in names] == [other[n] for n in names]

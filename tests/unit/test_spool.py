@@ -282,9 +282,8 @@ async def test_a_learner_that_died_has_everything_again_but_what_was_committed(t
         await deliver_all(sender, sent)
         for group in (0, 1):
             receiver.forget_group(group)
-        ledger = TrajectoryLedger(
-            ConsumedGroups(head=2)
-        )  # Trained from groups 0 and 1, and died before `commit` was called.
+        # Trained from groups 0 and 1, and died before `commit` was called.
+        ledger = TrajectoryLedger(ConsumedGroups(head=2))
         receiver.forget_group(2)  # Trained too, but of no checkpoint: has to be trained again.
     await spool.close()
     again, spool = Inbox(hold=True), Spool(tmp_path, DISK)
@@ -378,10 +377,8 @@ async def test_what_is_being_written_takes_room_already(tmp_path):
 async def test_a_spool_that_is_full_slows_down_says_so_and_lets_the_next_step_through(tmp_path):
     """What a step does not wait for fills `disk_bytes` at most; what it waits for is taken beyond them, until a checkpoint."""
     sent = [sampled(i, 2000, group=i) for i in range(8)]
-    told: list[str] = []
-    spool = Spool(
-        tmp_path, BufferConfig(durability="disk", disk_bytes=3 * memory_size(sent[0])), report_event=tell(told)
-    )
+    told, limit = list[str](), 3 * memory_size(sent[0])
+    spool = Spool(tmp_path, BufferConfig(durability="disk", disk_bytes=limit), report_event=tell(told))
     inbox = Inbox()
     async with receiving(inbox, SLOW, store=spool, window=1) as (receiver, endpoint), sending(endpoint, SLOW) as sender:
         early = 7
@@ -389,13 +386,13 @@ async def test_a_spool_that_is_full_slows_down_says_so_and_lets_the_next_step_th
             await sender.send(sent[early])
             await until(lambda: f"t{early}" in inbox.seen or "spool_full" in told)  # noqa: B023
             early -= 1
-        assert spool.nbytes <= 3 * memory_size(sent[0])
+        assert spool.nbytes <= limit
         feed = asyncio.gather(*(sender.send(t) for t in reversed(sent[: early + 1])))
         for group in range(8):
             await until(lambda: f"t{group}" in inbox.seen)  # noqa: B023
             record = spool.nbytes / len(spool.groups)
             waited_for = [kept for kept in spool.groups if kept <= group]
-            assert spool.nbytes <= 3 * memory_size(sent[0]) + len(waited_for) * record
+            assert spool.nbytes <= limit + len(waited_for) * record
             receiver.forget_group(group)
             if group >= 3:
                 await spool.delete_trained([group - 3])

@@ -64,9 +64,8 @@ def test_merged_and_stepwise_rows_give_loss_and_gradient_of_the_row_built_by_han
     assert want_losses["grad_norm"] > 0.01
     for name in ("merged", "step"):
         losses, got = ht.reference_step(model, prepared[name], config, torch.float64)
-        assert losses == pytest.approx(
-            want_losses, rel=1e-7
-        )  # transformers keeps norms in float32 whatever the model's dtype
+        # Transformers keeps norms in float32 whatever the model's dtype.
+        assert losses == pytest.approx(want_losses, rel=1e-7)
         assert ht.worst_error(got, want)[0] < 1e-6
         learner = TorchLearner.from_pretrained(config, model)
         result, got = ht.gradients_of_step(learner, pack_samples(prepared[name], 400))

@@ -215,9 +215,8 @@ def test_report_of_hostile_text(tmp_path: Path) -> None:
     evil = "<script>x</script>{{ title }}{% raw %}&amp;'\""
     fill(tmp_path / "run", 1)
     with (tmp_path / "run" / "metrics.jsonl").open("a") as rows:
-        rows.write(
-            json.dumps({"step": "<script>x</script>", "reward/mean": evil}) + "\n"
-        )  # no row, so it is passed over
+        # It is no row, so it is passed over.
+        rows.write(json.dumps({"step": "<script>x</script>", "reward/mean": evil}) + "\n")
     open_event_log(tmp_path / "run", evil).error("run_failed", error=evil, **{evil: evil})
     (tmp_path / "run" / "config.toml").write_text(f"{json.dumps(evil)} = {json.dumps(evil)}\n[schedule]\n")
     page = Page(write_report(tmp_path / "run"))

@@ -289,9 +289,7 @@ def test_a_file_becomes_the_published_one_whoever_made_which_blocks(tmp_path, nb
     old, new = contents(nbytes, 3e-6)
     before, after = write(tmp_path, "old", [old]), write(tmp_path, "new", [new])
     whole = write(tmp_path, "delta", encode_delta(OLD, NEW, before, after))
-    parts = [
-        p for first, last in ((0, 0), (0, 1), (1, 2), (2, None)) for p in encode_records(before, after, first, last)
-    ]
+    parts = [p for span in ((0, 0), (0, 1), (1, 2), (2, None)) for p in encode_records(before, after, *span)]
     assert write(tmp_path, "parts", [make_delta_header(OLD, NEW, nbytes), *parts]).read() == whole.read()
     assert b"".join(map(bytes, apply_delta(OLD, before, whole))) == new
     if nbytes >= DELTA_BLOCK_BYTES:

@@ -1,7 +1,5 @@
 """`r3async diagnose` on real vLLM: planted faults are named, and a sound engine is left alone."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Architectures beside Qwen3-MoE on the engine: log-probs and routes are those of transformers, before an update and after."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What leaves vLLM's engine core whole is what would have left it token by token, and what is used of vLLM is there."""
 
-from __future__ import annotations
-
 import msgspec
 import numpy as np
 import pytest

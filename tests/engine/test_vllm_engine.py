@@ -1,7 +1,5 @@
 """The vLLM engine against transformers: what it says it sampled, with what, and by which weights."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path

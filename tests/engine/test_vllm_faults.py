@@ -1,7 +1,5 @@
 """One engine with one fault after the other, which no configuration would let it have: each is found, and named."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

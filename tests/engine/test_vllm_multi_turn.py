@@ -3,8 +3,6 @@
 What is expected comes from transformers, run with the weights that were live when each position was fed.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 import msgspec

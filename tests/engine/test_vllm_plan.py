@@ -1,7 +1,5 @@
 """A plan loads what vLLM's own loader loads, bit by bit, in every kind of model that engines are tested with."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 import torch

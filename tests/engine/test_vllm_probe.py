@@ -1,8 +1,6 @@
 """The probe against real vLLM and a real learner: reported log-probs that are not those of sampling are found, and two experts
 whose scores are equal up to rounding are no fault."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,8 +1,6 @@
 """Real vLLM: supports of tokens sampled by top-p, top-k or min-p are those of the model, and their log-probs are over these; an
 answer ends with the token that completes a stop string, and with no other."""
 
-from __future__ import annotations
-
 import asyncio
 import string
 

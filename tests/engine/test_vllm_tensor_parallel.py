@@ -1,7 +1,5 @@
 """An engine of two workers: tokens, log-probs and routes are those of one, before new weights and after."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

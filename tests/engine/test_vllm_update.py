@@ -1,7 +1,5 @@
 """New weights in the middle of an answer, by each `generator.on_update`; and an engine that does not have what it should."""
 
-from __future__ import annotations
-
 import asyncio
 import statistics
 import time

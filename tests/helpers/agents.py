@@ -1,7 +1,5 @@
 """Agents as a user would write them, each with a particular fault or virtue."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random

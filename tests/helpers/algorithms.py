@@ -1,7 +1,5 @@
 """Made-up steps for the tests of losses, and every formula once more as plain Python over single tokens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

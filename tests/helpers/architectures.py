@@ -1,7 +1,5 @@
 """Tiny random models of every declared architecture, and plain transformers with forced routes beside them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

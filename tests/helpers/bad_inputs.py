@@ -1,7 +1,5 @@
 """A folder with typical wrong inputs, and the judge of a command's answer to them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A headless Chromium, driven over its DevTools protocol: what a page requested, complained of, and drew."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import shutil

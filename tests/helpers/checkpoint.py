@@ -1,7 +1,5 @@
 """Learners that are stopped and continued: what runs on each rank, and states compared bit by bit."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Commands as a user types them, run in this process: starting another for each takes half a second and more."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

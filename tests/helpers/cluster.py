@@ -1,7 +1,5 @@
 """A separate Ray head, started as a user starts it: from a shell that knows nothing of the virtual environment."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import secrets

@@ -1,7 +1,5 @@
 """A process that plays vLLM's engine core: the same handshake and messages, and answers that the test can foresee."""
 
-from __future__ import annotations
-
 import os
 import time
 

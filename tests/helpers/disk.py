@@ -1,7 +1,5 @@
 """A simulated disk, and a process as that disk sees one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from random import Random

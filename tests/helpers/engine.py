@@ -1,7 +1,5 @@
 """A tiny Qwen3-MoE on disk, and the reference values that transformers computes for it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Environments that a user might bring, well and badly behaved, for tests. They are loaded by `module:Class`."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

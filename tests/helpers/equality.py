@@ -1,7 +1,5 @@
 """A learner and transformers' own model, side by side: logits and the gradient of every weight."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

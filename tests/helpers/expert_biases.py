@@ -1,7 +1,5 @@
 """Learners whose expert biases follow the tokens, and the rule in plain Python."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

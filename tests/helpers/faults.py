@@ -1,7 +1,5 @@
 """An engine whose weights are tampered with; a run names it in `generator.engine_args`."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Stand-ins for generators, and the conductor's parts that know them."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

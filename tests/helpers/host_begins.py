@@ -5,8 +5,6 @@
 visible. It imports nothing but the standard library, and needs neither `ip` nor `mount`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

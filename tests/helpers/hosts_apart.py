@@ -5,8 +5,6 @@ A packet takes `DELAY` seconds each way. The line can be cut, as by a pulled cab
 nobody is notified.
 """
 
-from __future__ import annotations
-
 import heapq
 import os
 import select

@@ -1,7 +1,5 @@
 """A judge that is called over one connection, which the module keeps, like a user's reward with its own HTTP client."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socketserver

@@ -1,8 +1,6 @@
 """Access to the inside of a `MegatronLearner`: its logits, gradients and own routes; and samples with columns
 replaced."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Learners with adapters: their gradients, and those of full training at the same weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

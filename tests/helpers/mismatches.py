@@ -1,7 +1,5 @@
 """Faults that make an engine and a learner diverge, planted in the real ones, and what a diagnosis must name."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Tiny random Qwen3-MoE models, reference forward passes with forced routes, and samples to train on."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

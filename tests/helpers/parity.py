@@ -1,7 +1,5 @@
 """The code on each rank of the gradient parity tests, and the reference that the ranks are compared with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

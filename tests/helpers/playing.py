@@ -1,7 +1,5 @@
 """Episodes of a lease, played as a generator plays them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any

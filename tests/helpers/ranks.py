@@ -1,7 +1,5 @@
 """Real process groups on gloo, with workers that stay alive, so that each test pays only for its own learner."""
 
-from __future__ import annotations
-
 import os
 import traceback
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Rows of one's own in files, and the rewards of answers to them."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Routes of one small episode as engine and learner would write them."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from r3async.record.routes import EngineCall, TrainedRoutes

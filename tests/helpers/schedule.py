@@ -1,7 +1,5 @@
 """A run without engines, sockets and torch: the real scheduler, with generators and a learner that only keep books."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import msgspec

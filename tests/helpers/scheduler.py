@@ -1,8 +1,6 @@
 """The engine's scheduler, which also records what it feeds, and preempts on request; imported in the engine's
 process."""
 
-from __future__ import annotations
-
 import re
 import time
 

@@ -1,7 +1,5 @@
 """Expected answers of the scripted engine for one token."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from r3async.data.models import RoutingShape

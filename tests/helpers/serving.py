@@ -1,7 +1,5 @@
 """A session's endpoint before a scripted engine, for tests that talk to it as an agent would."""
 
-from __future__ import annotations
-
 from contextlib import asynccontextmanager
 
 import anthropic

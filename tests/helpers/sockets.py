@@ -1,7 +1,5 @@
 """A socket that keeps what it received."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs of a sweep without training: directories with records, and processes that make them."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

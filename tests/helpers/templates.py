@@ -1,7 +1,5 @@
 """Chat templates in the form that model families publish, and a byte-level tokenizer for each."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from r3async.rollout.chat import ChatRenderer

@@ -1,7 +1,5 @@
 """Tiny random models of three families, and plain transformers with forced routes as the reference for all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

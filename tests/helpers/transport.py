@@ -1,7 +1,5 @@
 """Trajectories to send, a consumer that counts, and both ends of a connection, closed whatever happens."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

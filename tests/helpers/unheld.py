@@ -1,8 +1,6 @@
 """Learners of any size and any rank, whose tensors have no memory and which run without other ranks: only shapes are
 real."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

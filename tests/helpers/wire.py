@@ -1,7 +1,5 @@
 """Trajectories with random values in every column, as objects and as bytes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

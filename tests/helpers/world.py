@@ -1,7 +1,5 @@
 """Stand-ins for everything outside of a process."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A run's directory as its processes write it, without a run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Biases of experts follow the tokens of all ranks, and are the same on each."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Adapters whose weights are divided among ranks have the gradients of one rank, and are saved once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file

@@ -1,7 +1,5 @@
 """Every loss, reduction and term: two ranks, with micro-batches of their own and padding, have the gradient of one."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

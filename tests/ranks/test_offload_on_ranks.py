@@ -1,7 +1,5 @@
 """Ranks that keep moments in host memory make the checkpoint that others make, and go on from it."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.helpers import models as hm

@@ -1,7 +1,5 @@
 """Everything else that a learner on several ranks must do: train, export, score, record, refuse, and leave nothing behind."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What an architecture adds is divided among ranks like the rest: gradients of two ranks are those of transformers."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.helpers import architectures as ha

@@ -1,7 +1,5 @@
 """A batch trained with forced random routes has the same loss and the same gradients however ranks divide the work."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.helpers import models as hm

@@ -1,7 +1,5 @@
 """Ranks that were stopped and continued are, bit by bit, those that were never stopped; on any number of them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp

@@ -1,7 +1,5 @@
 """Served drift where ranks divide model, tokens or experts: own routing is that of one rank, and so is what follows from it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Shared prefixes on several ranks: the gradient and the figures of one rank that shares nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

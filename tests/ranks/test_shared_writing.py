@@ -1,7 +1,5 @@
 """Ranks write one file of weights together, each its own part, and nobody holds the whole."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranks that divide the optimizer's state among copies make the updates, the checkpoints and the weights of those that do not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

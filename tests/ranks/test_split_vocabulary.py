@@ -1,7 +1,5 @@
 """Log-probs and entropies of a vocabulary that two ranks share, and their gradients."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

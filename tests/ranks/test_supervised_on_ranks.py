@@ -1,7 +1,5 @@
 """A supervised step of ranks is that of one rank, also where a rank has only padding."""
 
-from __future__ import annotations
-
 import pytest
 
 from r3async.learner.batch import pack_samples

@@ -1,7 +1,5 @@
 """The transformers learner on two ranks (FSDP2 over gloo) against plain transformers in one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

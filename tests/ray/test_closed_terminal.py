@@ -1,7 +1,5 @@
 """A terminal is closed while a run trains on it: the run ends in order, as by Ctrl-C, and can be continued."""
 
-from __future__ import annotations
-
 import os
 import pty
 import subprocess

@@ -4,8 +4,6 @@ Real Ray, vLLM, Megatron and ZeroMQ. The hosts are Linux namespaces of this mach
 network, processes, /tmp and /dev/shm, and cannot write anywhere else.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 import time

@@ -1,7 +1,5 @@
 """The presets on logical GPUs of a real Ray: each is where it was planned, or refused by name."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

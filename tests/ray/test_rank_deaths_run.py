@@ -3,8 +3,6 @@
 `R3ASYNC_RANK_KILLS=10` kills ten, which takes some minutes.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A learner of several ranks in Ray actors, driven as one."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

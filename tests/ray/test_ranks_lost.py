@@ -1,8 +1,6 @@
 """Ranks of a learner in Ray actors and a gloo process group, of which one is killed at any point: what follows is, bit by bit,
 what would have followed. Every order of events is in `tests/unit/test_rank_restarts.py`."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

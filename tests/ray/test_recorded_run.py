@@ -1,7 +1,5 @@
 """A run that is recorded, ended by a stop, resumed, and made again without it."""
 
-from __future__ import annotations
-
 import pytest
 from rich.console import Console
 

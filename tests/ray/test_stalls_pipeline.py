@@ -1,8 +1,6 @@
 """A real run, with Ray, sockets and a learner, whose generator is held up. The engine is scripted: no vLLM. Who else may be held
 up, and what then: `sim/test_held_up.py`."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

@@ -3,8 +3,6 @@
 An engine without a model. What a cut or a slow network does: `ray/test_hosts_apart.py`, `sim/test_network.py`.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

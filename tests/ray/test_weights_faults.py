@@ -2,8 +2,6 @@
 `engine/test_vllm_engine.py` and `engine/test_vllm_faults.py` have engines refuse and find what was damaged,
 `sim/test_wrong_weights.py` has runs end for it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Actors of a real Ray do what `world.Actors` and `world.ActorRef` say."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """What simulated runs begin with."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.sim.whole import Machine

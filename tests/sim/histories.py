@@ -1,8 +1,6 @@
 """A small history of a run that keeps every invariant, to be spoiled: two steps, a checkpoint, a step that a crash takes back,
 and from the checkpoint on to the end. Steps of one group of two episodes, window 2, one slot a staleness, a spool."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from dev.simulation.history import (

@@ -1,8 +1,6 @@
 """What passed between generators and learner of a whole run, simulated, and its records: `dev/chaos/accounting.py` finds no
 problem with a learner as it is, whatever is killed, and a problem with each that is wrong. On Ray: `ray/test_chaos_run.py`."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import io

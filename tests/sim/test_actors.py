@@ -1,7 +1,5 @@
 """Simulated actors: calls, what is shared, and what happens when processes end."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import inspect

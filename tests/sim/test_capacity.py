@@ -1,7 +1,5 @@
 """Durations measured from a run or worked out from sizes, and what is advised from them."""
 
-from __future__ import annotations
-
 import json
 import random
 import xml.etree.ElementTree as ET

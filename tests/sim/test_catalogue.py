@@ -1,7 +1,5 @@
 """The catalogue of metrics is what a run writes: no more, no less."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 

@@ -3,8 +3,6 @@
 The production code from the directory of a run to its checkpoints; each start is a process of its own on a simulated disk.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 from collections.abc import Coroutine

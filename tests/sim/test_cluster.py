@@ -1,7 +1,5 @@
 """Predicting how fast a cluster trains: what follows from arithmetic, and the production scheduler's own bounds."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from hypothesis import given, settings

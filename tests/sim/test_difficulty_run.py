@@ -1,7 +1,5 @@
 """Tasks that are always, or never, solved are posed rarely, in a run that is killed and resumes: the actors as they are."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

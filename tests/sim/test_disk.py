@@ -1,7 +1,5 @@
 """The simulated disk does what the real one does, and loses with its power nothing that was synced."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import math

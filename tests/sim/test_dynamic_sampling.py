@@ -1,7 +1,5 @@
 """Groups with zero variance are replaced, within a budget and the age bound: the actors as they are, in virtual time."""
 
-from __future__ import annotations
-
 import pytest
 
 from r3async.config import ConfigError, load_config

@@ -1,7 +1,5 @@
 """Whole runs, simulated, that are stopped or killed while they evaluate: the same command finishes what is missing."""
 
-from __future__ import annotations
-
 import pytest
 
 from r3async.checkpoint.directory import read_evaluations

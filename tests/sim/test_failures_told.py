@@ -1,7 +1,5 @@
 """Whole runs, simulated, in which episodes fail: every view names each error once, with its count; and how such runs end."""
 
-from __future__ import annotations
-
 import io
 import json
 

@@ -1,7 +1,5 @@
 """Faults that are aimed hit what they say."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

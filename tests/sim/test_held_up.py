@@ -1,7 +1,5 @@
 """Whole runs, simulated, in which a process is stopped, or the disk takes nothing: who is blamed, and that the run goes on."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 

@@ -1,7 +1,5 @@
 """The checker of simulated runs: it passes what is right, and names what is not at the first event that shows it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The event loop in virtual time: time, order, processes that freeze and end, and what asyncio itself makes of it."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

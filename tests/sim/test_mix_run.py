@@ -1,7 +1,5 @@
 """A run that trains two environments, killed and resumed: the actors as they are, in virtual time."""
 
-from __future__ import annotations
-
 from r3async.envs import Action, Message, StepResult
 from r3async.record.reading import read_json_objects
 from r3async.schedule.tasks import EnvironmentOrder

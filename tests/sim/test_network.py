@@ -1,7 +1,5 @@
 """The simulated network: its faults, and one seed, one history."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import random

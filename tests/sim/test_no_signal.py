@@ -1,7 +1,5 @@
 """Whole runs, simulated, in which nothing can be learnt: what they tell, and how they end."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file

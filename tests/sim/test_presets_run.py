@@ -1,7 +1,5 @@
 """Presets, simulated: a run with the preset's own environment, schedule, algorithm and a real learner keeps its bound."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Published curves are predicted from published settings."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole runs, simulated, in which tasks, trajectories or prompts are no good: what is trained without them, and when it ends."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

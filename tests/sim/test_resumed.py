@@ -2,8 +2,6 @@
 
 On Ray: `ray/test_resume_run.py`."""
 
-from __future__ import annotations
-
 import pytest
 from safetensors.torch import load_file
 

@@ -1,7 +1,5 @@
 """Whole simulated runs whose fleet grows and shrinks: by `r3async scale`, beside faults, and over restarts."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 

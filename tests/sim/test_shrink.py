@@ -1,7 +1,5 @@
 """Shrinking a failing case: it still fails, it is small, and the way there is always the same."""
 
-from __future__ import annotations
-
 from dev.simulation.faults import PlannedFault, draw_faults
 from dev.simulation.shrink import SimulationCase, shrink_case
 from dev.simulation.workload import draw_workload

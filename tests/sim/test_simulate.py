@@ -1,7 +1,5 @@
 """The whole system in simulation: kept seeds, seeds from the first on, mutants, and the same events in every process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What holds for sockets over ZeroMQ holds for simulated ones: the same scripts over both."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

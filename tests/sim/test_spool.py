@@ -1,7 +1,5 @@
 """The spool on a disk that writes short, fills up, fails, kills its process within any operation, and loses power."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run as a person reads it, and as a timeline viewer does."""
 
-from __future__ import annotations
-
 import typing
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Simulated threads and lanes: when a function runs, and when its result is there."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

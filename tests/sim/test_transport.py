@@ -1,7 +1,5 @@
 """Sender and receiver in one process, in virtual time, through faults of the network and the ends of both."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

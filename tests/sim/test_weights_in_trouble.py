@@ -1,8 +1,6 @@
 """Whole runs, simulated, in which weights do not get through in one place: that place waits, or is restarted, and the run trains
 everything once."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Workloads and faults are drawn from a seed alone, and are plain data."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from pathlib import Path

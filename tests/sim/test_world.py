@@ -1,7 +1,5 @@
 """One seed, one story: streams, clocks, processes, and the log that is the same in every Python process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 each is stopped, and the reason is named. What an engine itself notices:
 `engine/test_vllm_faults.py`."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

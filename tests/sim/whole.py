@@ -1,8 +1,6 @@
 """Whole runs in one process: a run's actors on a simulated machine, in virtual time, with their records on the real
 disk."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from collections.abc import Awaitable, Callable, Sequence

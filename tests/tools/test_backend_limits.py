@@ -1,7 +1,5 @@
 """What a backend or an engine would end with, minutes after the start, is refused before it."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

@@ -3,8 +3,6 @@
 Times are never judged.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import random

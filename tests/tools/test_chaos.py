@@ -1,7 +1,5 @@
 """The parts of `python -m dev chaos`, and delivery over a bad way: what is held up or damaged arrives once, as it was sent."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

@@ -1,7 +1,5 @@
 """`python -m dev chaos --replay`: what it makes of a recording that is whole, short, or of another learner."""
 
-from __future__ import annotations
-
 import pytest
 
 from dev.chaos.run import ChaosReport, describe_report, replay_recording

@@ -1,7 +1,5 @@
 """`r3async export` writes what the learner itself would have saved at that step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

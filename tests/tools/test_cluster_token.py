@@ -1,7 +1,5 @@
 """A cluster that asks for a token: whom it is given to, and whom not."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import threading

@@ -3,8 +3,6 @@
 R3ASYNC_FUZZ=N damages N runs here.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

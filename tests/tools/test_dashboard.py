@@ -1,7 +1,5 @@
 """The Grafana dashboard: made from the catalogue, and asks for nothing that no process serves."""
 
-from __future__ import annotations
-
 import json
 import re
 import urllib.request

@@ -1,7 +1,5 @@
 """A run whose probe failed is diagnosed when it has ended; what goes wrong with that is said, and raises nothing."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

@@ -1,7 +1,5 @@
 """Figures about learning: each on the pages is of data, or says of how many runs it is; and data becomes pages."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,7 +1,5 @@
 """The doctor: each check says what it found and how to mend it, and nothing that is tried can kill the doctor."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """What cannot start is refused by `--dry-run`, before anything starts: one line, exit code 2."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """What a user's code may import: names of `r3async` itself, and a package that is whole where it is installed."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import sys

@@ -1,7 +1,5 @@
 """A few of the mutations that `python -m dev fuzz` makes a million of; R3ASYNC_FUZZ=N makes N messages here."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """`r3async doctor --gpu --pack`: wheels in pieces for a machine without a package index, and what unpacks and runs them there."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`r3async doctor --gpu`: its parts on a CPU in small shapes, and on a GPU in real ones."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import io

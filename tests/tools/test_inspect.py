@@ -1,7 +1,5 @@
 """`r3async inspect`: what a person sees of a run's routes, and the message when there is nothing to see."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """`r3async inspect` on trajectories: what is shown, what is written for other programs, how damage is reported."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`r3async inspect` on messages and checkpoints: what is shown, and how damage is reported."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

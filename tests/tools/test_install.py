@@ -1,7 +1,5 @@
 """`make install` with a Python whose venv and pip only note what they were asked for. Nothing is installed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

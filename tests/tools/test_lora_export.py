@@ -1,7 +1,5 @@
 """The adapters of a run are what PEFT reads, and its merged model is that of the run."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The memory that a plan says, component by component, against what a learner allocates in a step."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

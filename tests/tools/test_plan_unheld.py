@@ -1,7 +1,5 @@
 """What a plan says of weights, gradients and optimizer, of each preset, against its learner of full size without memory."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What is refused before a run starts anything: a reward that its first row shows to be none."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Whatever models, environments and exceptions say, a terminal gets no character of theirs that it would obey."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """The program's end: its code, all that it printed, and what was to be done at the exit."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The runs kept with the page on routing replay: its tables are theirs, and they show what it says."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """The report's timeline, drift, ages, tokens and comparison; and the page in a real browser."""
 
-from __future__ import annotations
-
 import json
 from html.parser import HTMLParser
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The episodes of a served report: found, opened, and beside the others of their group."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`r3async report --serve`: who is answered, what follows a run, its episodes; and the page in a real browser."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Where runs are: `--runs` and R3ASYNC_RUNS mean the same to every command that takes a run's name, and to Python."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

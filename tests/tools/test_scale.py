@@ -1,7 +1,5 @@
 """`r3async scale`: what it takes, whom it asks, and what it says; and the places that further engines get."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """Nothing in the rooms that run in a simulation passes the seam by; and the rule sees what does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

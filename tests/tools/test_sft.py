@@ -1,7 +1,5 @@
 """`r3async sft`: a run that learns, stops, resumes, and says what is wrong."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

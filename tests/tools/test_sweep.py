@@ -1,7 +1,5 @@
 """`r3async sweep`: plans, how many runs at once, what is made again and what is not; without training."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial

@@ -1,7 +1,5 @@
 """A sweep in real processes that is killed, stopped and continued. In the place of training, a run writes rows now and then."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What a sweep's runs come to: figures of runs, means and differences of points, bands, the page."""
 
-from __future__ import annotations
-
 import json
 
 import msgspec

@@ -1,7 +1,5 @@
 """`r3async tail`: files read as they grow, curves of characters, lines in a pipe, the screen at two sizes."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

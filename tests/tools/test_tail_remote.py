@@ -1,7 +1,5 @@
 """The job that `r3async tail --address` runs on a cluster, and what is made of its log. The cluster is played by a process."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """docs/tour.md names code that exists, and what each function calls, in the order in which it does."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -6,12 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from r3async.checkpoint import CheckpointDirectory, CheckpointError
 from r3async.config import config_to_dict
 from r3async.learner import build_learner
-from r3async.tools.cli import app
 from r3async.tools.export import export_model
 from tests.helpers import checkpoint as hc
 from tests.helpers import models as hm
@@ -67,11 +65,3 @@ def test_a_start_model_that_is_gone_is_asked_for(tmp_path):
     )
     with pytest.raises(CheckpointError, match="name its directory with --model"):
         export_model(tmp_path, tmp_path / "out")
-
-
-def test_the_command_says_what_is_not_a_checkpoint(tmp_path, capsys):
-    done = CliRunner().invoke(app, ["export", str(tmp_path / "nowhere"), str(tmp_path / "out")])
-    assert done.exit_code == 2
-    assert "neither a checkpoint nor a run with checkpoints" in " ".join(
-        (done.output + capsys.readouterr().err).split()
-    )

@@ -175,15 +175,6 @@ def test_ranks_that_one_host_cannot_hold_are_refused(tmp_path):
     assert "host 12: engine 3" in said.stdout
 
 
-@pytest.mark.parametrize(("missing", "part"), [("tokenizer", "has no tokenizer"), ("template", "has no chat template")])
-def test_a_missing_part_of_a_directory_is_named(missing, part, tmp_path):
-    path = described(tmp_path / "m", model_type="qwen3_moe")
-    (path / "tokenizer_config.json").unlink()
-    if missing == "tokenizer":
-        (path / "tokenizer.json").unlink()
-    judge(typed("train", "quickstart", f"model.path={path}", "--dry-run", cwd=tmp_path), (part,))
-
-
 # -- names of the hub --------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,6 @@ from r3async.config import config_from_dict, config_to_toml
 from r3async.record.routes import RouteFile
 from r3async.tools.init_model import build_byte_tokenizer
 from r3async.tools.inspect.routes import label_token_roles
-from r3async.tools.inspect.run import find_run
 from tests.helpers.routes import ID, LAYERS, call, episode
 from tests.helpers.written_runs import write_routes
 
@@ -295,12 +294,6 @@ def test_a_run_without_routes_names_the_setting(tmp_path, inspect, trace, messag
     assert message in inspect("bare")
     for command in ("routes", "verify"):
         assert message in inspect(command, "bare", code=2)
-
-
-def test_a_run_is_found_by_directory_before_name(tmp_path, monkeypatch) -> None:
-    run = write_run(tmp_path)
-    assert find_run(str(run), tmp_path) == run
-    assert find_run("demo", tmp_path / "runs") == run
 
 
 def test_a_terminal_gets_colour(tmp_path) -> None:

@@ -128,12 +128,6 @@ def test_little_credit_is_said_and_not_refused():
     assert said == [False, True]
 
 
-def test_another_environment_does_not_inherit_arguments_that_were_not_meant_for_it():
-    assert load_config("quickstart", ["env.name=guess"]).env.args == {}
-    assert load_config("quickstart", ["env.name=reverse-text"]).env.args == {"letters": 4, "turns": 3}
-    assert load_config("quickstart", ["env.args.letters=5"]).env.args == {"letters": 5, "turns": 3}
-
-
 def test_engines_and_ranks_that_share_a_gpu_fit_it_together(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{i} and {i}", "answer": str(2 * i)}) + "\n" for i in range(9)))

@@ -177,14 +177,8 @@ def test_an_answer_that_the_template_cuts_is_refused_by_its_line(model, tmp_path
 
 
 def test_what_cannot_be_taught_is_refused(model, rows, tmp_path):
-    wrong = [
-        (["model.path="], "`model.path` is empty"),
-        (["model.path=/nowhere"], "not a model directory"),
-        (["learner.backend=scripted"], "no model that could learn"),
-    ]
-    for changes, message in wrong:
-        with pytest.raises(ConfigError, match=message):
-            run(model, rows, tmp_path, "name=a", *changes)
+    with pytest.raises(ConfigError, match="no model that could learn"):
+        run(model, rows, tmp_path, "name=a", "learner.backend=scripted")
     with pytest.raises(ConfigError, match="`data` names no rows to learn"):
         run_sft(load_config("quickstart", [f"model.path={model}"]), "quickstart", Console(), tmp_path)
     done = CliRunner().invoke(app, ["sft", "--help"])

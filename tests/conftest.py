@@ -46,6 +46,14 @@ def tiny_model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"), dense_layers=(1,), seed=0)
 
 
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory):
+    """Make a random Qwen3-MoE whose vocabulary does not divide by 2, and of which one layer is dense."""
+    from tests.helpers.models import make_hf_model
+
+    return make_hf_model(tmp_path_factory.mktemp("model"), num_hidden_layers=4, mlp_only_layers=[1], vocab_size=97)
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def vllm_engine(tiny_model):
     """Start the suite's one vLLM engine, for 32 requests at once. Its tests run in the session's event loop."""
@@ -73,6 +81,12 @@ def _ranks(world, tmp_path_factory):
     ranks = Ranks(world, tmp_path_factory.mktemp("ranks"))
     yield ranks
     ranks.close()
+
+
+@pytest.fixture
+def ranks_of(request):
+    """The shared process group of so many ranks; None for one."""
+    return lambda world: None if world == 1 else request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[world])
 
 
 @pytest.fixture(scope="session")

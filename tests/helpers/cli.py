@@ -5,7 +5,7 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
@@ -42,13 +42,18 @@ def typed(*words: str, cwd: Path, main: Callable[[], None] = main) -> Said:
     return Said(int(code), out.getvalue(), err.getvalue())
 
 
-def run_program(words: Iterable[object], *, cwd: Path, timeout: float = 120.0, **variables: str) -> Said:
+def run_program(
+    words: Iterable[object],
+    *,
+    cwd: Path,
+    timeout: float = 120.0,
+    environment: Mapping[str, str] = os.environ,
+    **variables: str,
+) -> Said:
     """Return the output of a program in that folder, with these variables in its environment."""
     command = [str(word) for word in words]
-    environment = os.environ | variables
-    done = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
+    variables = {**environment, **variables}
+    done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=timeout, check=False)
     return Said(done.returncode, done.stdout, done.stderr)
 
 

@@ -1,5 +1,7 @@
 """Routes of one small episode as engine and learner would write them."""
 
+from pathlib import Path
+
 import numpy as np
 
 from r3async.record.routes import EngineCall, TrainedRoutes
@@ -30,6 +32,13 @@ def call(turn: int, prompt, sampled, rows: np.ndarray, *, start: int = 0, logpro
 
 PROMPT, ANSWER, BETWEEN, SECOND = [1, 2, 3], [10, 11, 12], [4, 5], [13, 14]
 TOKENS = [*PROMPT, *ANSWER, *BETWEEN, *SECOND]  # position 9 is never fed
+
+
+def damage_last_record(path: Path) -> None:
+    """Change a byte of the last record of a file of routes."""
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 255  # what follows may be padding
+    path.write_bytes(data)
 
 
 def episode(logprob: float = -1.0) -> tuple[TrainedRoutes, list[EngineCall]]:

@@ -6,7 +6,6 @@ from safetensors.torch import load_file
 
 from tests.helpers import checkpoint as hc
 from tests.helpers import lora as hl
-from tests.helpers import models as hm
 
 LAYOUTS = {
     "dp2": {"dp": 2},
@@ -16,13 +15,6 @@ LAYOUTS = {
     "tp2-ep2": {"tp": 2, "ep": 2},
     "dp2-tp2-ep2": {"dp": 2, "tp": 2, "ep": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    """The vocabulary does not divide by 2, and one layer is dense."""
-    made = tmp_path_factory.mktemp("model")
-    return hm.make_hf_model(made, num_hidden_layers=4, mlp_only_layers=[1], vocab_size=97)
 
 
 @pytest.fixture

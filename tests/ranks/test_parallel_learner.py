@@ -25,12 +25,6 @@ CONTEXT = {"cp": 2, "tp": 2, "ep": 4}
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    """The vocabulary does not divide by 2."""
-    return hm.make_hf_model(tmp_path_factory.mktemp("model"), num_hidden_layers=4, mlp_only_layers=[1], vocab_size=97)
-
-
-@pytest.fixture(scope="module")
 def alone(model_path):
     return MegatronLearner.from_pretrained(config(), model_path)
 

@@ -11,20 +11,6 @@ from tests.helpers import checkpoint as hc
 from tests.helpers import models as hm
 from tests.helpers.checkpoint import assert_same, begun, continued, fresh, in_two_parts, on_ranks, paths, settings
 
-MODEL = {"num_hidden_layers": 4, "mlp_only_layers": [1], "vocab_size": 97}
-"""The vocabulary does not divide by 2, and one layer is dense."""
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return hm.make_hf_model(tmp_path_factory.mktemp("model"), **MODEL)
-
-
-@pytest.fixture
-def ranks_of(request):
-    """The shared process group of so many ranks; None for one."""
-    return lambda world: None if world == 1 else request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[world])
-
 
 @pytest.mark.parametrize(
     ("backend", "parallel"), [("megatron", {"dp": 2}), ("megatron", {"tp": 2}), ("torch", {"dp": 2})]
@@ -71,7 +57,9 @@ def test_fsdp_loads_what_another_number_of_ranks_saved(ranks_of, model_path, tmp
 
 @pytest.mark.parametrize(("saved", "loaded"), [({"pp": 2}, {"tp": 2}), ({}, {"pp": 2})])
 def test_a_tied_embedding_is_saved_once_and_loaded_by_both_stages(ranks_of, tmp_path, saved, loaded):
-    path = hm.make_hf_model(tmp_path / "tied", **MODEL, tie_word_embeddings=True)
+    path = hm.make_hf_model(
+        tmp_path / "tied", num_hidden_layers=4, mlp_only_layers=[1], vocab_size=97, tie_word_embeddings=True
+    )
     _round_trip(ranks_of, path, tmp_path, settings(**saved), settings(**loaded))
 
 

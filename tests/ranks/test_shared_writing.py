@@ -14,18 +14,11 @@ from r3async.weights.delta import apply_delta, digest_version
 from r3async.weights.fetch import verify_version_file
 from r3async.weights.publish import ShardedVersionStore, delta_path
 from r3async.world.disk import SystemFiles
-from tests.helpers import models as hm
 from tests.helpers.parity import config
 
 EVERYTHING, STAGES = {"dp": 2, "tp": 2, "ep": 4}, {"tp": 2, "pp": 2, "ep": 2}
 held: list[LocalRank] = []
 """Of a rank's process."""
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    """The vocabulary does not divide by 2."""
-    return hm.make_hf_model(tmp_path_factory.mktemp("model"), num_hidden_layers=4, mlp_only_layers=[1], vocab_size=97)
 
 
 def opened(kind, path: Path, settings: Config):

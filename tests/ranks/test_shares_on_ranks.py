@@ -9,11 +9,8 @@ import torch
 from r3async.checkpoint.tensors import write_rank_file
 from r3async.config import Config
 from r3async.learner import build_learner
-from tests.helpers import models as hm
 from tests.helpers.checkpoint import assert_same, batches, begun, continued, fresh, on_ranks, paths, settings, train
 
-MODEL = {"num_hidden_layers": 4, "mlp_only_layers": [1], "vocab_size": 97}
-"""The vocabulary does not divide by 2, and one layer is dense."""
 LAYOUTS = {
     "dp2": {"dp": 2},
     "cp2": {"cp": 2},
@@ -24,17 +21,6 @@ LAYOUTS = {
     "dp2-pp2": {"dp": 2, "pp": 2},
     "one": {},
 }
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return hm.make_hf_model(tmp_path_factory.mktemp("model"), **MODEL)
-
-
-@pytest.fixture
-def ranks_of(request):
-    """The shared process group of so many ranks; None for one."""
-    return lambda world: None if world == 1 else request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[world])
 
 
 def sharded(name: str, **options: Any) -> Config:

@@ -11,7 +11,11 @@ import psutil
 import pytest
 
 from r3async.world.cluster import SPARE_ACTORS
+from tests.helpers.cli import run_program
 from tests.helpers.cluster import plain_head
+
+ROOT = Path(__file__).parents[2]
+WITHOUT_ADDRESS = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
 
 SCRIPT = """
 from tests.helpers.cluster import plain_head
@@ -50,11 +54,7 @@ def test_a_head_on_this_host_that_nothing_names_is_left_alone():
     with plain_head() as address, tempfile.TemporaryDirectory(prefix="r3") as home:
         Path(home, "ray").mkdir()
         Path(home, "ray", "ray_current_cluster").write_text(address)
-        environment = {**os.environ, "RAY_TMPDIR": home}
-        environment.pop("RAY_ADDRESS", None)
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
-        )
+        done = run_program([sys.executable, "-c", code], cwd=ROOT, environment=WITHOUT_ADDRESS, RAY_TMPDIR=home)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split()[-1]) == max(3, os.cpu_count() or 1) + SPARE_ACTORS, "and not the head's 32"
 
@@ -93,10 +93,7 @@ finally:
 
 def test_a_ray_of_a_runs_own_gets_a_second_chance_on_a_busy_machine_and_has_no_process_that_nobody_uses():
     """The first node reports itself too late; what it started is gone, and the second's actor answers."""
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    done = subprocess.run(
-        [sys.executable, "-c", OWN], env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
+    done = run_program([sys.executable, "-c", OWN], cwd=ROOT, timeout=200, environment=WITHOUT_ADDRESS)
     assert done.returncode == 0, done.stderr
     started, alive, actor, others = json.loads(done.stdout.splitlines()[-1])
     assert (started, alive) == (2, [])

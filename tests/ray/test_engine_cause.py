@@ -1,10 +1,10 @@
 """What an engine's child process failed with is part of the error that a person sees."""
 
-import os
-import subprocess
 import sys
 
 import pytest
+
+from tests.helpers.cli import run_program
 
 
 @pytest.mark.timeout(500)
@@ -13,8 +13,7 @@ def test_the_driver_prints_why_vllm_cannot_load_a_model(untrained, tmp_path, ray
     words = ["name=broken", f"model.path={untrained}", "learner.backend=scripted", "weights.probe=false"]
     words += ["generator.engine_args.hf_overrides.num_hidden_layers=9"]
     command = [sys.executable, "-m", "r3async", "train", "quickstart", "--runs", str(tmp_path), *words]
-    environment = os.environ | {"RAY_ADDRESS": ray_head}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=450, env=environment)
+    done = run_program(command, cwd=tmp_path, timeout=450, RAY_ADDRESS=ray_head)
     assert done.returncode == 1, done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("the run failed: "), done.stderr

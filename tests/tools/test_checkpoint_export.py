@@ -12,13 +12,7 @@ from r3async.config import config_to_dict
 from r3async.learner import build_learner
 from r3async.tools.export import export_model
 from tests.helpers import checkpoint as hc
-from tests.helpers import models as hm
 from tests.helpers.checkpoint import settings
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return hm.make_hf_model(tmp_path_factory.mktemp("model"), num_hidden_layers=4, mlp_only_layers=[1], vocab_size=97)
 
 
 def saved(path: Path, config, directory: Path, checkpoint: Path):

@@ -1,7 +1,6 @@
 """A cluster that asks for a token: whom it is given to, and whom not."""
 
 import json
-import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,6 +10,7 @@ import pytest
 import ray
 
 from r3async.tools.submit.jobs import _use_local_token
+from tests.helpers.cli import Said, run_program
 from tests.helpers.cluster import beside_python, clean_home
 
 TOKEN = "c0ffee" * 8
@@ -50,9 +50,9 @@ def dashboard() -> Iterator[tuple[str, list[str]]]:
     server.server_close()
 
 
-def list_jobs(address: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def list_jobs(address: str, environment: dict[str, str]) -> Said:
     command = [beside_python("r3async"), "submit", "list", "--address", address]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    return run_program(command, cwd=Path(environment["HOME"]), environment=environment)
 
 
 def keep_token(environment: dict[str, str]) -> None:

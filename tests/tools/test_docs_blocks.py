@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from r3async.tools.cli import app
+from tests.helpers.cli import run_program
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -118,8 +118,5 @@ def dry_run(line):
 def execute(block, folder):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     script = "\n".join(["set -e", *(line.replace(".venv/bin/", "") for line in block.commands)])
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(folder)}
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=folder, env=environment, timeout=BLOCK_SECONDS, capture_output=True, text=True
-    )
+    done = run_program(["bash", "-c", script], cwd=folder, timeout=BLOCK_SECONDS, PATH=path, PYTHONPATH=str(folder))
     assert done.returncode == 0, f"{script}\n{done.stdout}{done.stderr}"

@@ -15,7 +15,7 @@ from r3async.config import config_from_dict, config_to_toml
 from r3async.record.routes import RouteFile
 from r3async.tools.init_model import build_byte_tokenizer
 from r3async.tools.inspect.routes import label_token_roles
-from tests.helpers.routes import ID, LAYERS, call, episode
+from tests.helpers.routes import ID, LAYERS, call, damage_last_record, episode
 from tests.helpers.written_runs import write_routes
 
 END = 257
@@ -95,10 +95,7 @@ def test_a_torn_file_is_reported_beside_what_could_be_compared(tmp_path, inspect
 
 def test_a_damaged_record_is_one_line(tmp_path, inspect) -> None:
     run = write_run(tmp_path)
-    path = run / "routes" / "learner.0.routes"
-    data = bytearray(path.read_bytes())
-    data[-9] ^= 255  # what follows may be padding
-    path.write_bytes(data)
+    damage_last_record(run / "routes" / "learner.0.routes")
     for command in ("verify", "routes"):
         text = inspect(command, "demo", code=2)
         assert "is damaged" in text

@@ -3,7 +3,6 @@
 import re
 import shlex
 import socket
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +12,7 @@ import yaml
 
 from r3async.config import load_config
 from r3async.tools.submit.launch import NOT_FOUND_EXIT_CODE, extract_command, make_entrypoint
+from tests.helpers.cli import run_program
 from tests.helpers.cluster import BARE, bare_environment, beside_python, clean_home, free_ports, head_of
 
 ROOT = Path(__file__).parents[2]
@@ -30,15 +30,7 @@ def small(model):
 
 
 def run(words, cwd, environment, timeout=280):
-    return subprocess.run(
-        words,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        cwd=cwd,
-        env=bare_environment(**environment),
-        check=False,
-    )
+    return run_program(words, cwd=cwd, timeout=timeout, environment=bare_environment(**environment))
 
 
 def shell(line, cwd, ray="", **environment):
@@ -107,16 +99,8 @@ def test_the_readmes_submit_works_after_a_local_run_for_a_person_who_has_set_not
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('the user's own')\n")
     with clean_home() as environment:
 
-        def command(*words):
-            return subprocess.run(
-                [r3async, *words],
-                capture_output=True,
-                text=True,
-                timeout=280,
-                cwd=tmp_path,
-                env=environment,
-                check=False,
-            )
+        def command(*words, **more):
+            return run_program([r3async, *words], cwd=tmp_path, timeout=280, environment=environment, **more)
 
         local = command("train", "quickstart", "name=local", *small(untrained))
         assert local.returncode == 0, local.stdout + local.stderr
@@ -132,14 +116,7 @@ def test_the_readmes_submit_works_after_a_local_run_for_a_person_who_has_set_not
             assert "job: finished after 1 steps" in watched.stdout
             fits = command("cluster", "quickstart", "--address", address)
             assert (fits.returncode, "it fits" in fits.stdout) == (0, True), fits.stdout + fits.stderr
-            refused = subprocess.run(
-                [r3async, "submit", "list", "--address", address],
-                capture_output=True,
-                text=True,
-                timeout=60,
-                env=environment | {"RAY_AUTH_MODE": "disabled"},
-                check=False,
-            )
+            refused = command("submit", "list", "--address", address, RAY_AUTH_MODE="disabled")
             assert (refused.returncode, "wants a token" in refused.stderr) == (2, True), "what a person says counts"
 
 

@@ -19,11 +19,6 @@ from tests.helpers import lora as hl
 from tests.helpers import models as hm
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return hm.make_hf_model(tmp_path_factory.mktemp("model"), num_hidden_layers=4, mlp_only_layers=[1], vocab_size=97)
-
-
 def run_of(path, config, directory):
     """The directory of a run with one checkpoint, of two steps."""
     checkpoints = CheckpointDirectory(directory / "checkpoints")

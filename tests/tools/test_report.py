@@ -19,7 +19,7 @@ from r3async.views.report import build_staleness_histogram, build_timeline, summ
 from r3async.views.summary import make_drift_table
 from r3async.world.real import REAL_WORLD
 from tests.helpers.browser import browse, find_chromium
-from tests.helpers.routes import episode
+from tests.helpers.routes import damage_last_record, episode
 from tests.helpers.written_runs import write_run
 
 
@@ -171,10 +171,7 @@ def test_log_ratios_are_coloured_where_the_learner_kept_its_own(tmp_path: Path) 
 
 def test_a_damaged_record_is_left_out(tmp_path: Path) -> None:
     run = write_run(tmp_path)
-    path = run / "routes" / "learner.0.routes"
-    data = bytearray(path.read_bytes())
-    data[-9] ^= 255  # what follows may be padding
-    path.write_bytes(bytes(data))
+    damage_last_record(run / "routes" / "learner.0.routes")
     assert write_report(run).read_text().count("class='card sample'") == 1
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from r3async.record.routes import RouteFile
 from r3async.views.episodes import StepVersions
 from r3async.views.live import EpisodeIndex, EpisodeQuery, make_environment_lookup
-from tests.helpers.routes import episode
+from tests.helpers.routes import damage_last_record, episode
 from tests.tools.test_report_served import EVIL, append, said
 
 
@@ -95,10 +95,7 @@ def test_a_group_is_shown_beside_each_other_with_what_is_known_of_its_tokens(tmp
 
 def test_a_damaged_trace_is_said_to_be(tmp_path: Path) -> None:
     traced(tmp_path, 3, 7, 0, 0.25)
-    path = tmp_path / "routes" / "learner.0.routes"
-    data = bytearray(path.read_bytes())
-    data[-9] ^= 255
-    path.write_bytes(bytes(data))
+    damage_last_record(tmp_path / "routes" / "learner.0.routes")
     episodes = EpisodeIndex(tmp_path)
     episodes.read_new(str)
     assert "Its record is damaged" in str(episodes.render_episode("3.g00000007e0000", StepVersions()))

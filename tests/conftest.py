@@ -57,22 +57,10 @@ def model_path(tmp_path_factory):
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def vllm_engine(tiny_model):
     """Start the suite's one vLLM engine, for 32 requests at once. Its tests run in the session's event loop."""
-    from r3async.rollout.vllm.engine import VllmEngine
+    from tests.helpers.engine import OBSERVED, started
 
-    engine = VllmEngine(
-        str(tiny_model),
-        dtype="float32",
-        concurrency=32,
-        max_model_len=512,
-        kv_cache_gib=0.25,
-        engine_args={
-            "scheduler_cls": "tests.helpers.scheduler.ObservedScheduler",
-            "worker_extension_cls": "tests.helpers.scheduler.ObservingExtension",
-        },
-    )
-    await engine.start()
-    yield engine
-    await engine.stop()
+    async with started(tiny_model, concurrency=32, gib=0.25, **OBSERVED) as engine:
+        yield engine
 
 
 def _ranks(world, tmp_path_factory):

@@ -1,19 +1,16 @@
 """`r3async diagnose` on real vLLM: planted faults are named, and a sound engine is left alone."""
 
-import contextlib
-
 import pytest
 import pytest_asyncio
 
 from r3async.config import config_from_dict
 from r3async.learner import build_learner
-from r3async.rollout.vllm.engine import VllmEngine
 from r3async.tools.diagnose.command import make_prompt
 from r3async.tools.diagnose.diagnosis import examine_outputs
 from r3async.tools.diagnose.reference import ReferenceModel
 from r3async.tools.diagnose.witnesses import observe_engine
 from tests.helpers import mismatches as hf
-from tests.helpers.engine import needs_fp8_cache, revive
+from tests.helpers.engine import needs_fp8_cache, revive, started
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -42,18 +39,6 @@ def tensors(model):
     learner = build_learner(CONFIG, model, frozen=True)
     yield learner.export_weights()
     learner.close()
-
-
-@contextlib.asynccontextmanager
-async def started(model, **engine_args: str):
-    engine = VllmEngine(
-        str(model), dtype="float32", concurrency=4, max_model_len=512, kv_cache_gib=0.1, engine_args=engine_args
-    )
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.stop()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

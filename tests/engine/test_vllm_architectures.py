@@ -13,7 +13,7 @@ from r3async.rollout.engine import EngineError
 from r3async.rollout.vllm.engine import VllmEngine
 from r3async.weights.publish import VersionStore
 from tests.helpers import architectures as ha
-from tests.helpers.engine import TOLERANCE, VOCABULARY, Reference, make_model, prompt, request, same_sets
+from tests.helpers.engine import TOLERANCE, VOCABULARY, Reference, make_model, prompt, request, same_sets, started
 
 SIZES = {"vocab_size": VOCABULARY, "max_position_embeddings": 1024, "hidden_size": 128, "intermediate_size": 128}
 EXPERTS = {"moe_intermediate_size": 64}
@@ -66,17 +66,13 @@ EACH_TIME = ("deepseek_v3", "llama")
 )
 async def test_log_probs_and_routes_are_those_of_transformers(tmp_path, variant):
     first, second = (make(tmp_path / str(seed), variant, seed) for seed in (0, 1))
-    engine = VllmEngine(str(first), dtype="float32", concurrency=4, max_model_len=128, kv_cache_gib=0.1)
-    await engine.start()
-    try:
+    async with started(first, 128) as engine:
         await check(engine, Reference(first))
         reference = Reference(second)
         with VersionStore(tmp_path / "published") as publisher:
             await engine.install_version(publisher.write_tensors(0, reference.tensors(), torch.float32), 60)
             assert engine.version == 0
             await check(engine, reference)
-    finally:
-        await engine.stop()
 
 
 @pytest.mark.nightly
@@ -85,9 +81,7 @@ async def test_gpt_oss_is_the_same_model_and_refuses_other_weights(tmp_path):
     """In bfloat16: vLLM's attention with sinks on CPU has no other precision. Over 72 tokens, so that windows of 8 cut. Once it
     takes other weights, nothing has to be refused any more."""
     path = make(tmp_path / "m", "gpt_oss", 0)
-    engine = VllmEngine(str(path), dtype="bfloat16", concurrency=4, max_model_len=128, kv_cache_gib=0.1)
-    await engine.start()
-    try:
+    async with started(path, 128, dtype="bfloat16") as engine:
         reference, ids = Reference(path), prompt(60, seed=1)
         generation = await engine.generate(request(ids, 12, "of--1"))
         everything = np.concatenate([ids, generation.token_ids])
@@ -96,5 +90,3 @@ async def test_gpt_oss_is_the_same_model_and_refuses_other_weights(tmp_path):
         with VersionStore(tmp_path / "published") as publisher:
             with pytest.raises(EngineError, match=r"vLLM's loader left out 'model\.layers\.0\.attn'"):
                 await engine.install_version(publisher.write_tensors(0, reference.tensors(), torch.bfloat16), 60)
-    finally:
-        await engine.stop()

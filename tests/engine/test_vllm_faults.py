@@ -13,27 +13,16 @@ from r3async.weights.probe import compare_probe, compare_sampled_probe
 from r3async.weights.publish import VersionStore
 from tests.engine.test_vllm_probe import TEXT, scores
 from tests.helpers import torch as ht
-from tests.helpers.engine import TOLERANCE, Weights, prompt, request, revive
+from tests.helpers.engine import TOLERANCE, Weights, prompt, request, revive, started
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def faulty(tiny_model):
-    engine = VllmEngine(
-        str(tiny_model),
-        dtype="float32",
-        concurrency=16,
-        max_model_len=512,
-        kv_cache_gib=0.25,
-        engine_args={
-            "worker_extension_cls": "tests.helpers.engine.FaultyExtension",
-            "logprobs_mode": "raw_logprobs",
-        },
-    )
-    await engine.start()
-    yield engine
-    await engine.stop()
+    planting = {"worker_extension_cls": "tests.helpers.engine.FaultyExtension", "logprobs_mode": "raw_logprobs"}
+    async with started(tiny_model, concurrency=16, gib=0.25, **planting) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Qwen3
 from r3async.rollout.vllm.engine import VllmEngine
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.publish import VersionStore
-from tests.helpers.engine import Reference, prompt, request
+from tests.helpers.engine import Reference, prompt, request, started
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -97,16 +97,6 @@ async def test_a_plan_loads_what_the_loader_loads(vllm_engine, tiny_model, tmp_p
 async def test_a_plan_loads_what_the_loader_loads_in_other_models(kind, tmp_path):
     config, dtype = MODELS[kind]
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    engine = VllmEngine(
-        str(tmp_path / "model"),
-        dtype=dtype,
-        concurrency=2,
-        max_model_len=128,
-        kv_cache_gib=0.1,
-        engine_args={"worker_extension_cls": "tests.helpers.engine.ComparedExtension"},
-    )
-    await engine.start()
-    try:
+    compared = {"worker_extension_cls": "tests.helpers.engine.ComparedExtension"}
+    async with started(tmp_path / "model", 128, concurrency=2, dtype=dtype, **compared) as engine:
         await check_plan(engine, names_and_shapes(tmp_path / "model"), dtype, tmp_path / "published")
-    finally:
-        await engine.stop()

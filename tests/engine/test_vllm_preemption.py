@@ -16,7 +16,17 @@ from r3async.rollout.engine import Generation
 from r3async.rollout.samples import SampleBuilder
 from r3async.rollout.vllm.engine import VllmEngine
 from r3async.weights.publish import VersionStore
-from tests.helpers.engine import TOLERANCE, Weights, prompt, replay_feeds, request, same_sets, sampled
+from tests.helpers.engine import (
+    OBSERVED,
+    TOLERANCE,
+    Weights,
+    prompt,
+    replay_feeds,
+    request,
+    same_sets,
+    sampled,
+    started,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -83,28 +93,16 @@ class Small:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def small(tiny_model, other_model, tmp_path_factory):
-    engine = VllmEngine(
-        str(tiny_model),
-        dtype="float32",
-        concurrency=4,
-        max_model_len=288,
-        kv_cache_gib=0.25,
-        engine_args={
-            "block_size": 32,
-            "num_gpu_blocks_override": 11,
-            "max_num_batched_tokens": 64,
-            "long_prefill_token_threshold": 8,
-            "scheduler_reserve_full_isl": False,
-            "scheduler_cls": "tests.helpers.scheduler.ObservedScheduler",
-            "worker_extension_cls": "tests.helpers.scheduler.ObservingExtension",
-        },
-    )
-    await engine.start()
-    try:
+    small = {
+        "block_size": 32,
+        "num_gpu_blocks_override": 11,
+        "max_num_batched_tokens": 64,
+        "long_prefill_token_threshold": 8,
+        "scheduler_reserve_full_isl": False,
+    }
+    async with started(tiny_model, 288, gib=0.25, **small, **OBSERVED) as engine:
         with VersionStore(tmp_path_factory.mktemp("small")) as publisher:
             yield Small(engine, Weights(tiny_model, other_model, publisher))
-    finally:
-        await engine.stop()
 
 
 async def test_an_episode_with_new_weights_in_one_turn_and_a_preemption_in_the_next(small):

@@ -8,7 +8,7 @@ import pytest_asyncio
 
 from r3async.rollout.vllm.engine import VllmEngine
 from r3async.weights.publish import VersionStore
-from tests.helpers.engine import TOLERANCE, Reference, Weights, make_model, prompt, request, same_sets
+from tests.helpers.engine import TOLERANCE, Reference, Weights, make_model, prompt, request, same_sets, started
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 WIDTH = 64
@@ -18,17 +18,8 @@ WIDTH = 64
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def engine(tmp_path_factory):
     model = make_model(tmp_path_factory.mktemp("halves"), dense_layers=(1,), expert_hidden_size=WIDTH)
-    engine = VllmEngine(
-        str(model),
-        dtype="float32",
-        concurrency=4,
-        max_model_len=256,
-        kv_cache_gib=0.1,
-        engine_args={"tensor_parallel_size": 2},
-    )
-    await asyncio.wait_for(engine.start(), 300)
-    yield engine
-    await engine.stop()
+    async with started(model, 256, tensor_parallel_size=2) as engine:
+        yield engine
 
 
 async def agrees(engine: VllmEngine, reference: Reference, seed: int) -> None:

@@ -20,10 +20,9 @@ MODES = ["keep", "recompute", "drain"]
 
 
 @pytest.fixture(params=MODES)
-def mode(request, vllm_engine):
-    vllm_engine.on_update = request.param
-    yield request.param
-    vllm_engine.on_update = "keep"
+def mode(request, vllm_engine, monkeypatch):
+    monkeypatch.setattr(vllm_engine, "on_update", request.param)
+    return request.param
 
 
 async def test_both_sides_of_the_switch_are_those_of_their_version_and_new_requests_are_of_the_new_one_alone(
@@ -75,22 +74,19 @@ async def test_both_sides_of_the_switch_are_those_of_their_version_and_new_reque
     assert same_sets(again.routed_experts, weights.reference(new).routes(everything)[:-1])
 
 
-async def test_what_does_not_drain_in_time_leaves_the_old_version_and_goes_on(vllm_engine, weights):
-    vllm_engine.on_update = "drain"
-    try:
-        old, manifest = vllm_engine.version, weights.publish()
-        call = asyncio.create_task(vllm_engine.generate(request(prompt(9), 480, "endless")))
-        await sampled(vllm_engine, "endless", 5)
-        message = r'waited 0\.1 s \(weights\.install_timeout\) for 1 running .*on_update="keep"'
-        with pytest.raises(EngineError, match=message):
-            await vllm_engine.install_version(manifest, 0.1)
-        assert vllm_engine.version == old
-        assert len((await vllm_engine.generate(request(prompt(9), 5))).token_ids) == 5
-        assert (await call).version_spans == [VersionSpan(old, 0, 480)]
-        await vllm_engine.install_version(manifest, 30)
-        assert vllm_engine.version == manifest.version
-    finally:
-        vllm_engine.on_update = "keep"
+async def test_what_does_not_drain_in_time_leaves_the_old_version_and_goes_on(vllm_engine, weights, monkeypatch):
+    monkeypatch.setattr(vllm_engine, "on_update", "drain")
+    old, manifest = vllm_engine.version, weights.publish()
+    call = asyncio.create_task(vllm_engine.generate(request(prompt(9), 480, "endless")))
+    await sampled(vllm_engine, "endless", 5)
+    message = r'waited 0\.1 s \(weights\.install_timeout\) for 1 running .*on_update="keep"'
+    with pytest.raises(EngineError, match=message):
+        await vllm_engine.install_version(manifest, 0.1)
+    assert vllm_engine.version == old
+    assert len((await vllm_engine.generate(request(prompt(9), 5))).token_ids) == 5
+    assert (await call).version_spans == [VersionSpan(old, 0, 480)]
+    await vllm_engine.install_version(manifest, 30)
+    assert vllm_engine.version == manifest.version
 
 
 async def test_an_update_holds_sixteen_answers_up_for_less_time_than_they_take(vllm_engine, weights, mode):
@@ -124,12 +120,9 @@ async def test_a_prefix_cache_of_older_weights_is_found(vllm_engine, weights, mo
         await vllm_engine.install_version(weights.publish(), 30)
         stale = await vllm_engine.count_stale_cached_tokens(text)
     assert stale >= vllm_engine._core.block_size
-    vllm_engine.on_update = "recompute"  # clears the cache: then the salt is not needed
-    try:
-        await vllm_engine.install_version(weights.publish(), 30)
-        assert await vllm_engine.count_stale_cached_tokens(text) == 0
-    finally:
-        vllm_engine.on_update = "keep"
+    monkeypatch.setattr(vllm_engine, "on_update", "recompute")  # clears the cache: then the salt is not needed
+    await vllm_engine.install_version(weights.publish(), 30)
+    assert await vllm_engine.count_stale_cached_tokens(text) == 0
 
 
 async def test_an_engine_that_holds_what_was_published_continues_after_a_comparison(vllm_engine, weights):

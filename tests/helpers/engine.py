@@ -1,7 +1,8 @@
 """A tiny Qwen3-MoE on disk, and the reference values that transformers computes for it."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -19,10 +20,41 @@ from tests.helpers.models import gates_of
 
 VOCABULARY = 264
 END = 257
+OBSERVED = {
+    "scheduler_cls": "tests.helpers.scheduler.ObservedScheduler",
+    "worker_extension_cls": "tests.helpers.scheduler.ObservingExtension",
+}
+"""Arguments of an engine whose scheduler tells what it did."""
 TOLERANCE = 1e-4
 needs_fp8_cache = pytest.mark.skipif(
     "AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="vLLM keeps an fp8 cache on CPUs with AVX-512 only"
 )
+
+
+@asynccontextmanager
+async def started(
+    model: Path,
+    length: int = 512,
+    *,
+    concurrency: int = 4,
+    dtype: str = "float32",
+    gib: float = 0.1,
+    **engine_args: object,
+) -> AsyncIterator[VllmEngine]:
+    """Start an engine for contexts of `length`, with a cache of `gib`, and stop it in the end."""
+    engine = VllmEngine(
+        str(model),
+        dtype=dtype,
+        concurrency=concurrency,
+        max_model_len=length,
+        kv_cache_gib=gib,
+        engine_args=engine_args,
+    )
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
 
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:

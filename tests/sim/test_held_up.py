@@ -5,23 +5,21 @@ import errno
 
 import pytest
 
-from r3async.envs import Action, Message, StepResult
+from r3async.envs import Action, StepResult
 from r3async.record.reading import read_json_objects
+from tests.sim.whole import Game
 
 STEPS = 6
 SILENCE = ["supervise.silence_seconds=2", f"steps={STEPS}"]
 SEEDS = pytest.mark.parametrize("seed", range(2))
 
 
-class Slow:
+class Slow(Game):
     """Whoever plays it is in the middle of an episode."""
-
-    async def reset(self, task_seed: int) -> list[Message]:
-        return [Message("user", "go")]
 
     async def step(self, action: Action) -> StepResult:
         await asyncio.sleep(2)
-        return StepResult(float(len(action.text) % 2), done=True)
+        return await super().step(action)
 
 
 def run(machine, meddle, *overrides):

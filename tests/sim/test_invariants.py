@@ -238,16 +238,23 @@ def test_a_step_replaces_groups_until_enough_differ_or_its_budget_is_spent(diffe
     assert says or not groups_are_replaced_for_want_of_contrast(known, StepTrained(1.0, 1, 1, 0, groups))
 
 
+def begun(leased: int = 0) -> Writer:
+    """A history in which generator `a` has the first weights, and so many groups."""
+    w = Writer()
+    w.begin(1)
+    w.publish(0, 100, "a")
+    for group in range(leased):
+        w.add(GroupsLeased, "a", ((group, (0, 1)),))
+    return w
+
+
 def test_every_rule_has_a_history_that_breaks_it():
     assert {rule.name for rule in ALL} | {"stuck"} == {name for name, _ in SPOILED.values()} | {"memory", "disk"}
     assert all(rule.judge.__doc__ for rule in ALL)
 
 
 def test_what_a_start_found_in_the_spool_is_there_for_the_next_one_though_nobody_was_told():
-    w = Writer()
-    w.begin(1)
-    w.publish(0, 100, "a")
-    w.add(GroupsLeased, "a", ((0, (0, 1)),))
+    w = begun(leased=1)
     w.add(TrajectorySent, "a", playing(0, 0, 1, 0))
     w.add(ProcessEnded, "learner")
     w.begin(2)
@@ -262,9 +269,7 @@ def test_what_a_start_found_in_the_spool_is_there_for_the_next_one_though_nobody
 
 
 def test_without_a_spool_what_was_acknowledged_goes_with_the_learner_and_may_be_played_again():
-    w = Writer()
-    w.begin(1)
-    w.publish(0, 100, "a")
+    w = begun()
     w.play("a", 0, 0)
     w.add(ProcessEnded, "learner")
     w.begin(2)
@@ -288,9 +293,7 @@ def test_without_fsync_a_power_failure_takes_what_was_acknowledged():
 
 
 def test_a_name_that_was_not_synced_does_not_let_the_spool_go_where_power_may_fail():
-    w = Writer()
-    w.begin(1)
-    w.publish(0, 100, "a")
+    w = begun()
     w.play("a", 0, 0)
     w.train(1, 0, *pair(0, 1, 0))
     w.begin(2, 1, 1, 1, 1)  # from a checkpoint that has its name, and nobody synced it
@@ -334,11 +337,7 @@ def test_leases_of_a_generator_that_was_silent_may_be_given_to_another():
 
 def test_rows_beyond_the_window_are_within_the_credit():
     rules = msgspec.structs.replace(RULES, durable="nothing", credit_bytes=150, slots=9)
-    w = Writer()
-    w.begin(1)
-    w.publish(0, 100, "a")
-    for group in range(3):
-        w.add(GroupsLeased, "a", ((group, (0, 1)),))
+    w = begun(leased=3)
     w.deliver("a", 0, 0, episodes=[0])  # the window: as much as comes
     w.deliver("a", 1, 0)
     w.deliver("a", 2, 0, episodes=[0])
@@ -349,11 +348,7 @@ def test_rows_beyond_the_window_are_within_the_credit():
 
 def test_nobody_waits_for_memory_that_is_free():
     rules = msgspec.structs.replace(RULES, durable="nothing", credit_bytes=250, slots=9)
-    w = Writer()
-    w.begin(1)
-    w.publish(0, 100, "a")
-    for group in range(3):
-        w.add(GroupsLeased, "a", ((group, (0, 1)),))
+    w = begun(leased=3)
     w.deliver("a", 0, 0)
     assert broken([*w.events, GroupsLimited(20.0, "a", 1)], rules).name == "memory"
     w.deliver("a", 1, 0)

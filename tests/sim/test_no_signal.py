@@ -6,12 +6,13 @@ from safetensors.torch import load_file
 
 from r3async.actors.process import NotTrained, RunFailed
 from r3async.checkpoint import CheckpointDirectory
-from r3async.envs import Action, Message, StepResult
+from r3async.envs import Action, StepResult
 from r3async.learner.policy_loss import LossInputs, PolicyLoss
 from r3async.record.reading import read_json_objects
 from r3async.rollout.scripted import DIGEST_TENSOR
 from r3async.views.summary import NOT_TRAINED, summarize_run
 from tests.ray.test_resume_run import events
+from tests.sim.whole import Game
 
 HERE = "tests.sim.test_no_signal"
 STEPS = 100
@@ -19,11 +20,8 @@ REAL_LEARNER = ["learner.backend=torch", "weights.probe=false"]
 """It has a gradient, and the scripted engine does not answer as it does."""
 
 
-class Indifferent:
+class Indifferent(Game):
     """Every answer is as good as any other."""
-
-    async def reset(self, task_seed: int) -> list[Message]:
-        return [Message("user", "whatever")]
 
     async def step(self, action: Action) -> StepResult:
         return StepResult(0.3, done=True)

@@ -6,11 +6,11 @@ import pytest
 
 from r3async.actors.learner import LearnerActor, TrajectoryInbox
 from r3async.actors.process import RunFailed
-from r3async.envs import Action, Message, StepResult
+from r3async.envs import Message
 from r3async.record.reading import read_quarantine
 from r3async.tools.inspect.look import describe_run_contents
 from tests.ray.test_resume_run import check_books, events
-from tests.sim.whole import Simulated
+from tests.sim.whole import Game, Simulated
 
 SIZE, BAD, SAMPLES = 12, 5, 8
 SEEDS = pytest.mark.parametrize("seed", range(2))
@@ -64,7 +64,7 @@ def test_a_learner_that_refuses_too_much_ends_the_run_with_its_reason(machine, s
 # -- a task is no good -------------------------------------------------------------------------------------------------
 
 
-class Rows:
+class Rows(Game):
     """A data set of `SIZE` rows, of which one cannot be posed."""
 
     size = SIZE
@@ -74,9 +74,6 @@ class Rows:
         if task_seed == BAD:
             raise ValueError("row 5 has no question")
         return [Message("user", str(task_seed))]
-
-    async def step(self, action: Action) -> StepResult:
-        return StepResult(float(len(action.text) % 2), done=True)
 
 
 @SEEDS

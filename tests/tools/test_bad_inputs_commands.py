@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from dev.__main__ import main as dev_main
+from r3async.tools.cli import main
 from tests.helpers.bad_inputs import judge
 from tests.helpers.cli import Said, run_program, typed
 
@@ -162,18 +163,18 @@ def test_a_real_process_says_the_same(line, folder):
     judge(said, (typed(*line.split(), cwd=folder).stderr.strip().splitlines()[-1],))
 
 
-@pytest.mark.parametrize("words", ["-h", "train -h", "submit -h", "submit --help", "inspect -h"])
-def test_help_is_everywhere(words, folder):
-    said = typed(*words.split(), cwd=folder)
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        *((("r3async", main), words) for words in ("-h", "train -h", "submit -h", "submit --help", "inspect -h")),
+        *((("python -m dev", dev_main), words) for words in ("-h", "bench -h", "bench packing -h", "simulate -h")),
+    ],
+    ids=str,
+)
+def test_help_is_everywhere(program, words, folder):
+    said = typed(*words.split(), cwd=folder, main=program[1])
     assert (said.returncode, said.stderr) == (0, "")
-    assert "Usage: r3async" in said.stdout
-
-
-@pytest.mark.parametrize("words", ["-h", "bench -h", "bench packing -h", "simulate -h"])
-def test_help_is_everywhere_in_development(words, folder):
-    said = typed(*words.split(), cwd=folder, main=dev_main)
-    assert (said.returncode, said.stderr) == (0, "")
-    assert "Usage: python -m dev" in said.stdout
+    assert f"Usage: {program[0]}" in said.stdout
 
 
 def test_benchmarks_are_listed(folder):

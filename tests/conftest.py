@@ -1,7 +1,5 @@
 """Settings and fixtures that the whole suite shares."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import functools

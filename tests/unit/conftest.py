@@ -1,7 +1,5 @@
 """What several modules of this folder begin with."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

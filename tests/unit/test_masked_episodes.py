@@ -1,7 +1,5 @@
 """Episodes that sample by top-p: each sampled token has its support beside it, in every sample, and no other token has one."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -12,7 +10,8 @@ from r3async.rollout.scripted import SCRIPTED_ROUTING, ScriptedEngine, scripted_
 from r3async.schedule.validation import InvalidTrajectory, validate_trajectories
 from r3async.tools.init_model import build_byte_tokenizer
 from r3async.weights.manifest import WeightManifest
-from tests.unit.test_episodes import Talker, encode
+from tests.helpers.serving import answer_ids
+from tests.unit.test_episodes import Talker
 
 TASK = EpisodeTask(0, 0, 11)
 
@@ -23,7 +22,7 @@ def chat():
 
 
 async def played(chat, **settings):
-    engine = ScriptedEngine([encode(chat, "ab"), encode(chat, "cde")])
+    engine = ScriptedEngine(answer_ids(chat, "ab", "cde"))
     await engine.start()
     await engine.install_version(WeightManifest(version=0, path="", tensors={}, nbytes=0), timeout=1)
     config = EpisodeConfig(max_turns=2, max_new_tokens=8, max_prompt_tokens=64, max_total_tokens=128, **settings)

@@ -2,8 +2,6 @@
 transformers whose logits are masked one token at a time, whatever is packed together or shared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

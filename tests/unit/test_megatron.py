@@ -1,7 +1,5 @@
 """The Megatron learner on one rank against transformers: gradients, checkpoints, whole training steps, and its parts."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Every declared architecture on megatron-core against transformers' own class: logits, gradients, checkpoints, numbers."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

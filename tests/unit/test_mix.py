@@ -1,7 +1,5 @@
 """Several environments in one run: which of them a group is of, what each is given, and what is said of each."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

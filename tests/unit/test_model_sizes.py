@@ -1,7 +1,5 @@
 """Sizes that a `config.json` leaves out: transformers, and vLLM with it, fill in numbers of their own."""
 
-from __future__ import annotations
-
 import pytest
 from transformers import AutoConfig
 

@@ -2,8 +2,6 @@
 means that loss weights make.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Events and metrics, as they are written and read."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -2,8 +2,6 @@
 parameter lie where a checkpoint has its tensors.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Routes in fewer bits: every set comes back, whatever the bytes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings

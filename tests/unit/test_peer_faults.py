@@ -3,8 +3,6 @@
 Whatever the engine returned goes the whole way: builder, trajectory, wire, validation on arrival, packed micro-batches.
 """
 
-from __future__ import annotations
-
 import msgspec
 import numpy as np
 import pytest

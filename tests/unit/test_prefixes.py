@@ -1,7 +1,5 @@
 """What samples share: every sample comes back from the packed rows, and training is that of samples that share nothing."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """From groups to minibatches with weights; several optimizer steps of one batch, and their figures as one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

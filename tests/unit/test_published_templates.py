@@ -1,7 +1,5 @@
 """Supervised rows in the chat templates of published models: each is text that the template writes, or it is refused."""
 
-from __future__ import annotations
-
 import re
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A rank of the learner is lost at any of its calls: whoever calls the learner sees nothing of it. Ranks are stand-ins here; real
 ones are in `tests/ray/test_ranks_lost.py`."""
 
-from __future__ import annotations
-
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The learner of several ranks publishes what they hold, each its own part; see also `tests/ranks/test_shared_writing.py`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

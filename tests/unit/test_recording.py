@@ -1,7 +1,5 @@
 """A recording: the steps of a run, made again from what it trained on, are the same bit by bit; where not, it says so."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Routing replay in learners of both backends: what it changes, every way it could go stale, and however routes travelled."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """A learner that was stopped and continued is, bit by bit, the one that was never stopped."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

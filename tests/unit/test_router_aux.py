@@ -1,7 +1,5 @@
 """The routers' load-balance term: its value and gradient, whatever recomputes, packs or divides."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Routes written down by engine and learner, and compared."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Files of traced routes, and what training used of them compared with what the engine chose."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

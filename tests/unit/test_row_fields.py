@@ -1,8 +1,6 @@
 """Columns and fields of rows that change what the model is shown, or what it learns: used, or the row is refused by name. A
 supervised row and one of reinforcement learning have the same prompt."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

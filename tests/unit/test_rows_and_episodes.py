@@ -1,7 +1,5 @@
 """An episode is trained alike as one row and as many: the same gradient for every loss, reduction, correction and credit."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import types

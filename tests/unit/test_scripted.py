@@ -1,7 +1,5 @@
 """Scripted engine and learner keep the promises of `Engine` and `LearnerBackend`, so that tests built on them prove something."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

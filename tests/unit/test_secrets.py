@@ -1,7 +1,5 @@
 """Secrets are known to the process that needs them, and written nowhere."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

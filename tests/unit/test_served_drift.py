@@ -1,7 +1,5 @@
 """Served drift: measured with the routers' own choice on a few episodes, and a step that goes too far is shortened."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable

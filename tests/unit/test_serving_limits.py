@@ -1,7 +1,5 @@
 """What a request to the endpoint may take: bytes, messages, characters, connections, time; and never the event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

@@ -1,7 +1,5 @@
 """Settings at the values that users have, where they act: what comes out is compared with a formula in plain Python."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """The files of a spool, whole whatever is torn, damaged or refused by the disk, and delivery into it."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

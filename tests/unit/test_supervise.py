@@ -1,7 +1,5 @@
 """A run's driver: what it does if a conductor ends, is lost, does not answer, or is to stop. Its actors are stand-ins."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Supervised steps: the loss and gradient of plain cross entropy on answers, and rows that become samples."""
 
-from __future__ import annotations
-
 import contextlib
 
 import numpy as np

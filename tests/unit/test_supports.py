@@ -1,7 +1,5 @@
 """Sets of tokens that could be sampled: their bytes are those sets, never more than a bit a token, and bad ones are refused."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import msgspec

@@ -1,7 +1,5 @@
 """Spans of engine calls and of environments, of one episode a group."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tool calls in what a policy really writes: the same bracket a thousand times, and calls that it only thinks about."""
 
-from __future__ import annotations
-
 import json
 import time
 

@@ -2,8 +2,6 @@
 it refuses at start.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """The transformers learner against plain transformers with forced routes, in one process."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 

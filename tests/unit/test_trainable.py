@@ -1,7 +1,5 @@
 """One definition of what may be trained: where a trajectory is made, where it arrives, and in the step, which no data can end."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from types import SimpleNamespace

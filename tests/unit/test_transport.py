@@ -1,7 +1,5 @@
 """Delivery over real sockets: at least once, and accepted once, whatever is lost, killed or restarted."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

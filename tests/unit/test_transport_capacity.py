@@ -1,7 +1,5 @@
 """Delivery within bounds, and what trajectories that end at about the same time share: a look, a message, an answer."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading

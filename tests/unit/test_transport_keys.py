@@ -1,7 +1,5 @@
 """Who is let in, and what is not delivered: strangers are refused, counted and told nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """The protocol's state, without sockets."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """What a peer that says anything it likes can cost: memory before it is let in, and memory of the learner afterwards."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

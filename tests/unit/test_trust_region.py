@@ -1,7 +1,5 @@
 """The controller of the trust region, on simulated plants whose drift answers to the coefficient."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -2,8 +2,6 @@
 any rank, and the run's events say why.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

@@ -1,7 +1,5 @@
 """One decoder for all that comes from outside: whatever the bytes are, it is a value or one kind of error."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Steps that make no update: what is told of them, when they end the run, and what such a run calls itself."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a summary and a report show of a run's rows."""
 
-from __future__ import annotations
-
 import json
 import math
 from html.parser import HTMLParser

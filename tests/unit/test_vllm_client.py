@@ -1,7 +1,5 @@
 """The engine core's process, and the requests inside vLLM, as their owner sees them: a core that the test plays."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import subprocess

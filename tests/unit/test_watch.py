@@ -1,7 +1,5 @@
 """The conductor's watch: which stage is blamed, and what is done about it. Generators and learner are stand-ins."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

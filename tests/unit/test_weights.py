@@ -1,7 +1,5 @@
 """Publishing weights and their deltas: complete or absent, checked byte by byte, and gone when their publisher is."""
 
-from __future__ import annotations
-
 import errno
 import subprocess
 import sys

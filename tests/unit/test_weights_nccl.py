@@ -1,8 +1,6 @@
 """`weights.backend = nccl` with sockets: what hangs alone. In the place of NCCL between GPUs: a queue between threads of this
 process, of which some are the sending processes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import queue

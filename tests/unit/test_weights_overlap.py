@@ -1,7 +1,5 @@
 """A version is copied between two steps, written beside the next one, and delivered; one copy waits at most."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

@@ -1,7 +1,5 @@
 """Copies that are joined do what they did one by one; a plan does what the loader did that it was made from."""
 
-from __future__ import annotations
-
 import math
 
 import torch

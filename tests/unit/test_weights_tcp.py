@@ -1,7 +1,5 @@
 """Weights between hosts: each has them bit by bit, once, whatever is lost, damaged or killed on the way."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections import Counter

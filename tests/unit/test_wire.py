@@ -1,7 +1,5 @@
 """The wire format: what is sent arrives as it was, and bytes that are no message of ours are refused and raise nothing else."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The bytes that limits of time follow from are those that a run writes."""
 
-from __future__ import annotations
-
 import pytest
 from safetensors.torch import load_file
 

@@ -169,7 +169,7 @@ def test_a_real_process_says_the_same(line, folder):
         *((("r3async", main), words) for words in ("-h", "train -h", "submit -h", "submit --help", "inspect -h")),
         *((("python -m dev", dev_main), words) for words in ("-h", "bench -h", "bench packing -h", "simulate -h")),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else value[0],
 )
 def test_help_is_everywhere(program, words, folder):
     said = typed(*words.split(), cwd=folder, main=program[1])

@@ -22,7 +22,7 @@ MAX_EVIDENCE_AGE = datetime.timedelta(days=180)
 PAGE_HEAD = f"""# Comparison with other frameworks
 
 What nine other open frameworks state about the points that r3async is about, and about more, each with its evidence. A
-framework that a table lacks may have the feature: no evidence was found. r3async has not been run on GPUs; the others
+framework that a table lacks may have the feature: no evidence was found. r3async has run only in parts on one GPU; the others
 have. Each point ends with who is ahead of r3async.
 
 Beside each source is the month of its own day: that of a release, or of the earliest entry of a pull request or issue that

@@ -409,12 +409,6 @@ def given_up_at_once(init: Any) -> Any:
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-@register_mutant(TrajectorySender, "_try_reconnect")
-def no_second_try_to_connect(reconnect: Any) -> Any:
-    """A sender that cannot make a socket when it connects again has failed."""
-    return lambda self: self._open_connection()
-
-
 @register_mutant(disk_waits, "is_disk_error")
 def full_process_not_waited_for(is_disk_trouble: Any) -> Any:
     """Writing weights is not retried when no file descriptor is free."""

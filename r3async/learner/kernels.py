@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -29,11 +29,11 @@ class AttentionPlan:
         self._cu_seqlens, self._device, self._prefixes = cu_seqlens, device, prefixes
 
     @cached_property
-    def padded(self) -> PaddedLayout:
+    def padded_layout(self) -> PaddedLayout:
         return _plan_padded(self._cu_seqlens, self._device, self._prefixes)
 
     @cached_property
-    def unpadded(self) -> UnpaddedLayout:
+    def unpadded_layout(self) -> UnpaddedLayout:
         return _plan_unpadded(self._cu_seqlens, self._device, self._prefixes)
 
 
@@ -176,12 +176,12 @@ def packed_attention(
         window: The number of tokens that a token sees, itself the last of them.
     """
     if sinks is None and _has_unpadded_kernel(query, value):
-        return attend_unpadded(query, key, value, plan.unpadded, scale, window=window)
-    return attend_padded(query, key, value, plan.padded, scale, sinks=sinks, window=window)
+        return attend_unpadded(query, key, value, plan.unpadded_layout, scale, window=window)
+    return attend_padded(query, key, value, plan.padded_layout, scale, sinks=sinks, window=window)
 
 
 def _has_unpadded_kernel(query: Tensor, value: Tensor) -> bool:
-    """Whether FlashAttention computes this: 16 bits, on an Ampere or later, with heads of one size that it has."""
+    """Return True if FlashAttention computes this: 16 bits, on an Ampere or later, with heads of one size that it has."""
     size = query.shape[-1]
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -204,8 +204,6 @@ def attend_unpadded(
 
     if layout.key_gather is not None:
         key, value = layout.key_gather(key), layout.key_gather(value)
-    # Up to torch 2.11 it takes grouped keys without being told.
-    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     return varlen_attn(
         query,
         key,
@@ -216,8 +214,14 @@ def attend_unpadded(
         layout.longest_key,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        **grouped,
+        **_grouped_key_options(varlen_attn),
     )
+
+
+@cache
+def _grouped_key_options(varlen_attn: Callable[..., Any]) -> dict[str, Any]:
+    """Return what newer versions must be told of grouped keys; torch 2.11 takes them as they are."""
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def attend_padded(

@@ -86,7 +86,7 @@ def _ending_if_its_restart_fails(actor_class: type) -> type:
     while an actor is restarted must not cost the actor. The first start raises as usual.
     """
 
-    class Hosted(actor_class):
+    class RestartableActor(actor_class):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             import ray
 
@@ -100,9 +100,9 @@ def _ending_if_its_restart_fails(actor_class: type) -> type:
                 time.sleep(RESTART_RETRY_SECONDS)
                 os._exit(1)
 
-    Hosted.__name__, Hosted.__qualname__ = actor_class.__name__, actor_class.__qualname__
-    Hosted.__module__, Hosted.__doc__ = actor_class.__module__, actor_class.__doc__
-    return Hosted
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(RestartableActor, name, getattr(actor_class, name))
+    return RestartableActor
 
 
 @dataclass(frozen=True)
@@ -211,10 +211,10 @@ class RayActors:
         elif actor_options.same_node:
             node = ray.get_runtime_context().get_node_id()
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
-        hosted = _ending_if_its_restart_fails(actor_class) if actor_options.max_restarts else actor_class
+        spawned_class = _ending_if_its_restart_fails(actor_class) if actor_options.max_restarts else actor_class
         lanes = dict.fromkeys(actor_options.concurrency_groups, 1)
         remote = ray.remote(concurrency_groups=lanes) if lanes else ray.remote  # no option, unlike the others
-        return RayActorRef(name, remote(hosted).options(**options).remote(self._world, *args))
+        return RayActorRef(name, remote(spawned_class).options(**options).remote(self._world, *args))
 
     def current_actor(self) -> RayActorRef:
         import ray

@@ -94,8 +94,8 @@ def test_both_layouts_give_the_same_attention_and_gradient(monkeypatch, window, 
     weight = torch.randn(31, HEADS, SIZE, generator=rng, dtype=torch.float64)
     shared = None if prefixes is None else np.array(prefixes, np.int32)
     plan = plan_attention(np.array([0, 18, 26, 31]), torch.device("cpu"), shared)
-    padded = attend_padded(*rows, plan.padded, None, window=window)
-    unpadded = attend_unpadded(*rows, plan.unpadded, None, window=window)
+    padded = attend_padded(*rows, plan.padded_layout, None, window=window)
+    unpadded = attend_unpadded(*rows, plan.unpadded_layout, None, window=window)
     assert (padded - unpadded).abs().max() < 1e-12
     for one, other in zip(*(torch.autograd.grad((x * weight).sum(), rows) for x in (padded, unpadded)), strict=True):
         assert (one - other).abs().max() < 1e-11

@@ -33,7 +33,7 @@ def attention(place: Place, *, layout: str, tokens: int) -> dict[str, Any]:
         plan = plan_attention(np.array([0, first, tokens]), q.device)
         attend = partial(packed_attention, q, k, v, plan, None)
         if layout == "padded":
-            attend = partial(attend_padded, q, k, v, plan.padded, None)
+            attend = partial(attend_padded, q, k, v, plan.padded_layout, None)
         one, each = timed(place, partial(_backward, attend, gradient))
         firsts.append(one)
         steadies.append(each)

@@ -4,7 +4,7 @@ transport they travel."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from r3async.weights.publish import (
     WeightSender,
     default_weights_directory,
 )
-from r3async.world import WorkerThread, World
+from r3async.world import EventReporter, WorkerThread, World, ignore_event
 from r3async.world.files import DiskRetrier
 from r3async.world.real import REAL_WORLD
 from r3async.world.sockets import ClientKeys, ServerKeys
@@ -89,7 +89,7 @@ class VersionWriter:
     probe_tokens: np.ndarray | None
     write_seconds: float
     server: TcpServer | None = None
-    report_event: Callable[..., object] = lambda event, **facts: None
+    report_event: EventReporter = ignore_event
 
     def __post_init__(self) -> None:
         self._clock = self.world.clock.monotonic

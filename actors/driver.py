@@ -24,7 +24,6 @@ from r3async.checkpoint.directory import (
     begin_lineage,
     describe_origin,
     fingerprint_model,
-    ignore_event,
     mark_run_directory,
     read_run_starts,
 )
@@ -38,8 +37,17 @@ from r3async.schedule.health import Watchdog
 from r3async.untrusted import MalformedError, decode_json, decode_toml
 from r3async.views.summary import NOT_TRAINED, UNFINISHED, get_status_change
 from r3async.weights.probe import FAILED_MODEL_DIRECTORY
-from r3async.world import ActorLostError, ActorOptions, ActorRef, Files, InsufficientResourcesError, Reservation, World
-from r3async.world.appending import EventReporter
+from r3async.world import (
+    ActorLostError,
+    ActorOptions,
+    ActorRef,
+    EventReporter,
+    Files,
+    InsufficientResourcesError,
+    Reservation,
+    World,
+    ignore_event,
+)
 from r3async.world.files import fsync_with_parents, make_directory, read_file, replace_file
 from r3async.world.real import REAL_WORLD
 
@@ -496,11 +504,11 @@ async def open_run_directory(
     config: Config,
     directory: Path,
     print_line: Callable[[str], object],
-    report: EventReporter = ignore_event,
+    report_event: EventReporter = ignore_event,
     *,
     world: World = REAL_WORLD,
 ) -> RunDirectory:
-    """Open `directory`, which is new, or as its newest intact checkpoint left it. `report` gets what is found among the
+    """Open `directory`, which is new, or as its newest intact checkpoint left it. `report_event` gets what is found among the
     checkpoints.
 
     `resume = auto` resumes in a directory with checkpoints, and starts again in the directory of a run that made none
@@ -514,7 +522,7 @@ async def open_run_directory(
             aside = await _move_aside(directory, print_line, world)
             print_line(f"{directory} is kept as {aside}")
         elif (
-            CheckpointDirectory.from_config(config, directory, report=report, files=files).is_empty
+            CheckpointDirectory.from_config(config, directory, report_event=report_event, files=files).is_empty
             and read_run_starts(directory, files=files) is None
         ):
             raise ConfigError(
@@ -529,7 +537,7 @@ async def open_run_directory(
             directory, files=files
         )  # first of all: whatever ends this process from now on, the directory is known as that of a run
         make_directory(directory / "logs", files=files)
-        resume = _open_resume_checkpoint(config, directory, print_line, report, files)
+        resume = _open_resume_checkpoint(config, directory, print_line, report_event, files)
         began = resume is None and _restart_without_checkpoint(config, directory, print_line, world)
         replace_file(directory / "config.toml", config_to_toml(config).encode(), files=files)
         _share_lock(lock, directory)
@@ -600,7 +608,7 @@ async def restart_run(
     config: Config,
     run: RunDirectory,
     print_line: Callable[[str], object],
-    report: EventReporter = ignore_event,
+    report_event: EventReporter = ignore_event,
     *,
     world: World = REAL_WORLD,
 ) -> RunDirectory:
@@ -609,7 +617,7 @@ async def restart_run(
     waiting = lambda: print_line("waiting for the other processes to end")  # noqa: E731
     if not await run.lock.acquire_exclusive(LOCK_WAIT_SECONDS, waiting, clock=world.clock.monotonic):
         raise ConfigError(f"processes that write to {run.path} did not end within {LOCK_WAIT_SECONDS:.0f} s")
-    checkpoints = CheckpointDirectory.from_config(config, run.path, report=report, files=world.files)
+    checkpoints = CheckpointDirectory.from_config(config, run.path, report_event=report_event, files=world.files)
     checkpoints.recover_directory()
     resume = checkpoints.recover_newest() or run.resume_from
     checkpoints.remove_later_evaluations(resume)
@@ -619,11 +627,11 @@ async def restart_run(
 
 
 def _open_resume_checkpoint(
-    config: Config, directory: Path, say: Callable[[str], object], report: EventReporter, files: Files
+    config: Config, directory: Path, say: Callable[[str], object], report_event: EventReporter, files: Files
 ) -> Checkpoint | None:
     """Return the checkpoint that `resume` means; None to begin. The records are rewound to it, and what came later is
     set aside."""
-    checkpoints = CheckpointDirectory.from_config(config, directory, report=report, files=files)
+    checkpoints = CheckpointDirectory.from_config(config, directory, report_event=report_event, files=files)
     if config.resume == "none":
         checkpoints.recover_directory()
         checkpoints.supersede_later(-1)

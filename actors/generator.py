@@ -319,7 +319,7 @@ class GeneratorActor:
             config.episode,
             config.serving,
             generator_id=self.generator_id,
-            report=self._events.warning,
+            report_event=self._events.warning,
             directory=self.run_dir,
             world=world,
         ) as play:
@@ -329,7 +329,7 @@ class GeneratorActor:
                 renderer=self._renderer,
                 settings=config.episode,
                 generator_id=self.generator_id,
-                report=self._events.warning,
+                report_event=self._events.warning,
                 play_episode=play,
                 clock=world.clock.time,
                 task_settings=[env.episode for env in resolve_envs(config)],
@@ -510,7 +510,7 @@ class GeneratorActor:
             make_factory=lambda env: self.world.threads.run(self._get_env_factory, env),
             trained_env=self.config.env,
             generator_id=self.generator_id,
-            report=self._events.warning,
+            report_event=self._events.warning,
             world=self.world,
         )
         playing = create_stage_task("evaluation", player.play_sets())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -33,7 +33,7 @@ from r3async.weights.publish import (
     write_delta_part,
     write_share_region,
 )
-from r3async.world import ActorLostError, ActorOptions, ActorRef, Actors, World
+from r3async.world import ActorLostError, ActorOptions, ActorRef, Actors, EventReporter, World, ignore_event
 from r3async.world.cluster import find_interface, use_interface
 from r3async.world.files import is_disk_error
 from r3async.world.processes import pause_garbage_collector
@@ -315,16 +315,6 @@ class RankActor:
 R = TypeVar("R")
 
 
-class EventReporter(Protocol):
-    """A function that reports an event with its facts."""
-
-    def __call__(self, event: str, /, **facts: Any) -> object: ...
-
-
-def _ignore_event(event: str, /, **facts: Any) -> None:
-    pass
-
-
 class RemoteRanks:
     """The ranks as actors, with the same calls as `LocalRank`, which are made on all ranks at once. The first rank
     answers for all; it is on this host.
@@ -344,7 +334,7 @@ class RemoteRanks:
         ranks: RankProcesses,
         world: World = REAL_WORLD,
         start_ranks: Callable[[], RankProcesses] | None = None,
-        report_event: EventReporter = _ignore_event,
+        report_event: EventReporter = ignore_event,
         write_sizes: WriteSizes = UNKNOWN_SIZES,
     ):
         """Wrap ranks that have loaded the model.
@@ -385,7 +375,7 @@ class RemoteRanks:
         run_dir: Path,
         placements: Sequence[ActorOptions] = (),
         world: World = REAL_WORLD,
-        report_event: EventReporter = _ignore_event,
+        report_event: EventReporter = ignore_event,
     ) -> RemoteRanks:
         """Start the ranks at `placements`, or all of them beside this process. They meet and load the model. Blocking.
         Raises `LearnerError`."""
@@ -670,7 +660,7 @@ def load_learner(
     run_dir: Path,
     placements: Sequence[ActorOptions] = (),
     world: World = REAL_WORLD,
-    report_event: EventReporter = _ignore_event,
+    report_event: EventReporter = ignore_event,
 ) -> LocalRank | RemoteRanks:
     """Load the learner: one rank in this process, or several as actors. See `LocalRank.load` and `RemoteRanks.load`."""
     if config.learner.parallel.world_size == 1:

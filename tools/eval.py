@@ -33,6 +33,7 @@ from r3async.rollout.evaluation import (
     resolve_evaluation_env,
 )
 from r3async.untrusted import decode_python_json
+from r3async.world import EventReporter, ignore_event
 from r3async.world.files import make_directory, replace_file
 from r3async.world.processes import run_on_shared_loop
 from r3async.world.real import REAL_WORLD
@@ -191,7 +192,7 @@ async def run_evaluation(
     policy: Literal["model", "oracle", "random"] = "model",
     show_phase: Callable[[str], object] = lambda text: None,
     on_outcome: Callable[[EpisodeOutcome], object] = lambda outcome: None,
-    report_event: Callable[..., object] = lambda event, **fields: None,
+    report_event: EventReporter = ignore_event,
     make_engine: Callable[[Config, str, int], Engine] = build_engine,
 ) -> Evaluation:
     """Play the target's tasks and return the result.
@@ -251,7 +252,7 @@ async def run_evaluation(
             make_factory=factory_of,
             trained_env=target.trained_env,
             generator_id="eval",
-            report=report_event,
+            report_event=report_event,
             progress=on_outcome,
         )
         return await player.play_sets()
@@ -358,7 +359,7 @@ def eval_command(
                 policy=policy,
                 show_phase=lambda text: bar.update(task, description=text),
                 on_outcome=lambda outcome: bar.advance(task),
-                report_event=lambda event, **fields: bar.console.print(event, fields, markup=False, highlight=False),
+                report_event=lambda event, /, **fields: bar.console.print(event, fields, markup=False, highlight=False),
             )
         )
     out = SafeConsole()

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from r3async.actors import driver as run_dir
-from r3async.checkpoint.directory import ignore_event
 from r3async.config import Config, ConfigError
-from r3async.world.appending import EventReporter
+from r3async.world import EventReporter, ignore_event
 from r3async.world.files import DISK_FULL_ERRNOS
 
 MIN_FREE_BYTES = 2**20

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from r3async.config import Config, check_policy_loss
+from r3async.world import EventReporter
 from r3async.world.real import REAL_WORLD
 
 from .callbacks import CallbackRunner
@@ -26,7 +27,6 @@ from .terminal import SafeConsole
 
 if TYPE_CHECKING:
     from r3async.actors.driver import RunLauncher
-    from r3async.world.appending import EventReporter
 
 
 class StoppedWhileLoading(BaseException):

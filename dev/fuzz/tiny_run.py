@@ -63,7 +63,7 @@ class TinyRun:
         self._directory, self._model = directory, directory / "model"
         self._model.mkdir(parents=True)
         (self._model / "config.json").write_text('{"hidden_size": 3}')
-        self.checkpoints = CheckpointDirectory(directory / "checkpoints", report=self._add_event)
+        self.checkpoints = CheckpointDirectory(directory / "checkpoints", report_event=self._add_event)
         self.reported_events: list[dict[str, Any]] = []
         """Events that were reported about checkpoints."""
         self._ranks = [self._make_rank(rank, world) for rank in range(world)]

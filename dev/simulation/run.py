@@ -32,15 +32,13 @@ from dev.simulation.world import SimulatedHost
 from r3async.actors.driver import LOCK_WAIT_SECONDS, RunLauncher, open_run_directory, supervise_run
 from r3async.actors.process import NotTrained, ProcessLost, RunFailed, StoppedBeforeStep
 from r3async.checkpoint import CheckpointError
-from r3async.checkpoint.directory import ignore_event
 from r3async.config import Config, ConfigError, InitConfig
 from r3async.data.models import read_moe_layers
 from r3async.record.reading import EVALUATION_FILE, read_json_objects
 from r3async.record.timeline import Span, read_timeline
 from r3async.untrusted import decode_json_object
 from r3async.weights import fetch as relay
-from r3async.world import Files
-from r3async.world.appending import EventReporter
+from r3async.world import EventReporter, Files, ignore_event
 
 MODEL_PATH = Path("model")
 """Path of the model. It is relative, so that a run writes the same wherever it is simulated."""

@@ -43,8 +43,8 @@ from r3async.data.models import read_write_sizes
 from r3async.data.versions import Lineage, RunStart
 from r3async.schedule.admission import AdmissionController
 from r3async.untrusted import MalformedError, decode_json
-from r3async.world import Files, World
-from r3async.world.appending import EventReporter, whole_record_bytes
+from r3async.world import EventReporter, Files, World, ignore_event
+from r3async.world.appending import whole_record_bytes
 from r3async.world.files import make_directory, read_file, replace_file
 from r3async.world.real import REAL_WORLD
 
@@ -55,10 +55,6 @@ STATE_FILE = "run.json"
 _STEP_PATTERN = re.compile(r"step-(\d{8,})")
 READ_ATTEMPTS = 3
 """Attempts to read a checkpoint when the disk fails to return it."""
-
-
-def ignore_event(event: str, /, **facts: object) -> None:
-    """Discard an event; the default `EventReporter`."""
 
 
 @dataclass(frozen=True)
@@ -122,23 +118,28 @@ class CheckpointDirectory:
         keep_last: int = 3,
         keep_every: int = 0,
         keep_best: str = "",
-        report: EventReporter = ignore_event,
+        report_event: EventReporter = ignore_event,
         files: Files = REAL_WORLD.files,
     ):
         if keep_last < 1:
             raise ValueError(f"keep_last must be 1 or more, got {keep_last}")
-        self.directory, self.files, self._report = Path(directory), files, report
+        self.directory, self.files, self._report_event = Path(directory), files, report_event
         self._keep_last, self._keep_every, self._keep_best = keep_last, keep_every, keep_best
 
     @classmethod
     def from_config(
-        cls, config: Config, run_dir: Path, *, report: EventReporter = ignore_event, files: Files = REAL_WORLD.files
+        cls,
+        config: Config,
+        run_dir: Path,
+        *,
+        report_event: EventReporter = ignore_event,
+        files: Files = REAL_WORLD.files,
     ) -> CheckpointDirectory:
         """Return the checkpoints of a run, in the directory that `checkpoint.directory` names."""
         settings = config.checkpoint
         where = Path(settings.directory) if settings.directory else run_dir / "checkpoints"
         last, every, best = settings.keep_last, settings.keep_every, settings.keep_best
-        return cls(where, keep_last=last, keep_every=every, keep_best=best, report=report, files=files)
+        return cls(where, keep_last=last, keep_every=every, keep_best=best, report_event=report_event, files=files)
 
     def list_steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, oldest first."""
@@ -163,7 +164,7 @@ class CheckpointDirectory:
         for path in (self.directory / name for name in self.files.list_names(self.directory)):
             if path.suffix in (".partial", ".removing") and _STEP_PATTERN.fullmatch(path.stem):
                 self.files.remove_tree(path)
-                self._report("checkpoint_remains_removed", path=str(path))
+                self._report_event("checkpoint_remains_removed", path=str(path))
         remove_evaluations(self.directory, files=self.files)  # those that were not finished
         if self.list_steps():
             self.files.fsync_directory(self.directory)
@@ -248,7 +249,7 @@ class CheckpointDirectory:
         def set_aside(step: int, error: CheckpointError) -> None:
             aside = self._set_aside(self.step_path(step), "bad")
             reasons.append(f"step {step}: {error}")
-            self._report("checkpoint_bad", step=step, reason=str(error), kept_as=str(aside))
+            self._report_event("checkpoint_bad", step=step, reason=str(error), kept_as=str(aside))
 
         found = self.find_newest_intact(set_aside)
         if found is None and (reasons or self._list_bad()):
@@ -270,7 +271,7 @@ class CheckpointDirectory:
         for later in self.list_steps():
             if later > step:
                 aside = self._set_aside(self.step_path(later), "superseded")
-                self._report("checkpoint_superseded", step=later, kept_as=str(aside))
+                self._report_event("checkpoint_superseded", step=later, kept_as=str(aside))
         remove_evaluations(self.directory, after=step, files=self.files)
         for bad in self._list_bad() if step < 0 else ():
             self._set_aside(bad, "superseded")
@@ -315,7 +316,7 @@ class CheckpointDirectory:
         if not extra:
             return []
         intact = self.find_newest_intact(
-            lambda step, error: self._report("checkpoint_bad", step=step, reason=str(error))
+            lambda step, error: self._report_event("checkpoint_bad", step=step, reason=str(error))
         )
         removed = [s for s in extra if intact is not None and s != intact.state.steps]
         for step in removed:
@@ -468,7 +469,7 @@ class CheckpointWriter:
         self._write_timeout = config.checkpoint.resolve_write_timeout(written.checkpoint_bytes)
         self._run_id, self._model_path, self._events, self._world = run_id, model_path, events, world
         self._checkpoints = CheckpointDirectory.from_config(
-            config, run_dir, report=self._report_event, files=world.files
+            config, run_dir, report_event=self._report_event, files=world.files
         )
         self._thread = world.threads.new_worker("checkpoint")
         self._fingerprint = ""

@@ -114,7 +114,7 @@ def open_event_log(
         cache_logger_on_first_use=True,
     )
     bound = logger.bind(role=role)
-    keeper.set_reporter(bound.warning)
+    keeper.set_event_reporter(bound.warning)
     return bound
 
 

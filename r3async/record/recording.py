@@ -21,7 +21,7 @@ from r3async.data.tokens import Trajectory
 from r3async.data.versions import Lineage
 from r3async.data.wire import WireError, compute_checksum, decode_trajectory, encode_trajectory
 from r3async.untrusted import MalformedError, decode_json, decode_json_object
-from r3async.world import Buffer, Files, World
+from r3async.world import Buffer, EventReporter, Files, World
 from r3async.world.files import make_directory, read_file, replace_file, write_atomically
 from r3async.world.real import REAL_WORLD
 from r3async.world.stages import create_stage_task
@@ -73,7 +73,7 @@ class StepRecorder:
         run_dir: Path,
         config: Config,
         lineage: Lineage,
-        report_event: Callable[..., object],
+        report_event: EventReporter,
         *,
         world: World = REAL_WORLD,
     ):

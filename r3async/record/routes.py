@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import zlib
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -32,7 +32,7 @@ from r3async.data.wire import array_bytes, compute_checksum
 from r3async.learner.batch import expand_prefixes
 from r3async.rollout.engine import Engine, Generation, GenerationRequest
 from r3async.untrusted import decode_msgpack
-from r3async.world import File, Files, World
+from r3async.world import EventReporter, File, Files, World
 from r3async.world.appending import AppendFile, RecordFlusher
 from r3async.world.files import make_directory
 from r3async.world.real import REAL_WORLD
@@ -345,9 +345,7 @@ class RouteFileTracer:
     traces are reported with `report_event(event, **fields)`; they do not end the run.
     """
 
-    def __init__(
-        self, run_dir: Path, config: Config, report_event: Callable[..., object], *, world: World = REAL_WORLD
-    ):
+    def __init__(self, run_dir: Path, config: Config, report_event: EventReporter, *, world: World = REAL_WORLD):
         self._plan = TraceFilter(config)
         self._lines = AppendFile(run_dir / "routing.jsonl", world=world)
         self._file = RouteFile(run_dir / "routes", "learner", world=world)

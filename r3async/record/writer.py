@@ -22,7 +22,7 @@ from r3async.data.tokens import Trajectory
 from r3async.record.reading import EPISODES_FILE
 from r3async.rollout.episode import STOP_REASONS
 from r3async.schedule.health import ALL_EPISODES_FAILED, explain_no_update
-from r3async.world import World
+from r3async.world import EventReporter, World
 from r3async.world.appending import AppendFile
 from r3async.world.real import REAL_WORLD
 from r3async.world.stages import stage
@@ -94,7 +94,7 @@ class StepWriter:
     def __init__(
         self,
         run_dir: Path,
-        report_event: Callable[..., object],
+        report_event: EventReporter,
         devices: DeviceCounts = ONE_DEVICE_EACH,
         *,
         world: World = REAL_WORLD,

@@ -34,7 +34,7 @@ from r3async.rollout.endpoint.session import AgentSession
 from r3async.rollout.engine import Engine
 from r3async.rollout.episode import EpisodeError, EpisodeTask
 from r3async.untrusted import MalformedError, decode_json_object
-from r3async.world import World
+from r3async.world import EventReporter, World, ignore_event
 from r3async.world.appending import RETRY_SECONDS
 from r3async.world.files import replace_file
 from r3async.world.processes import find_processes_by_env
@@ -361,7 +361,7 @@ async def open_agent_player(
     serving: ServingConfig,
     *,
     generator_id: str = "",
-    report: Callable[..., object] = lambda event, **fields: None,
+    report_event: EventReporter = ignore_event,
     directory: Path | None = None,
     world: World = REAL_WORLD,
 ) -> AsyncIterator[PlayEpisode | None]:
@@ -379,7 +379,9 @@ async def open_agent_player(
     from r3async.rollout.endpoint.server import AgentServer
 
     clock = world.clock.time
-    server = AgentServer(engine, renderer, episode, serving, generator_id=generator_id, report=report, clock=clock)
+    server = AgentServer(
+        engine, renderer, episode, serving, generator_id=generator_id, report_event=report_event, clock=clock
+    )
     await server.start()
     _bypass_proxy(str(urlsplit(server.base_url).hostname))
     writing: asyncio.Task[None] | None = None
@@ -388,7 +390,7 @@ async def open_agent_player(
             made = {} if serving.token else {"token": server.token}
             address = msgspec.json.encode({"base_url": server.base_url, **made})
             path = directory / f"serving-{generator_id}.json"
-            writing = asyncio.create_task(_write_private_file(path, address, report, world))
+            writing = asyncio.create_task(_write_private_file(path, address, report_event, world))
             await asyncio.wait([writing], timeout=RETRY_SECONDS)
         yield functools.partial(play_with_agent, agent, server) if agent is not None else None
     finally:
@@ -408,7 +410,7 @@ def _bypass_proxy(host: str) -> None:
             os.environ[name] = ",".join([*known, host])
 
 
-async def _write_private_file(path: Path, data: bytes, report: Callable[..., object], world: World) -> None:
+async def _write_private_file(path: Path, data: bytes, report_event: EventReporter, world: World) -> None:
     """Write a file that only its owner can read, retrying until the disk accepts it."""
     failed = False
     while True:
@@ -416,6 +418,6 @@ async def _write_private_file(path: Path, data: bytes, report: Callable[..., obj
             return await world.threads.run(replace_file, path, data, 0o600, files=world.files)
         except OSError as error:
             if not failed:
-                report("serving_address_not_written", file=str(path), error=str(error))
+                report_event("serving_address_not_written", file=str(path), error=str(error))
             failed = True
             await asyncio.sleep(RETRY_SECONDS)

@@ -32,6 +32,7 @@ from r3async.rollout.chat import ChatRenderer, Conversation
 from r3async.rollout.engine import Engine, EngineError, Generation, GenerationRequest
 from r3async.rollout.samples import EpisodeSamples, PendingCall, SampleBuilder
 from r3async.schedule.tasks import EpisodeEnd, FailureSource
+from r3async.world import EventReporter, ignore_event
 from r3async.world.real import REAL_WORLD
 from r3async.world.stages import stage
 
@@ -84,7 +85,7 @@ def answer_capacity(prompt_tokens: int, settings: EpisodeConfig) -> int:
 
 
 class RetryingEngine:
-    """A wrapper of the engine that retries the calls of one episode. `report(event, **fields)` gets each failed call.
+    """A wrapper of the engine that retries the calls of one episode. `report_event` gets each failed call.
 
     A call that fails in the engine, or is aborted, is repeated while the environment or the agent waits, up to
     `episode.engine_retries` times per episode. Calls may overlap; all belong to one event loop.
@@ -96,10 +97,10 @@ class RetryingEngine:
         engine: Engine,
         settings: EpisodeConfig,
         stop_token_ids: Sequence[int],
-        report: Callable[..., object],
+        report_event: EventReporter,
     ):
         self._trajectory_id, self._engine, self._settings = trajectory_id, engine, settings
-        self._stop_token_ids, self._report = () if settings.ignore_eos else tuple(stop_token_ids), report
+        self._stop_token_ids, self._report_event = () if settings.ignore_eos else tuple(stop_token_ids), report_event
         self._attempt_count = self._failure_count = 0
 
     async def generate_answer(self, call: PendingCall, max_tokens: int, stop_strings: Sequence[str] = ()) -> Generation:
@@ -113,7 +114,7 @@ class RetryingEngine:
                 return await self._try_generate(call, max_tokens, stop_strings)
             except (EngineError, EngineAbortError) as error:
                 self._failure_count += 1
-                self._report(
+                self._report_event(
                     "call_failed",
                     episode=self._trajectory_id,
                     attempt=self._failure_count,
@@ -160,17 +161,17 @@ class EpisodePlayer:
         *,
         generator_id: str = "",
         clock: Callable[[], float] = REAL_WORLD.clock.time,
-        report: Callable[..., object] = lambda event, **fields: None,
+        report_event: EventReporter = ignore_event,
         blocking_detector: BlockingDetector | None = None,
     ):
         """Prepare to play `task`. `blocking_detector` is shared by all episodes of this generator."""
         self.task, self.settings = task, settings
         self._env, self._renderer = env, renderer
-        self._blocking_detector = blocking_detector or BlockingDetector(report, clock)
+        self._blocking_detector = blocking_detector or BlockingDetector(report_event, clock)
         self._generator_id, self._clock = generator_id, clock
         self._samples = EpisodeSamples(engine.routing, settings.rows, settings.needs_sampling_mask)
         name = task.trajectory_id
-        self._retrying_engine = RetryingEngine(name, engine, settings, renderer.stop_token_ids, report)
+        self._retrying_engine = RetryingEngine(name, engine, settings, renderer.stop_token_ids, report_event)
         self._preview: list[dict[str, str]] = []
         self._env_metrics: list[dict[str, float]] = []
         self._rewarded_turns = 0
@@ -319,7 +320,7 @@ class RetryingPlayer:
 
     Args:
         factory: Makes the environment of each episode, unless `play_episode` is given.
-        report: `report(event, **fields)` gets failed attempts.
+        report_event: Gets failed attempts.
         play_episode: Plays one attempt in place of an environment from `factory`.
         clock: Returns unix seconds.
         task_settings: Settings of the tasks of each environment of a mix, by its index; default: `settings` for all.
@@ -334,7 +335,7 @@ class RetryingPlayer:
         renderer: ChatRenderer,
         settings: EpisodeConfig,
         generator_id: str,
-        report: Callable[..., object],
+        report_event: EventReporter,
         play_episode: Callable[[EpisodeTask], Awaitable[Trajectory]] | None = None,
         clock: Callable[[], float] = REAL_WORLD.clock.time,
         task_settings: Sequence[EpisodeConfig] = (),
@@ -344,10 +345,10 @@ class RetryingPlayer:
             "environment": settings.retries,
             "engine": settings.engine_retries,
         }
-        self._clock, self._blocking_detector = clock, BlockingDetector(report, clock)
+        self._clock, self._blocking_detector = clock, BlockingDetector(report_event, clock)
         self._factory, self._engine, self._renderer = factory, engine, renderer
         self._task_settings = task_settings or (settings,)
-        self._generator_id, self._report, self._raise_failures = generator_id, report, raise_failures
+        self._generator_id, self._report_event, self._raise_failures = generator_id, report_event, raise_failures
         self.attempt_count = 0
         """Number of attempts at an episode that are over, failed or not."""
         self._reported_errors: set[tuple[str, str]] = set()
@@ -407,7 +408,7 @@ class RetryingPlayer:
         with_traceback = kind not in self._reported_errors and len(self._reported_errors) < MAX_REPORTED_TRACEBACKS
         if with_traceback:
             self._reported_errors.add(kind)
-        self._report(
+        self._report_event(
             event,
             task_seed=task.task_seed,
             group=task.group_index,
@@ -429,7 +430,7 @@ class RetryingPlayer:
             self._task_settings[split_seed(task.task_seed, len(self._task_settings))[0]],
             generator_id=self._generator_id,
             clock=self._clock,
-            report=self._report,
+            report_event=self._report_event,
             blocking_detector=self._blocking_detector,
         ).play_episode()
 
@@ -461,12 +462,12 @@ T = TypeVar("T")
 class BlockingDetector:
     """A detector of environments that block the event loop.
 
-    `report(event, **fields)` gets each environment's first blocking stretch, and then each stretch that took twice as
+    `report_event` gets each environment's first blocking stretch, and then each stretch that took twice as
     long as any before it.
     """
 
-    def __init__(self, report: Callable[..., object], clock: Callable[[], float] = REAL_WORLD.clock.time):
-        self._report, self._clock = report, clock
+    def __init__(self, report_event: EventReporter, clock: Callable[[], float] = REAL_WORLD.clock.time):
+        self._report_event, self._clock = report_event, clock
         self._longest_seconds: dict[str, float] = {}
 
     async def run(self, environment: object, method: str, call: Awaitable[T]) -> T:
@@ -482,7 +483,7 @@ class BlockingDetector:
         if seconds < max(BLOCKING_SECONDS, 2 * self._longest_seconds.get(name, 0.0)):
             return
         self._longest_seconds[name] = seconds
-        self._report(
+        self._report_event(
             "environment_blocks",
             environment=name,
             method=method,

@@ -47,7 +47,7 @@ from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engine import Engine
 from r3async.rollout.episode import EpisodeTask, RetryingPlayer, close_environment
 from r3async.schedule.tasks import NO_SIZE_MESSAGE, TaskCursor, evaluation_seed
-from r3async.world import World
+from r3async.world import EventReporter, World, ignore_event
 from r3async.world.real import REAL_WORLD
 
 BaselinePolicy = Literal["oracle", "random"]
@@ -232,7 +232,7 @@ class EvaluationPlayer:
     Attributes:
         make_factory: `make_factory(env)` returns the factory of an environment, or None for an agent.
         trained_env: The environment that the run trains; see `build_evaluation_tasks`.
-        report: `report(event, **fields)` gets failed attempts.
+        report_event: Gets failed attempts.
         progress: Gets each outcome.
     """
 
@@ -242,7 +242,7 @@ class EvaluationPlayer:
     make_factory: Callable[[EnvConfig], Awaitable[EnvironmentFactory | None]]
     trained_env: EnvConfig | None
     generator_id: str = ""
-    report: Callable[..., object] = lambda event, **fields: None
+    report_event: EventReporter = ignore_event
     progress: Callable[[EpisodeOutcome], object] = lambda outcome: None
     world: World = REAL_WORLD
 
@@ -278,7 +278,7 @@ class EvaluationPlayer:
             # The run's endpoint for outside agents is not opened a second time.
             msgspec.structs.replace(self.config.serving, enabled=False, port=0),
             generator_id=self.generator_id,
-            report=self.report,
+            report_event=self.report_event,
             world=self.world,
         ) as play_episode:
             player = RetryingPlayer(
@@ -287,7 +287,7 @@ class EvaluationPlayer:
                 renderer=self.renderer,
                 settings=episode,
                 generator_id=self.generator_id,
-                report=self.report,
+                report_event=self.report_event,
                 play_episode=play_episode,
                 clock=clock.time,
             )

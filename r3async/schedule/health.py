@@ -20,6 +20,8 @@ from typing import Any
 
 import msgspec
 
+from r3async.world import EventReporter
+
 
 class HealthState(enum.StrEnum):
     """State of a generator; the module docstring has the transitions."""
@@ -324,7 +326,7 @@ class UpdateMonitor:
         report_info: Function that is called with an event's name and its fields.
     """
 
-    def __init__(self, max_skipped: int, report_warning: Callable[..., object], report_info: Callable[..., object]):
+    def __init__(self, max_skipped: int, report_warning: EventReporter, report_info: EventReporter):
         self._max_skipped, self._report_warning, self._report_info = max_skipped, report_warning, report_info
         self._steps_with_zero_variance = 0
         """Number of steps with zero variance since the last other one."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from r3async.config import ScheduleConfig
+from r3async.world import EventReporter
 
 PACE_STEPS = 16
 """Number of the latest steps that are evaluated together."""
@@ -207,7 +208,7 @@ class PaceMonitor:
     def __init__(
         self,
         schedule: ScheduleConfig,
-        report_warning: Callable[..., object],
+        report_warning: EventReporter,
         clock: Callable[[], float],
     ):
         self._schedule, self._report_warning, self._clock = schedule, report_warning, clock

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
@@ -29,7 +29,7 @@ from r3async.data.mixed import ENV_SEED_BITS, join_seed, split_seed
 from r3async.data.tokens import Trajectory
 from r3async.data.wire import Frame, WireError, encode_trajectory
 from r3async.transport.spool import SPOOL_FORMAT
-from r3async.world import Files
+from r3async.world import EventReporter, Files
 from r3async.world.files import make_directory
 from r3async.world.real import REAL_WORLD
 
@@ -209,7 +209,7 @@ class TrajectoryQuarantine:
     """
 
     def __init__(
-        self, directory: Path, max_bytes: int, report_event: Callable[..., object], *, files: Files = REAL_WORLD.files
+        self, directory: Path, max_bytes: int, report_event: EventReporter, *, files: Files = REAL_WORLD.files
     ):
         self.directory, self._max_bytes, self._report_event, self._files = directory, max_bytes, report_event, files
 

@@ -18,7 +18,7 @@ from r3async.config import BufferConfig
 from r3async.data.container import FramedRecord, RecordFormat, TornRecord, map_file
 from r3async.data.tokens import SCHEMA, TokenSchema, Trajectory
 from r3async.data.wire import Frame, WireError, decode_trajectory, decoded_bytes
-from r3async.world import World
+from r3async.world import EventReporter, World, ignore_event
 from r3async.world.files import RETRY_SECONDS, DiskRetrier, make_directory
 from r3async.world.real import REAL_WORLD
 
@@ -55,7 +55,7 @@ class Spool:
         settings: BufferConfig,
         *,
         schema: TokenSchema = SCHEMA,
-        report_event: Callable[..., None] = lambda event, **facts: None,
+        report_event: EventReporter = ignore_event,
         quarantine: Callable[[Trajectory, str, Sequence[Frame]], object] = lambda trajectory, reason, frames: None,
         world: World = REAL_WORLD,
         retry_seconds: float = RETRY_SECONDS,

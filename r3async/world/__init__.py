@@ -24,6 +24,16 @@ if TYPE_CHECKING:
     from r3async.world.disk import FileStat
 
 
+class EventReporter(Protocol):
+    """A function that reports an event by its name, with its facts."""
+
+    def __call__(self, event: str, /, **facts: Any) -> object: ...
+
+
+def ignore_event(event: str, /, **facts: Any) -> None:
+    """Discard an event; the default `EventReporter`."""
+
+
 # Actors, as in every world: placement, start, calls and end. `cluster.py` implements them for a cluster.
 
 

@@ -13,11 +13,11 @@ import contextlib
 import errno
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from r3async.world import File, Files, World
+from r3async.world import EventReporter, File, Files, World
 from r3async.world.files import make_directory
 
 MAX_WAITING_BYTES = 16 * 2**20
@@ -26,9 +26,6 @@ RETRY_SECONDS = 0.5
 LOCK_TIMEOUT_SECONDS = 0.02
 """Seconds to wait for another process's write."""
 _NO_LOCK_ERRNOS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-
-EventReporter = Callable[..., object]
-"""Function that reports an event: `report(event, **facts)`."""
 
 
 class FilePosition(NamedTuple):
@@ -211,12 +208,12 @@ class RecordFlusher:
 
     def __init__(
         self,
-        reporter: EventReporter | None = None,
+        report_event: EventReporter | None = None,
         *,
         world: World,
         retry_seconds: float = RETRY_SECONDS,
     ):
-        self._reporter, self._retry_seconds = reporter, retry_seconds
+        self._event_reporter, self._retry_seconds = report_event, retry_seconds
         self._disk, self._clock, self._threads = world.files, world.clock.monotonic, world.threads
         self._lock = world.threads.new_lock()
         self._retry_lock = world.threads.new_lock()
@@ -226,9 +223,9 @@ class RecordFlusher:
         self._reported: set[str] = set()
         self._is_retrying = False
 
-    def set_reporter(self, report: EventReporter) -> None:
-        """Report to `report` from now on, as the process has opened its events."""
-        self._reporter = report
+    def set_event_reporter(self, report_event: EventReporter) -> None:
+        """Report to `report_event` from now on, as the process has opened its events."""
+        self._event_reporter = report_event
 
     def add_waiting_file(self, file: AppendFile, error: OSError | None, *, lost: bool = False) -> None:
         """Register `file`, which has a waiting record, or has lost one."""
@@ -321,8 +318,8 @@ class RecordFlusher:
             return new
 
     def _report_event(self, event: str, **facts: object) -> None:
-        if self._reporter is not None:
-            self._reporter(event, **facts)
+        if self._event_reporter is not None:
+            self._event_reporter(event, **facts)
         else:
             _print_stderr(f"{event}: {' '.join(f'{k}={v}' for k, v in facts.items())}")
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from r3async.world import Buffer, File, Files, World
+from r3async.world import Buffer, EventReporter, File, Files, World
 from r3async.world.disk import SYSTEM_FILES
 
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
@@ -130,7 +130,7 @@ class DiskRetrier:
 
     Args:
         world: The world whose clock is used.
-        report: Called as `report(event, **facts)`.
+        report_event: Gets each event.
         stalled_event: Event when work is first refused.
         resumed_event: Event when the work is done after all.
         retry_seconds: Seconds between two attempts.
@@ -140,14 +140,14 @@ class DiskRetrier:
     def __init__(
         self,
         world: World,
-        report: Callable[..., object],
+        report_event: EventReporter,
         stalled_event: str,
         resumed_event: str,
         *,
         retry_seconds: float = RETRY_SECONDS,
         **facts: object,
     ):
-        self._clock, self._report, self._retry_seconds = world.clock.monotonic, report, retry_seconds
+        self._clock, self._report_event, self._retry_seconds = world.clock.monotonic, report_event, retry_seconds
         self._stalled_event, self._resumed_event, self._facts = stalled_event, resumed_event, facts
         self._waiting_since: tuple[float, str] | None = None
         self.waited_seconds = 0.0
@@ -176,7 +176,7 @@ class DiskRetrier:
                     if not is_disk_error(error):
                         raise
                     if not failed:
-                        self._report(self._stalled_event, error=str(error), hint=hint, **self._facts)
+                        self._report_event(self._stalled_event, error=str(error), hint=hint, **self._facts)
                     failed, self._waiting_since = True, (began, str(error))
                     await asyncio.sleep(self._retry_seconds)
         finally:
@@ -184,5 +184,5 @@ class DiskRetrier:
             if failed:
                 self.waited_seconds += self._clock() - began
         if failed:
-            self._report(self._resumed_event, seconds=self._clock() - began, **self._facts)
+            self._report_event(self._resumed_event, seconds=self._clock() - began, **self._facts)
         return done

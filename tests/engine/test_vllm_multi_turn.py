@@ -146,7 +146,7 @@ async def test_a_turn_that_vllm_aborts_is_asked_again_and_the_turns_before_it_st
             Interrupted(vllm_engine, then),
             ChatRenderer(build_byte_tokenizer()),
             limits,
-            report=lambda event, **fields: reports.append((event, fields["attempt"])),
+            report_event=lambda event, **fields: reports.append((event, fields["attempt"])),
         ).play_episode()
     assert env.begun == 1
     assert reports == [("call_failed", 1)]

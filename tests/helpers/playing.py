@@ -24,7 +24,7 @@ def make_player(
         renderer=chat,
         settings=settings,
         generator_id="g",
-        report=lambda event, **facts: reports.append((event, facts)),
+        report_event=lambda event, **facts: reports.append((event, facts)),
         **options,
     )
 

@@ -260,7 +260,7 @@ def written(count: int) -> tuple[SimulatedDisk, CheckpointDirectory, list[str]]:
     disk, reported = SimulatedDisk(Random(0)), []
     files = disk.files_for(Process())
     files.create_directory(RUN.parent)
-    checkpoints = CheckpointDirectory(RUN, report=lambda event, /, **_: reported.append(event), files=files)
+    checkpoints = CheckpointDirectory(RUN, report_event=lambda event, /, **_: reported.append(event), files=files)
     for step in range(1, count + 1):
         write_checkpoint(checkpoints, step)
     return disk, checkpoints, reported

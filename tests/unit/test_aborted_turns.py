@@ -89,7 +89,7 @@ async def test_the_episode_goes_on_from_its_answered_turns_and_only_that_call_is
     chat, engine = await engine_that(how, 2, 3)
     env, reports = Counts(), []
     report = lambda event, **fields: reports.append((event, fields["attempt"]))  # noqa: E731
-    trajectory = await EpisodePlayer(TASK, env, engine, chat, limits(rows=rows), report=report).play_episode()
+    trajectory = await EpisodePlayer(TASK, env, engine, chat, limits(rows=rows), report_event=report).play_episode()
     assert (env.begun, len(env.answers), len(engine.requests)) == (1, 3, 5)
     asked = [request.prompt_ids.tolist() for request in engine.requests]
     assert asked[2] == asked[3] == asked[4]

@@ -53,7 +53,7 @@ def test_what_is_written_is_read_back(tmp_path):
 @pytest.mark.parametrize("damage", ["truncated", "empty", "flipped", "gone", "longer"])
 def test_a_damaged_newest_checkpoint_falls_back_and_says_why(tmp_path, file, damage):
     reported = Reported()
-    checkpoints = written(tmp_path, 10, report=reported)
+    checkpoints = written(tmp_path, 10, report_event=reported)
     path = write_checkpoint(checkpoints, 20) / file
     data = path.read_bytes()
     if damage == "gone":

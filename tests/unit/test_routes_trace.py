@@ -221,7 +221,7 @@ async def play(engine, fail_first: bool) -> list[Sample]:
         renderer=ChatRenderer(build_byte_tokenizer()),
         settings=EpisodeConfig(max_turns=3, max_new_tokens=8, max_prompt_tokens=64, max_total_tokens=128),
         generator_id="generator-0",
-        report=Reports(),
+        report_event=Reports(),
     )
     played = [one for group in range(2) for one in await play_lease(player, group, 7, (0, 1))]
     return [sample for one in played for sample in one.trajectory.samples]

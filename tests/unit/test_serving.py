@@ -231,7 +231,7 @@ async def test_a_client_that_hangs_up_aborts_its_request_and_may_ask_again():
 async def test_an_answer_that_came_after_its_client_had_gone_is_no_turn_and_is_counted(stream):
     reports, parsing, gone = [], asyncio.Event(), asyncio.Event()
     async with talking(["first", "second"]) as (server, _, _):
-        parse, server._report = server._parse_tool_calls, lambda event, **fields: reports.append((event, fields))
+        parse, server._report_event = server._parse_tool_calls, lambda event, **fields: reports.append((event, fields))
 
         async def slow(text, *known):
             parsing.set()
@@ -269,7 +269,7 @@ async def test_an_answer_of_which_only_the_beginning_was_received_is_no_turn():
     reports, small = [], (socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     limits = EpisodeConfig(max_new_tokens=3000, max_prompt_tokens=900, max_total_tokens=5000)
     async with talking(["x" * 2000], settings=limits) as (server, _, _):
-        server._report = lambda event, **fields: reports.append((event, fields["tokens"]))
+        server._report_event = lambda event, **fields: reports.append((event, fields["tokens"]))
         session = server.open_session(TASK)
         body = json.dumps({"messages": [user("a")], "logprobs": True, "top_logprobs": 1}).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n"

@@ -207,7 +207,7 @@ async def test_an_agent_that_gives_up_may_ask_for_something_else_where_an_episod
     engine = await ready([[*chat.encode(text), chat.eos_token_id] for text in ("p", "ab", "q", "ba")])
     limits = EpisodeConfig(max_turns=2, max_prompt_tokens=900, max_total_tokens=1000, rows="merged")
     report = lambda event, **fields: reports.append((event, fields["tokens"]))  # noqa: E731
-    session, asked = AgentSession(TASK, engine, chat, limits, report=report), []
+    session, asked = AgentSession(TASK, engine, chat, limits, report_event=report), []
     for said in ("one", "another"):
         with pytest.raises(ConnectionResetError):
             async with session.answer_chat([*asked, Message("user", "a long " + said)]):

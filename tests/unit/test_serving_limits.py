@@ -219,7 +219,7 @@ async def test_of_too_many_connections_those_go_first_that_have_shown_no_key():
 async def test_whoever_is_refused_loses_his_connection_and_writes_no_event(key, path, caplog):
     reports = []
     async with talking(["ok"], enabled=True) as (server, _, _):
-        server._report = lambda event, **fields: reports.append((event, fields))
+        server._report_event = lambda event, **fields: reports.append((event, fields))
         method = b"POST" if path == "r3async/sessions" else b"GET"
         assert (await answer_to(server, asking(key, path).replace(b"GET", method))).startswith(b"HTTP/1.1 401")
         for wrong in (b"GET /v1/nowhere HTTP/1.1\r\nHost: x\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nA: \0\r\n\r\n"):

@@ -51,6 +51,7 @@ from r3async.rollout.engine import Engine
 from r3async.rollout.episode import EpisodeTask
 from r3async.transport.sockets import run_off_loop
 from r3async.untrusted import MalformedError, decode_json, to_bounded_int
+from r3async.world import EventReporter, ignore_event
 from r3async.world.real import REAL_WORLD
 
 SHUTDOWN_SECONDS = 2.0
@@ -110,7 +111,7 @@ class AgentServer:
 
     `open_session` and `close_session` are for the process that plays leased episodes. If `serving.enabled`, a client
     with `token` may take an episode that waits for an agent (`offer_session`), or begin a new one that is not trained.
-    `report(event, **fields)` gets internal errors.
+    `report_event` gets internal errors.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class AgentServer:
         serving: ServingConfig,
         *,
         generator_id: str = "",
-        report: Callable[..., object] = lambda event, **fields: None,
+        report_event: EventReporter = ignore_event,
         clock: Callable[[], float] = REAL_WORLD.clock.time,
     ):
         self.settings, self.serving, self._clock = episode, serving, clock
@@ -130,7 +131,7 @@ class AgentServer:
         self.token = serving.token.reveal("serving.token") or secrets.token_urlsafe(32)
         self._engine, self._renderer = engine, renderer
         self._parse_tool_calls: ParseToolCalls = parse_builtin
-        self._generator_id, self._report = generator_id, report
+        self._generator_id, self._report_event = generator_id, report_event
         self._sessions: dict[str, AgentSession] = {}
         self._outside_keys: set[str] = set()
         self._offered_sessions: deque[AgentSession] = deque()
@@ -145,7 +146,7 @@ class AgentServer:
         Raises `ConfigError` if `serving.host` and `serving.port`, or `serving.tool_parser`, are not available.
         """
         self._parse_tool_calls = await select_tool_parser(
-            self.serving.tool_parser, self._engine, self._renderer, self._report
+            self.serving.tool_parser, self._engine, self._renderer, self._report_event
         )
         app = web.Application(client_max_size=self.serving.max_body_bytes, middlewares=[self._handle_errors])
         for path, edge in DIALECT_BY_PATH.items():
@@ -206,7 +207,7 @@ class AgentServer:
             default_reward=self.serving.unrewarded,
             parse_tool_calls=self._parse_tool_calls,
             clock=self._clock,
-            report=self._report,
+            report_event=self._report_event,
         )
         self._sessions[session.key] = session
         return session
@@ -235,7 +236,7 @@ class AgentServer:
             refused = ApiError(f"{request.method} {request.path}: {error.reason}", status=error.status)
         except Exception as error:
             if not _is_disconnected(request):
-                self._report("serving_failed", path=request.path, error=repr(error))
+                self._report_event("serving_failed", path=request.path, error=repr(error))
             refused = ApiError(f"internal error: {error!r}", status=500, error_type="server_error")
         # The official clients read this header to decide whether to retry.
         headers = {"x-should-retry": "true" if refused.can_retry else "false"}

@@ -34,6 +34,7 @@ from r3async.rollout.engine import Engine, EngineError, Generation
 from r3async.rollout.episode import EpisodeError, EpisodeTask, RetryingEngine, answer_capacity
 from r3async.rollout.samples import EpisodeSamples, PendingCall, PrefixMismatchError
 from r3async.untrusted import MalformedError, decode_json_object, format_value, to_bounded_int, to_finite_float
+from r3async.world import EventReporter, ignore_event
 from r3async.world.real import REAL_WORLD
 
 # Selection of the parser for an answer's tool calls.
@@ -73,7 +74,7 @@ def detect_parser(template: str) -> str:
 
 
 async def select_tool_parser(
-    name: str, engine: Engine, renderer: ChatRenderer, report: Callable[..., object] = lambda event, **fields: None
+    name: str, engine: Engine, renderer: ChatRenderer, report_event: EventReporter = ignore_event
 ) -> ParseToolCalls:
     """Return the parser of `serving.tool_parser` = `name`. The engine must have started.
 
@@ -94,7 +95,7 @@ async def select_tool_parser(
     except EngineError as error:
         if name != AUTO_PARSER:
             raise ConfigError(f"`serving.tool_parser` = {name!r}: {error}") from error
-        report("tool_parser_unavailable", parser=wanted, error=str(error))
+        report_event("tool_parser_unavailable", parser=wanted, error=str(error))
         return parse_builtin
 
     async def parse_with_engine(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, ChatToolCalls]:
@@ -176,7 +177,7 @@ class AgentSession:
         default_reward: float | None = None,
         parse_tool_calls: ParseToolCalls = parse_builtin,
         clock: Callable[[], float] = REAL_WORLD.clock.time,
-        report: Callable[..., object] = lambda event, **fields: None,
+        report_event: EventReporter = ignore_event,
     ):
         self.key = f"r3-{secrets.token_urlsafe(32)}"
         self.task, self.settings, self.renderer = task, settings, renderer
@@ -189,11 +190,11 @@ class AgentSession:
         """Error of the engine after it failed too often; None otherwise."""
         self.stored_conversations: dict[str, Sequence[Mapping[str, Any]]] = {}
         """Conversations that a request may continue, by the id of their last answer."""
-        self._generator_id, self._clock, self._report = generator_id, clock, report
+        self._generator_id, self._clock, self._report_event = generator_id, clock, report_event
         self._default_reward, self._parse_tool_calls = default_reward, parse_tool_calls
         self._samples = EpisodeSamples(engine.routing, settings.rows, settings.needs_sampling_mask)
         name = task.trajectory_id
-        self._retrying_engine = RetryingEngine(name, engine, settings, renderer.stop_token_ids, report)
+        self._retrying_engine = RetryingEngine(name, engine, settings, renderer.stop_token_ids, report_event)
         self._conversations: list[_AgentConversation] = []
         """Conversations in the order of their last answers. Used by the tokenizer's thread only."""
         self._answer_pieces: dict[str, list[PromptPiece]] = {}
@@ -409,7 +410,7 @@ class AgentSession:
         except BaseException as error:
             self._samples.cancel_call(call)
             if sampled is not None and not isinstance(error, ApiError) and not self.closed.is_set():
-                self._report("answer_undelivered", episode=self.task.trajectory_id, tokens=len(sampled.token_ids))
+                self._report_event("answer_undelivered", episode=self.task.trajectory_id, tokens=len(sampled.token_ids))
             raise
         finally:
             self._pending_count -= 1

@@ -120,13 +120,21 @@ def evaluate(
         typer.Option(help="of the tasks; training poses none of them", show_default="the run's evaluation.seed"),
     ] = None,
     policy: Annotated[str, typer.Option(help="model, or oracle or random for scale")] = "model",
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN_OR_MODEL",
+            help="a model that plays the same tasks, for the difference and its interval; start: the one that the run "
+            "started from",
+        ),
+    ] = None,
     preset: Annotated[
         str | None, typer.Option(help="whose settings to use", show_default="the run's own, or the defaults")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line")] = False,
     runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
-    """Play fixed tasks with a trained model; print the mean reward and its standard error."""
+    """Play fixed tasks with a model, and print its mean reward with a confidence interval."""
     if policy not in ("model", "oracle", "random"):
         _exit_with_error(f"--policy {policy!r} must be model, oracle or random", 2)
     from .eval import eval_command
@@ -135,6 +143,7 @@ def evaluate(
         target,
         env,
         overrides or [],
+        baseline=baseline,
         preset=preset,
         tasks=tasks,
         seed=seed,

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from r3async.actors.process import RunFailed
 from r3async.checkpoint import CheckpointDirectory
 from r3async.config import REDACTED, Config, ConfigError, EnvConfig, config_from_dict, config_to_dict, load_config
 from r3async.config.load import Overrides, apply_overrides, nest_overrides, refuse_literal_secrets
+from r3async.data.statistics import mean_interval
 from r3async.envs import EnvironmentFactory
 from r3async.envs.factory import build_environment_factory
 from r3async.rollout import build_engine
@@ -43,6 +45,8 @@ from .terminal import SafeConsole
 ENGINE_STOP_SECONDS = 30.0
 ROW_ARGUMENTS = frozenset({"path", "subset", "split", "limit", "eval"})
 """Arguments of a dataset (`env.args`) that change its rows, so that the run's noted `data.digest` no longer applies."""
+START_MODEL = "start"
+"""The word for the model that a run started from, as a baseline."""
 DEFAULT_TASKS = 64
 """Number of tasks if neither the user nor `evaluation.sets` gives one."""
 
@@ -108,12 +112,51 @@ def find_evaluation_target(
                 f"RUN_OR_MODEL = {name!r} is no model directory (no config.json in it), and {error}"
             ) from error
         base = load_config(preset or str(run / "config.toml"), command=None)
-        made = [run / "model", Path(base.model.path) if base.model.path else run / "init"]
-        found = next((path for path in made if (path / "config.json").is_file()), None)
-        if found is None:
-            raise ConfigError(f"{run} has no model yet: neither {made[0]} nor {made[1]} has a config.json")
-        model, trained = found, base.env
+        model, trained = _find_run_model(run, base), base.env
     return EvaluationTarget(model.absolute(), _apply_overrides(base, env, overrides), trained, run)
+
+
+def _start_model(run: Path, config: Config) -> Path:
+    return Path(config.model.path) if config.model.path else run / "init"
+
+
+def _find_run_model(run: Path, config: Config) -> Path:
+    """Return the newest model of a run, which is the one that it started from as long as it has saved none."""
+    paths = [run / "model", _start_model(run, config)]
+    for path in paths:
+        if (path / "config.json").is_file():
+            return path
+    raise ConfigError(f"{run} has no model yet: neither {paths[0]} nor {paths[1]} has a config.json")
+
+
+def make_baseline_target(target: EvaluationTarget, baseline: str, root: Path) -> EvaluationTarget:
+    """Return the target with another model, which plays the same tasks by the same settings.
+
+    Raises `ConfigError` if `baseline` is no model.
+
+    Args:
+        baseline: "start" for the model that the target's run started from, a model directory, or a run's name for its
+            newest model.
+    """
+    from .inspect.run import InspectError, find_run
+
+    if baseline == START_MODEL:
+        if target.run is None:
+            raise ConfigError(f"`--baseline {START_MODEL}` needs a run; name the directory of the other model instead")
+        model = _start_model(target.run, load_config(str(target.run / "config.toml"), command=None))
+    elif (Path(baseline) / "config.json").is_file():
+        model = Path(baseline)
+    else:
+        try:
+            run = find_run(baseline, root)
+        except InspectError as error:
+            raise ConfigError(
+                f"`--baseline {baseline}` is no model directory (no config.json in it), and {error}"
+            ) from error
+        model = _find_run_model(run, load_config(str(run / "config.toml"), command=None))
+    if not (model / "config.json").is_file():
+        raise ConfigError(f"`--baseline {baseline}`: {model} has no config.json")
+    return msgspec.structs.replace(target, model=model.absolute(), run=None)
 
 
 def _apply_overrides(base: Config, env: str | None, overrides: Overrides) -> Config:
@@ -327,11 +370,57 @@ def _format_interval(low: float | None, high: float | None) -> str:
     return "" if low is None or high is None else f"  (95 %: {low:.4f} to {high:.4f})"
 
 
+class PairedDifference(msgspec.Struct, frozen=True):
+    """The mean over tasks of how much more reward one model earns than another on the same task.
+
+    Attributes:
+        low: Lower end of the 95 % interval of the mean; None for a single task.
+        high: Upper end of the interval.
+        better: Number of tasks on which the first model earns more.
+        worse: Number of tasks on which it earns less.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    tasks: int
+    better: int
+    worse: int
+
+
+def compare_results(result: Evaluation, baseline: Evaluation) -> dict[str, PairedDifference]:
+    """Return the paired difference of each set of tasks by its name, which is empty if there is one set.
+
+    Tasks that only one of the two has are left out: a prompt may be too long for one model's tokenizer.
+    """
+    compared = {}
+    for name, each in (result.sets or {"": result}).items():
+        other = (baseline.sets or {"": baseline})[name].rewards
+        differences = [
+            float(np.mean(each.rewards[task]) - np.mean(other[task])) for task in each.rewards if task in other
+        ]
+        if differences:
+            mean, _, low, high = mean_interval(differences)
+            better, worse = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+            compared[name] = PairedDifference(mean, low, high, len(differences), better, worse)
+    return compared
+
+
+def describe_difference(difference: PairedDifference, name: str) -> str:
+    """Describe a paired difference in one readable line."""
+    interval = _format_interval(difference.low, difference.high)
+    return (
+        f"difference{f' on {name}' if name else ''}: {difference.mean:+.4f}{interval}, better on {difference.better} "
+        f"and worse on {difference.worse} of {difference.tasks} tasks"
+    )
+
+
 def eval_command(
     target: str | None,
     env: str | None,
     overrides: Sequence[str],
     *,
+    baseline: str | None,
     preset: str | None,
     tasks: int | None,
     seed: int | None,
@@ -342,35 +431,64 @@ def eval_command(
     """Evaluate, with progress on stderr and the result on stdout.
 
     With `json`, one object is the last line. The result of a run's model is kept beside its checkpoints.
+
+    Args:
+        baseline: A model that plays the same tasks before, for the difference; see `make_baseline_target`.
     """
     if target is not None and "=" in target and not Path(target).exists():
         overrides, target = [target, *overrides], None  # a setting, and no target
     what = choose_target(target, preset, env, overrides, policy, root).with_tasks(tasks, seed)
-    settings = what.config.evaluation.resolve_sets()
-    screen = SafeConsole(stderr=True)
+    if baseline is not None and policy != "model":
+        raise ConfigError(f"`--baseline` compares models, and `--policy {policy}` plays none")
+    # The baseline comes first, since it is checked and refused before minutes are spent on the other.
+    targets = [] if baseline is None else [make_baseline_target(what, baseline, root)]
+    results = [_play_with_progress(each, policy) for each in [*targets, what]]
+    result, out = results[-1], SafeConsole()
+    lines = []
+    for each, played in zip([*targets, what], results, strict=True):
+        name = each.model.name if each.model is not None and policy == "model" else policy
+        if each is not what:
+            name = f"baseline {each.model}"
+        lines += describe_result(played, name, each.environments)
+    differences = compare_results(result, results[0]) if targets else {}
+    lines += [describe_difference(each, name) for name, each in differences.items()]
+    if policy == "model" and (path := save_result(what, result)) is not None:
+        lines.append(f"kept as {path}")
+    for line in lines:
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
+    if json:
+        data: dict[str, Any] = msgspec.to_builtins(result)
+        first = next(iter(what.environments.values())).name
+        about: dict[str, Any] = {
+            "model": str(what.model or ""),
+            "env": first,
+            "policy": policy,
+            "seed": what.config.evaluation.seed,
+        }
+        if targets:
+            about["baseline"] = {"model": str(targets[0].model), **msgspec.to_builtins(results[0])}
+            about["differences"] = msgspec.to_builtins(differences)
+        print(json_module.dumps({**about, **data}))
+    return result
+
+
+def _play_with_progress(target: EvaluationTarget, policy: Literal["model"] | BaselinePolicy) -> Evaluation:
+    settings = target.config.evaluation.resolve_sets()
     bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=screen
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=SafeConsole(stderr=True),
     )
     with bar:
         task = bar.add_task("starting", total=sum(each.tasks * each.samples_per_task for each in settings.values()))
-        result = run_on_shared_loop(
+        return run_on_shared_loop(
             run_evaluation(
-                what,
+                target,
                 policy=policy,
                 show_phase=lambda text: bar.update(task, description=text),
                 on_outcome=lambda outcome: bar.advance(task),
                 report_event=lambda event, /, **fields: bar.console.print(event, fields, markup=False, highlight=False),
             )
         )
-    out = SafeConsole()
-    name = what.model.name if what.model is not None and policy == "model" else policy
-    for line in describe_result(result, name, what.environments):
-        out.print(line, markup=False, highlight=False, soft_wrap=True)
-    if policy == "model" and (path := save_result(what, result)) is not None:
-        out.print(f"kept as {path}", markup=False, highlight=False, soft_wrap=True)
-    if json:
-        data: dict[str, Any] = msgspec.to_builtins(result)
-        first = next(iter(what.environments.values())).name
-        about = {"model": str(what.model or ""), "env": first, "policy": policy, "seed": what.config.evaluation.seed}
-        print(json_module.dumps({**about, **data}))
-    return result

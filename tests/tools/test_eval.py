@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -9,12 +10,17 @@ import pytest
 
 from r3async.actors.process import RunFailed
 from r3async.config import ConfigError, config_from_dict, load_config
-from r3async.rollout.evaluation import check_environment
+from r3async.rollout.evaluation import EpisodeOutcome, check_environment, join_sets, summarize_outcomes
 from r3async.tools.eval import (
     EvaluationTarget,
+    PairedDifference,
     check_target,
+    compare_results,
+    describe_difference,
     describe_result,
+    eval_command,
     find_evaluation_target,
+    make_baseline_target,
     run_evaluation,
     save_result,
 )
@@ -297,3 +303,62 @@ async def test_the_sets_of_a_run_are_played_and_its_result_is_kept_beside_its_ch
     assert (alone.sets, alone.tasks, alone.seed) == ({}, 5, 3)
     each = find_evaluation_target("rows", None, None, [], tmp_path).with_tasks(5, None).config.evaluation.resolve_sets()
     assert [(s.tasks, s.samples_per_task) for s in each.values()] == [(5, 1), (5, 4)]
+
+
+def evaluated(**rewards):
+    outcomes = [
+        EpisodeOutcome(reward, 1, "stop", task_seed=int(task[1:])) for task, each in rewards.items() for reward in each
+    ]
+    return summarize_outcomes(outcomes, 1.0)
+
+
+def test_the_difference_from_a_baseline_is_paired_by_task():
+    """By hand: +1, 0, -0.5 and +0.5 on the four tasks that both played; the fifth only one of them had."""
+    ours = evaluated(t1=[1, 1], t2=[0, 1], t3=[0, 0], t4=[1, 0], t5=[1, 1])
+    theirs = evaluated(t1=[0, 0], t2=[1, 0], t3=[1, 0], t4=[0, 0])
+    difference = compare_results(ours, theirs)[""]
+    half = 1.96 * np.std([1, 0, -0.5, 0.5], ddof=1) / 2
+    assert difference == PairedDifference(
+        0.25, pytest.approx(0.25 - half), pytest.approx(0.25 + half), tasks=4, better=2, worse=1
+    )
+    text = describe_difference(difference, "greedy")
+    assert text.startswith("difference on greedy: +0.2500  (95 %: -")
+    assert text.endswith("better on 2 and worse on 1 of 4 tasks")
+    sets = compare_results(join_sets({"a": ours, "b": theirs}), join_sets({"a": theirs, "b": theirs}))
+    assert (sets["a"].mean, sets["b"].mean) == (0.25, 0.0)
+    assert compare_results(evaluated(t1=[1]), evaluated(t2=[1])) == {}
+
+
+def test_a_baseline_is_the_start_model_a_directory_or_a_run(tmp_path):
+    make_dataset_run(tmp_path, "")
+    run, other = tmp_path / "rows", Path(make_model(tmp_path))
+    target = find_evaluation_target("rows", None, None, [], tmp_path)
+    with pytest.raises(ConfigError, match=r"`--baseline start`: .*init has no config.json"):
+        make_baseline_target(target, "start", tmp_path)
+    (run / "init").mkdir()
+    (run / "init" / "config.json").write_text("{}")
+    for baseline, model in (("start", run / "init"), (str(other), other), ("rows", run / "model")):
+        made = make_baseline_target(target, baseline, tmp_path)
+        assert (made.model, made.config, made.run) == (model, target.config, None)
+    with pytest.raises(ConfigError, match=r"`--baseline nowhere` is no model directory .* and"):
+        make_baseline_target(target, "nowhere", tmp_path)
+    alone = find_evaluation_target(str(other), "quickstart", None, [], tmp_path)
+    with pytest.raises(ConfigError, match="`--baseline start` needs a run"):
+        make_baseline_target(alone, "start", tmp_path)
+
+
+def test_the_command_prints_both_models_and_their_difference(untrained, tmp_path, capsys):
+    scripted = ["generator.engine=scripted", "generator.engine_args={ token_seconds = 0.001 }", "weights.probe=false"]
+    options = {"preset": "quickstart", "tasks": 3, "seed": 0, "json": True, "root": tmp_path}
+    result = eval_command(str(untrained), None, scripted, baseline=str(untrained), policy="model", **options)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" on ")[0] for line in lines if ": mean reward" in line] == [
+        f"baseline {untrained}",
+        untrained.name,
+    ]
+    assert sum(line.startswith("difference: ") for line in lines) == 1
+    data = json.loads(lines[-1])
+    assert (data["reward_mean"], data["baseline"]["tasks"]) == (result.reward_mean, 3)
+    assert data["differences"][""]["tasks"] == 3
+    with pytest.raises(ConfigError, match="`--baseline` compares models"):
+        eval_command(None, "guess", [], baseline="start", policy="oracle", **options)

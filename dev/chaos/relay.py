@@ -18,7 +18,15 @@ from typing import Literal
 import msgspec
 import zmq
 
-from r3async.world.sockets import ClientKeys, apply_client_keys, apply_server_keys, generate_keys
+from r3async.world.sockets import (
+    CONNECT_MS,
+    HANDSHAKE_TIMEOUT_MS,
+    RECONNECT_MS,
+    ClientKeys,
+    apply_client_keys,
+    apply_server_keys,
+    generate_keys,
+)
 
 Direction = Literal["to_learner", "to_generator"]
 FrameObserver = Callable[[Direction, Sequence[bytes]], object]
@@ -94,6 +102,10 @@ class MessageRelay(threading.Thread):
                     self._back = self._context.socket(zmq.DEALER)
                     self._back.linger = 0
                     self._back.setsockopt(zmq.ROUTING_ID, self._identity)
+                    # Connect again as often as a sender does: the kernel waits twice as long after each attempt.
+                    self._back.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
+                    self._back.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS)
+                    self._back.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
                     apply_client_keys(self._back, self._keys)
                     self._back.connect(self._target)
                     poller.register(self._back, zmq.POLLIN)
@@ -160,18 +172,28 @@ class TcpProxy(threading.Thread):
         with contextlib.suppress(OSError):  # the listener was closed
             while True:
                 near, _ = self._listener.accept()
-                try:
-                    far = socket.create_connection(self._target)
-                except OSError:
-                    near.close()
-                    continue
-                for source, sink in ((near, far), (far, near)):
-                    threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
+                threading.Thread(target=self._connect_ends, args=(near,), daemon=True).start()
 
     def close(self) -> None:
         """Stop listening: no further connection is accepted."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+
+    def _connect_ends(self, near: socket.socket) -> None:
+        """Connect one connection to the target, with the attempts of a dealer: one each `CONNECT_MS`, as long as a dealer
+        waits for the end of its handshake. It sees this proxy accept it at once, and cannot try by itself."""
+        deadline = time.monotonic() + HANDSHAKE_TIMEOUT_MS / 1000
+        while time.monotonic() < deadline:
+            try:
+                far = socket.create_connection(self._target, CONNECT_MS / 1000)
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+            far.settimeout(None)
+            threading.Thread(target=self._pass_on, args=(far, near), daemon=True).start()
+            return self._pass_on(near, far)
+        near.close()
 
     def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
         with source:

@@ -102,6 +102,24 @@ def test_a_line_passes_bytes_both_ways_and_none_while_it_is_blocked():
         line.join(LIMIT)
 
 
+def test_a_line_tries_again_and_then_gives_up_where_its_target_takes_no_connection(monkeypatch):
+    """The kernel alone would try for two minutes, each time after twice as long, and a dealer behind it could not."""
+    monkeypatch.setattr("dev.chaos.relay.CONNECT_MS", 50)
+    monkeypatch.setattr("dev.chaos.relay.HANDSHAKE_TIMEOUT_MS", 200)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(3):  # its queue is full
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(server.getsockname())
+        line = TcpProxy(f"tcp://127.0.0.1:{server.getsockname()[1]}", lambda: False)
+        line.start()
+        stack.callback(line.close)
+        host, port = line.endpoint.removeprefix("tcp://").split(":")
+        near = stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
+        assert near.recv(1) == b""
+
+
 def test_a_crowd_comes_back_when_it_is_turned_out_and_counts():
     with socket.create_server(("127.0.0.1", 0), backlog=8) as server:
         crowd = StrangerCrowd(4, [server.getsockname()])

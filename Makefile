@@ -18,7 +18,7 @@ QUICK := not (ray or engine or ranks or gpu or long or nightly) or short_run
 ON_ALL_CORES := -n auto --dist loadfile --no-loadscope-reorder
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install quickstart test test-all test-gpu lint format check-frozen clean distclean
+.PHONY: help install quickstart test test-all test-gpu lint format docs docs-serve check-frozen clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -92,6 +92,12 @@ lint: install ## ruff, mypy, what may pass the seam to the world by, what may im
 	@$(VENV)/python -m dev.lint.circles
 	@$(VENV)/python -m dev.pages.reference --check
 
+docs: install ## build the documentation's site into site/; a link that leads nowhere fails
+	@$(VENV)/zensical build --strict
+
+docs-serve: install ## show the documentation at http://localhost:8000, and build again what changes
+	@$(VENV)/zensical serve
+
 check-frozen: install ## compare simulated runs, trained steps, messages and a chaos run with dev/frozen.json, for refactorings
 	@$(VENV)/python -m dev.frozen $(ARGS)
 
@@ -100,7 +106,7 @@ format: install ## let ruff format the code
 	@$(VENV)/ruff format .
 
 clean: ## remove caches and build outputs (distclean: .venv too); runs/ is kept
-	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist *.egg-info
+	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .cache site build dist *.egg-info
 	@find . -path ./.venv -prune -o -path ./runs -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
 distclean: clean

@@ -1,10 +1,12 @@
 """What the pages say of the code is true of the code."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import r3async
 from dev.pages.reference import (
     METRICS_PAGE,
     MODELS_PAGE,
@@ -93,14 +95,29 @@ def test_links_between_pages_lead_somewhere():
                 assert anchor in anchors, f"{page.name}: {target} (there are {sorted(anchors)})"
 
 
-def test_every_page_is_reached_from_the_readme():
-    readme = (ROOT / "README.md").read_text()
-    for page in PAGES[1:]:
-        assert f"docs/{page.name}" in readme, page.name
-    assert "docs/decisions/README.md" in readme
+def list_site_pages(nav):
+    """The pages of a navigation, whose entries are paths, or titles with a path or with entries of their own."""
+    for entry in nav:
+        for of in entry.values() if isinstance(entry, dict) else [entry]:
+            yield from [of] if isinstance(of, str) else list_site_pages(of)
+
+
+def test_every_page_is_reached():
+    """From the site's navigation, and a record from the index of decisions."""
+    nav = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"]
+    pages = [*list_site_pages(nav)]
+    assert sorted(pages) == sorted([*(page.name for page in PAGES[1:]), "decisions/README.md"])
     index = (DECISIONS / "README.md").read_text()
     for record in RECORDS:
         assert record.name == "README.md" or f"]({record.relative_to(DECISIONS)})" in index, record.name
+
+
+def test_the_api_page_has_every_public_name_and_each_section_an_example():
+    page = (ROOT / "docs" / "api.md").read_text()
+    shown = re.findall(r"^::: r3async\.(\w+)$", page, re.MULTILINE)
+    assert sorted(shown) == sorted(set(r3async.__all__) - {"__version__"})
+    sections = page.split("\n## ")[1:]
+    assert all("```python\n" in section for section in sections if "\n::: " in section)
 
 
 def sources():

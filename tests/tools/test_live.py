@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from r3async.tools.tail.live import LiveView, describe_evaluation, describe_step
+from r3async.tools.tail.live import LiveView, StepPace, describe_evaluation, describe_step
 
 ROW = {
     "step": 3,
@@ -28,6 +28,25 @@ def test_a_step_is_one_readable_line_also_when_a_number_is_missing():
         assert part in line
     del (bare := dict(ROW))["routing/agreement"]
     assert "agree" not in describe_step(bare), "a run without routes"
+
+
+def test_a_line_says_how_long_the_step_took_and_how_long_the_others_will():
+    pace = StepPace()
+    said = []
+    for row in (
+        {"step": 1, "time": 10.0},
+        {"step": 2, "time": 11.0},
+        {"step": 3, "time": 14.0},  # 2 s a step on average, and 98 to go
+        {"step": 3, "time": 99.0},  # made again after a restart
+        {"step": 4, "time": 100.5},
+        {"time": None},
+    ):
+        pace.add_step(row)
+        said.append(pace.describe(101))
+    assert said == ["", "  1.0 s, 1 min 39 s left", "  3.0 s, 3 min 16 s left", "", "  1.5 s, 2 min 26 s left", ""]
+    pace.add_step({"step": 1, "time": 1.0})
+    pace.add_step({"step": 2, "time": 2.0})
+    assert (pace.describe(2), pace.describe(None)) == ("  1.0 s", "  1.0 s"), "at the end, or where none is known"
 
 
 def test_a_pipe_gets_plain_lines_once_per_step_and_phase():

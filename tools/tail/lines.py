@@ -13,7 +13,7 @@ from r3async.views.follow import FollowedRun
 from r3async.views.summary import NOT_TRAINED, get_failure_key
 from r3async.world.processes import escape_control_characters
 
-from .live import describe_step
+from .live import StepPace, describe_step
 
 POLL_SECONDS = 0.5
 FAILED_EXIT_CODE, SILENT_EXIT_CODE = 1, 3
@@ -48,7 +48,7 @@ def print_run_lines(
     Returns 0, `FAILED_EXIT_CODE` if the run failed or trained nothing, or `SILENT_EXIT_CODE` if nothing came. If the
     reader leaves (`| head`), it ends with 0.
     """
-    last_news, told = clock(), dict[str, str]()
+    last_news, told, pace = clock(), dict[str, str](), StepPace()
     try:
         while True:
             rows, events = run.read_new()
@@ -61,7 +61,9 @@ def print_run_lines(
                     out.write(escape_control_characters(format_event(event).splitlines()[0]) + "\n")
             for row in rows:
                 of = f"/{run.planned_steps}" if run.planned_steps else ""
-                out.write(escape_control_characters(f"{row.get('step', '?'):>4}{of}  {describe_step(row)}") + "\n")
+                pace.add_step(row)
+                line = f"{row.get('step', '?'):>4}{of}  {describe_step(row)}{pace.describe(run.planned_steps)}"
+                out.write(escape_control_characters(line) + "\n")
             if rows or events:
                 last_news = clock()
             if run.has_ended or not follow:

@@ -1,8 +1,9 @@
-"""The live line of a run: its loading phases, then step, reward, drift, staleness and speed."""
+"""The live line of a run: its loading phases, then step, reward, drift, staleness, speed, and time left."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Any
 
 from rich.console import Console
@@ -10,8 +11,11 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from r3async.record.metrics import finite_or_none
 from r3async.schedule.health import explain_no_update
+from r3async.views.summary import format_seconds
 
 PLAIN_EVERY_SECONDS = 5.0
+PACE_STEPS = 50
+"""Steps whose mean time tells how much time is left."""
 
 
 def describe_step(row: dict[str, Any]) -> str:
@@ -39,6 +43,33 @@ def describe_step(row: dict[str, Any]) -> str:
     ) + (f"  no update: {why}" if (why := explain_no_update(row)) else "")
 
 
+class StepPace:
+    """The pace of a run, from the times of its last steps."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=PACE_STEPS + 1)
+        self._step = 0
+
+    def add_step(self, row: dict[str, Any]) -> None:
+        """Add the row of a step. Steps that are made again after a restart begin a new pace."""
+        step = int(finite_or_none(row.get("step")) or 0)
+        if step != self._step + 1:
+            self._times.clear()
+        self._step = step
+        if (when := finite_or_none(row.get("time"))) is not None:
+            self._times.append(when)
+
+    def describe(self, steps: int | None) -> str:
+        """Describe the last step's seconds and the time left of `steps`; empty if only one step is known."""
+        if len(self._times) < 2:
+            return ""
+        pace = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
+        left = (
+            f", {format_seconds(pace * (steps - self._step))} left" if steps is not None and steps > self._step else ""
+        )
+        return f"  {format_seconds(self._times[-1] - self._times[-2])}{left}"
+
+
 def describe_evaluation(row: dict[str, Any]) -> str:
     """Describe a row of `evaluation.jsonl` in one line: each set's mean reward, standard error, and last pass@k."""
     sets = [name.removesuffix("/reward_mean") for name in row if name.endswith("/reward_mean")]
@@ -61,6 +92,7 @@ class LiveView:
         self.console = console
         self._steps = steps
         self.shown_step = 0
+        self._pace = StepPace()
         self._shown_phase, self._shown_at = "", 0.0
         self._restarts = 0
         self._last_evaluation_time = 0.0
@@ -133,6 +165,7 @@ class LiveView:
     def show_row(self, row: dict[str, Any], text: str, phase: str = "training") -> None:
         """Show a step, which `text` describes."""
         self.shown_step = row["step"]
-        self.print_line(f"{row['step']:>4}/{self._steps}  {text}")
+        self._pace.add_step(row)
+        self.print_line(f"{row['step']:>4}/{self._steps}  {text}{self._pace.describe(self._steps)}")
         if self._progress:
             self._progress.update(self._task, completed=row["step"], description=phase)

@@ -326,6 +326,9 @@ class LogConfig(Section):
     that resumes continues its run there. Each needs its package: `pip install "r3async[sinks]"`. A sink cannot slow
     or stop a run. Each reads its own variables: without WANDB_MODE or a key of W&B, its data stay in the run's
     directory until `wandb sync`; without MLFLOW_TRACKING_URI, MLflow writes to `mlruns` there."""
+    metrics: Literal["main", "all"] = "main"
+    """`main`: the some forty metrics that reports and `tail` show, with rewards and evaluations; `all`: also where the
+    time of every process goes. `metrics.jsonl` has all of them."""
     project: str = "r3async"
     """Project (W&B, trackio) or experiment (MLflow) of the run; in it, the run has the name of its directory."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import cycle, product
 from typing import Any, NamedTuple
 
@@ -140,7 +140,15 @@ class Metric(NamedTuple):
         """The prefix of the name; `step` if the name has none."""
         return self.name.partition("/")[0] if "/" in self.name else "step"
 
+    @property
+    def is_main(self) -> bool:
+        """True if a view shows the metric, and it is not of where a process's time goes."""
+        is_shown = bool(self.curve or self.gauge or self.comparison_stats) or self.name == "lr"
+        return is_shown and self.group not in PROCESS_TIME_GROUPS
 
+
+PROCESS_TIME_GROUPS = ("cpu", "wall", "lag")
+"""Groups of metrics that say where the time of processes goes."""
 LINE_COLORS = ("blue", "orange", "green", "violet", "red", "amber")
 """Colors of a chart's lines, used in turn."""
 
@@ -489,6 +497,22 @@ def _make_environment_metric(name: str, label: str, figure: str) -> Metric:
     docs = "Episodes of the step." if figure == "episodes" else known.description
     shown = figure if known.label == known.name else known.label
     return Metric(name, f"{label}: {shown}", known.unit, known.desired, f"Of the environment {label}: {docs}")
+
+
+def select_main_metrics(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row without the metrics of the catalogue that are not main ones.
+
+    What an environment, a reward or an evaluation reported is in no catalogue, and stays.
+    """
+    return {
+        name: value
+        for name, value in row.items()
+        if name in ROW_ID_COLUMNS or find_metric(name).is_main or _is_reported(name)
+    }
+
+
+def _is_reported(name: str) -> bool:
+    return name.startswith(("rewards/", "env/", "evaluation"))
 
 
 def sort_metrics(names: Iterable[str]) -> list[Metric]:

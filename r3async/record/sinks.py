@@ -32,7 +32,7 @@ import numpy as np
 from r3async.config import flatten_section
 from r3async.config.operation import LogConfig, ObserveConfig
 from r3async.config.section import ConfigError
-from r3async.record.metrics import find_metric
+from r3async.record.metrics import find_metric, select_main_metrics
 from r3async.record.reading import read_run_config
 from r3async.world.files import make_directory, replace_file
 
@@ -123,14 +123,16 @@ class Sink:
 class SinkSet:
     """All sinks of a run; a context manager. Its exit waits at most `timeout` seconds for all sinks together."""
 
-    def __init__(self, sinks: Sequence[Sink], timeout: float):
-        self.sinks, self._timeout = list(sinks), timeout
+    def __init__(self, sinks: Sequence[Sink], timeout: float, *, only_main_metrics: bool = False):
+        self.sinks, self._timeout, self._only_main_metrics = list(sinks), timeout, only_main_metrics
 
     def write(self, row: MetricsRow | Sequence[EpisodeExample]) -> None:
         """Queue a row of `metrics.jsonl` or `evaluation.jsonl`, or example episodes, for every sink. Returns at once.
 
         The row must not be changed afterwards.
         """
+        if self._only_main_metrics and isinstance(row, Mapping):
+            row = select_main_metrics(row)
         for sink in self.sinks:
             sink.write(row)
 
@@ -175,7 +177,7 @@ def open_sinks(
         return lambda: SINK_BACKENDS[name](config, run_dir, settings)
 
     sinks = [Sink(name, maker(name), MAX_QUEUED_ROWS, print_line) for name in config.to]
-    return SinkSet(sinks, timeout)
+    return SinkSet(sinks, timeout, only_main_metrics=config.metrics == "main")
 
 
 # Backends: the form in which TensorBoard, W&B, MLflow and trackio get the rows.

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from r3async.config import ConfigError, LogConfig, ObserveConfig, config_from_dict, config_to_toml, load_config
+from r3async.record.metrics import METRICS
 from r3async.record.sinks import (
     SINK_BACKENDS,
     SINK_PACKAGES,
@@ -65,6 +66,23 @@ def test_a_sink_that_hangs_costs_no_time_and_says_once_that_it_misses_rows():
     assert "did not finish in time" in reported[1]
     assert f"missed {sink.dropped_rows} rows" in reported[2]
     release.set()
+
+
+def test_services_get_the_main_metrics_unless_all_are_asked_for(monkeypatch, tmp_path):
+    """The catalogue's, and whatever environments, rewards and evaluations report."""
+    row = dict.fromkeys(METRICS, 1.0) | {"step": 1, "time": 2.0, "version": 1, "lineage": 1}
+    reported = {"rewards/correct/mean": 1.0, "env/guesses/mean": 3.0, "evaluation/reward_mean": 0.5}
+    memories = {}
+    monkeypatch.setitem(SINK_BACKENDS, "tensorboard", lambda config, *_: memories.setdefault(config.metrics, Memory()))
+    for metrics in ("main", "all"):
+        with open_sinks(LogConfig(to=["tensorboard"], metrics=metrics), tmp_path, {}, print, timeout=60.0) as sinks:
+            sinks.write(row | reported)
+    assert memories["all"].rows == [row | reported]
+    (main,) = memories["main"].rows
+    assert main == {name: (row | reported)[name] for name in main}
+    assert {*reported, "step", "time", "reward/mean", "lr", "grad_norm", "rollout_kl/k3", "staleness/max"} <= set(main)
+    assert 30 <= len(set(main) & set(METRICS)) <= 45
+    assert not any(name.startswith(("cpu/", "wall/", "lag/")) for name in main)
 
 
 def test_a_sink_that_fails_is_left_out_and_the_others_go_on():

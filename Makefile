@@ -18,7 +18,7 @@ QUICK := not (ray or engine or ranks or gpu or long or nightly) or short_run
 ON_ALL_CORES := -n auto --dist loadfile --no-loadscope-reorder
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install quickstart test test-all test-gpu lint format docs docs-serve check-frozen clean distclean
+.PHONY: help install quickstart test test-all test-gpu lint format wheel docs docs-serve check-frozen clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -91,6 +91,10 @@ lint: install ## ruff, mypy, what may pass the seam to the world by, what may im
 	@$(VENV)/lint-imports --no-logo
 	@$(VENV)/python -m dev.lint.circles
 	@$(VENV)/python -m dev.pages.reference --check
+
+wheel: install ## make dist/r3async-*.whl: pip install it, with [cpu] or [gpu], where nobody changes the sources
+	@$(VENV)/python -I -m pip --disable-pip-version-check wheel -q --no-deps --no-build-isolation -w dist .
+	@ls dist/*.whl
 
 docs: install ## build the documentation's site into site/; a link that leads nowhere fails
 	@$(VENV)/zensical build --strict

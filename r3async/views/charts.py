@@ -61,6 +61,8 @@ class Chart(msgspec.Struct, frozen=True):
     """True to draw the bound on age that the schedule guarantees."""
     target_setting: str = ""
     """The setting that has the curve's target value."""
+    is_performance: bool = False
+    """True if it says where time goes, and not what is learnt."""
 
     @property
     def lines(self) -> list[ChartLine]:
@@ -96,16 +98,17 @@ CHARTS = (
     Chart("Response length", "sampled in an episode", "tokens", ",.0f"),
     Chart("Truncated", "an answer was cut at its length, or the context was full", number_format=".2%", is_share=True),
     Chart("Clipped", "trained tokens held by a bound of the policy loss", number_format=".2%"),
-    Chart("Learner time", "per step", "s", ".2f"),
-    Chart("Processor time", "per step", "s", ".2f"),
-    Chart("Learner stages", "processor time per step", "s", ".3f"),
-    Chart("Generator stages", "processor time per step", "s", ".3f"),
-    Chart("Conductor stages", "processor time per step", "s", ".3f"),
+    Chart("Learner time", "per step", "s", ".2f", is_performance=True),
+    Chart("Processor time", "per step", "s", ".2f", is_performance=True),
+    Chart("Learner stages", "processor time per step", "s", ".3f", is_performance=True),
+    Chart("Generator stages", "processor time per step", "s", ".3f", is_performance=True),
+    Chart("Conductor stages", "processor time per step", "s", ".3f", is_performance=True),
     Chart(
         "Idle",
         "share of the last 16 steps; who is idle should get less, or the other one more",
         number_format=".0%",
         is_share=True,
+        is_performance=True,
     ),
 )
 PASS_AT_K_CHART = Chart(
@@ -148,7 +151,8 @@ def build_charts(rows: MetricsRows, bound: int | None) -> ChartSet:
     drawing = ChartSet("chart")
     for chart in CHARTS:
         drawn = [(line, extract_column(chart, line.metric, rows)) for line in chart.lines]
-        drawing.add_chart(chart, drawn[::-1], bound)  # the first line, which people look at most, on top
+        # The first line, which people look at most, on top.
+        drawing.add_chart(chart, drawn[::-1], bound)
     return drawing
 
 
@@ -238,6 +242,7 @@ def make_chart_frame(chart: Chart, values: Sequence[float], bound: int | None) -
     return {
         "title": chart.title,
         "caption": chart.caption,
+        "is_performance": chart.is_performance,
         "unit": chart.unit,
         "format": chart.number_format,
         "ticks": ".0%" if chart.is_share and low < 0.95 else ".1%" if chart.is_share else "~s" if high >= 1000 else "",

@@ -1,5 +1,6 @@
 """The report's timeline, drift, ages, tokens and comparison; and the page in a real browser."""
 
+import asyncio
 import json
 from html.parser import HTMLParser
 from pathlib import Path
@@ -250,19 +251,24 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 needs_chromium = pytest.mark.skipif(find_chromium() is None, reason="needs Chromium (apt-get install chromium)")
 
 
+async def wait_until_drawn(page) -> list[str]:
+    """The ids of the plots that are still empty after half a minute: the page unpacks its library first."""
+    frames, empty = "[...document.querySelectorAll('.plot')]", [""]
+    for _ in range(300):
+        empty = await page.value(f"{frames}.filter((p) => !p.querySelector('.main-svg')).map((p) => p.id)")
+        if not empty:
+            break
+        await asyncio.sleep(0.1)
+    return empty
+
+
 @needs_chromium
 @pytest.mark.long
 async def test_the_page_draws_every_curve_asks_for_nothing_and_has_no_complaint(tmp_path: Path) -> None:
     path = write_report(evaluated(write_run(tmp_path), BEFORE, AFTER))
     async with browse(str(find_chromium()), path.as_uri()) as page:
         await page.value("document.querySelectorAll('details.group').forEach((group) => { group.open = true; })")
-        frames = "[...document.querySelectorAll('.plot')]"
-        await page.value("new Promise((done) => setTimeout(done, 0))")
-        for _ in range(100):
-            empty = await page.value(f"{frames}.filter((p) => !p.querySelector('.main-svg')).map((p) => p.id)")
-            if not empty:
-                break
-        assert empty == []
+        assert await wait_until_drawn(page) == []
         data = json.loads(Page(path).data)
         lines = sum(len(chart["lines"]) for chart in [*data["charts"], *data["more"]])
         traces = "document.querySelectorAll('.scatterlayer .trace').length"
@@ -280,6 +286,7 @@ async def test_the_page_draws_every_curve_asks_for_nothing_and_has_no_complaint(
 async def test_the_comparison_draws_both_runs(tmp_path: Path) -> None:
     one, other = write_run(tmp_path, "one"), write_run(tmp_path, "other", 5)
     async with browse(str(find_chromium()), write_report(one, other).as_uri()) as page:
+        assert await wait_until_drawn(page) == []
         traces = "document.querySelectorAll('.scatterlayer .trace').length"
         assert await page.value(traces) == 2 * sum(len(chart.lines) for chart in CHARTS)
         assert (page.requests, page.problems) == ([], [])

@@ -1,5 +1,7 @@
 """What a summary and a report show of a run's rows."""
 
+import base64
+import gzip
 import json
 import math
 from html.parser import HTMLParser
@@ -23,6 +25,7 @@ from r3async.views.summary import (
     sum_restarting_counter,
     summarize_run,
 )
+from r3async.views.templates import load_plotly_script
 from tests.helpers.cli import printed
 
 
@@ -193,6 +196,8 @@ def test_report(tmp_path: Path) -> None:
     page = Page(write_report(run))
     assert page.fetched == []
     assert len(page.scripts) == 3, "data, plotly, ours: nothing of a run became a script"
+    assert gzip.decompress(base64.b64decode(page.scripts[1])).decode() == load_plotly_script()
+    assert (run / "report.html").stat().st_size < 2.5e6
     for text in ("demo", "0.1 → 0.775", "generator_restarted", "say <b>", turns[0]["assistant"], "max_staleness"):
         assert text in page.text
     data = json.loads(page.scripts[0])

@@ -1,0 +1,49 @@
+"""Each recipe of examples/ runs to its end as its page says, in a folder of its own, with fewer steps."""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from r3async.config import load_config
+from r3async.record.reading import read_json_objects
+from tests.helpers.cli import run_program
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RECIPES = sorted(path.parent.name for path in EXAMPLES.glob("*/README.md"))
+STEPS = 2
+
+
+def read_commands(recipe):
+    """The commands of the section that a machine without a GPU runs."""
+    page = (EXAMPLES / recipe / "README.md").read_text()
+    (block,) = re.findall(r"^## On two CPU cores\n\n```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    return [re.sub(r"^r3async train .*", rf"\g<0> steps={STEPS}", line) for line in block.splitlines()]
+
+
+def test_the_index_has_every_recipe():
+    index = (EXAMPLES / "README.md").read_text()
+    assert re.findall(r"^\| \[\w+\]\((\w+)\)", index, re.MULTILINE) == RECIPES
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*/*.toml")), ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_every_configuration_of_a_recipe_is_right(path):
+    assert load_config(str(path)).steps > STEPS
+
+
+@pytest.mark.ray
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_runs_to_its_end_as_its_page_says(recipe, tmp_path):
+    folder = shutil.copytree(EXAMPLES / recipe, tmp_path / recipe)
+    bin_path = Path(sys.executable).parent
+    script = "\n".join(["set -e", *read_commands(recipe)])
+    done = run_program(["bash", "-c", script], cwd=folder, timeout=550, PATH=f"{bin_path}:/usr/bin:/bin")
+    assert done.returncode == 0, f"{script}\n{done.stdout}{done.stderr}"
+    (run,) = (path for path in (folder / "runs").iterdir() if not path.is_symlink())
+    assert [row["step"] for row in read_json_objects(run / "metrics.jsonl")] == list(range(1, STEPS + 1))
+    assert "run_finished" in [event["event"] for event in read_json_objects(run / "events.jsonl")]
+    assert "--baseline" not in script or "difference: " in done.stdout

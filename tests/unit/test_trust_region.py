@@ -242,7 +242,7 @@ def test_a_burst_is_tamed_as_soon_where_served_drift_is_measured_in_one_of_four_
 
 
 def test_the_simulated_bursts_of_the_page_are_those_of_this_controller():
-    """If they are not, docs/figures/drift.json, and the table of docs/trust-region.md, need other figures."""
+    """If they are not, docs/figures/drift.json, and what docs/trust-region.md says of it, need other figures."""
     kept = json.loads((Path(__file__).parents[2] / "docs" / "figures" / "drift.json").read_text())
     target = kept["plan"]["target"]
     assert len(kept["simulated"]) == 27

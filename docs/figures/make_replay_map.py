@@ -120,32 +120,10 @@ def difference(values: Sequence[float]) -> Difference:
 
 HEADS = (
     "point",
-    "replay",
-    "seeds",
-    "agreement",
-    "KL, replayed",
-    "KL, served",
-    "reward, last quarter",
-    "collapsed",
-    "R3 - this, 95 % interval (detectable)",
+    "KL: off; R3, replayed; R3, served",
+    "reward, last quarter: off; R2; R3",
+    "R3 - off, 95 % interval",
 )
-
-
-def cells(found: Sequence[Row]) -> list[list[str]]:
-    return [
-        [
-            r.point,
-            r.replay,
-            str(r.seeds),
-            f"{r.agreement:.3f}",
-            f"{r.replayed:.2g}",
-            f"{r.served:.2g}",
-            f"{r.reward:.3f}",
-            str(r.collapsed),
-            "" if r.gain is None else f"{r.gain.mean:+.3f} ± {r.gain.half_width:.3f} ({r.gain.detectable:.3f})",
-        ]
-        for r in found
-    ]
 
 
 def read(data: Path) -> list[Run]:
@@ -165,13 +143,31 @@ def apart(runs: Sequence[Run]) -> str:
         ratios = sorted(fmean(r.served) / fmean(r.replayed) for r in mine if fmean(r.replayed) > 1e-9)
         ratio = f"{row.served / row.replayed:.1f} ({ratios[0]:.1f} - {ratios[-1]:.1f})" if ratios else ""
         name = row.point.removeprefix(FIRST).replace("noise=0.0 precision=", "").replace("=", " ")
-        lines.append([name, str(row.seeds), f"{row.agreement:.3f}", f"{row.served:.2g}", f"{row.replayed:.2g}", ratio])
-    heads = ("disturbance", "seeds", "agreement", "KL, own routing", "KL, replayed", "ratio (by seed)")
+        lines.append([name, f"{row.agreement:.3f}", f"{row.served:.2g}", f"{row.replayed:.2g}", ratio])
+    heads = ("disturbance", "agreement", "KL, own routing", "KL, replayed", "ratio (by seed)")
     return markdown(heads, lines)
 
 
 def trained(runs: Sequence[Run]) -> str:
-    return markdown(HEADS, cells(rows([r for r in runs if not r.point.startswith(FIRST)])))
+    """While it trains: a line for each point that was trained in all modes."""
+    by: dict[str, dict[str, Row]] = {}
+    for row in rows([r for r in runs if not r.point.startswith(FIRST)]):
+        by.setdefault(row.point, {})[row.replay] = row
+    lines = []
+    for point, modes in by.items():
+        if len(modes) < 3:
+            continue
+        off, r2, r3 = (modes[mode] for mode in ("off", "learner", "rollout"))
+        assert off.gain is not None
+        lines.append(
+            [
+                point.replace("noise=0.0 precision=", ""),
+                f"{off.served:.2g}; {r3.replayed:.2g}; {r3.served:.2g}",
+                f"{off.reward:.3f}; {r2.reward:.3f}; {r3.reward:.3f}",
+                f"{off.gain.mean:+.3f} ± {off.gain.half_width:.3f}",
+            ]
+        )
+    return markdown(HEADS, lines)
 
 
 TABLES = {"apart": apart, "trained": trained}

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.cli import run_program
 
 PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
-SECTION = PAGE.split("## Your own")[1].split("\n## ")[0]
+SECTION = PAGE.split("\n## Your own environment")[1].split("\n### ")[0]
 FEWER = "steps=2 schedule.prompts_per_step=4 schedule.group_size=4 model.init.max_warm_steps=10 name=shift"
 
 

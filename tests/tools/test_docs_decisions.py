@@ -41,14 +41,16 @@ def test_numbers_are_given_once_and_without_a_gap():
 
 
 def test_the_index_lists_each_record_once_with_its_title_and_status():
-    rows = re.findall(r"^\| \[D-(\d{3})\]\((\S+)\) \| (.+) \| (.+) \|$", (DECISIONS / "README.md").read_text(), re.M)
+    line = re.compile(r"^\* \[D-(\d{3})\]\((\S+)\) (.+?)(?: \(((?:superseded|withdrawn|amended)\b.*)\))?$", re.M)
+    rows = line.findall((DECISIONS / "README.md").read_text())
     assert len(rows) == len(RECORDS)
     listed = {DECISIONS / target: (number, title, status) for number, target, title, status in rows}
     assert listed.keys() == RECORDS.keys()
     for path, record in RECORDS.items():
         number, title, status = listed[path]
         assert (number, title) == (record.number, record.title)
-        assert re.split(r"[ ;]", status)[0] == re.split(r"[ ;]", record.status)[0], path.name
+        replaced = re.match(r"superseded|withdrawn", status)
+        assert (replaced[0] if replaced else "accepted") == re.split(r"[ ;:]", record.status)[0], path.name
         assert set(NUMBER.findall(status)) == record.named_after("superseded by") | record.named_after("amended by")
 
 

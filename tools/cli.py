@@ -34,16 +34,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-app.add_typer(submit, name="submit")
-app.add_typer(inspect, name="inspect")
-app.command()(cluster)
-app.command()(export)
-app.command()(sft)
-app.command()(replay)
-app.command()(scale)
-app.command()(diagnose)
-app.command()(doctor)
-app.command()(sweep)
+TRAIN, LOOK, CLUSTER, DEVELOP = "Train", "Look", "Cluster", "Develop"
+"""Panels of the help, in this order. The text after a command's help, `epilog`, is one example."""
 
 OverridesArgument = Annotated[
     list[str] | None, typer.Argument(help="key=value, for example learner.lr=1e-4", show_default=False)
@@ -67,7 +59,9 @@ def r3async(
     """Asynchronous reinforcement learning for mixture-of-experts language models."""
 
 
-@app.command()
+@app.command(
+    rich_help_panel=TRAIN, epilog="Example: r3async train math data=rows.jsonl reward=rewards:correct model.path=MODEL"
+)
 def train(
     preset: Annotated[str, typer.Argument(help="a preset's name, or a TOML file")],
     overrides: OverridesArgument = None,
@@ -92,7 +86,7 @@ def train(
     run(config, preset, root=runs)
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN, epilog="Example: r3async presets quickstart")
 def presets(name: Annotated[str | None, typer.Argument(help="show this one whole")] = None) -> None:
     """List the presets with the purpose of each, or show one preset and its plan."""
     from .presets import describe_preset, describe_presets
@@ -100,7 +94,7 @@ def presets(name: Annotated[str | None, typer.Argument(help="show this one whole
     typer.echo(describe_presets() if name is None else describe_preset(name))
 
 
-@app.command(name="eval")
+@app.command(name="eval", rich_help_panel=TRAIN, epilog="Example: r3async eval latest --tasks 256")
 def evaluate(
     target: Annotated[
         str | None,
@@ -153,7 +147,7 @@ def evaluate(
     )
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN, epilog="Example: r3async plan moe_30b_r3 learner.recompute=full")
 def plan(
     preset: Annotated[str | None, typer.Argument(help="a preset's name, or a TOML file")] = None,
     overrides: OverridesArgument = None,
@@ -205,10 +199,10 @@ def plan(
     print_plan(load_command_config(preset, overrides or []), overrides or [], json)
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK, epilog="Example: r3async tail latest --no-follow")
 def tail(
     run: Annotated[str, typer.Argument(help="a run's name or directory")] = "latest",
-    follow: Annotated[bool, typer.Option(help="go on until the run ends, or print what there is")] = True,
+    follow: Annotated[bool, typer.Option(help="until the run ends, or only what there is")] = True,
     plain: Annotated[bool, typer.Option("--plain", help="lines, as in a pipe")] = False,
     patience: Annotated[float, typer.Option(help="seconds without news after which lines end (exit 3)")] = 1800.0,
     address: Annotated[str | None, typer.Option(help="of a Ray cluster's dashboard: the run is there")] = None,
@@ -230,10 +224,24 @@ def tail(
     raise typer.Exit(code)
 
 
-app.command(name="report")(report)
+@app.command(rich_help_panel=CLUSTER, epilog="Example: r3async keys my-keys --name generator")
+def keys(
+    directory: Annotated[Path, typer.Argument(help="directory to make, or to add missing keys to")],
+    name: Annotated[
+        list[str] | None,
+        typer.Option(help="a generator's key; may be repeated", show_default="generator"),
+    ] = None,
+) -> None:
+    """Make keys for `transport.keys`: connections are encrypted, and strangers are kept out. Secrets are 0600."""
+    from .keys import make_keys
+
+    try:
+        make_keys(directory, name or [], typer.echo)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
-@app.command(name="init-model")
+@app.command(name="init-model", rich_help_panel=DEVELOP, epilog="Example: r3async init-model tiny --preset quickstart")
 def init_model(
     directory: Annotated[Path, typer.Argument(help="directory to make")],
     overrides: OverridesArgument = None,
@@ -249,21 +257,17 @@ def init_model(
     make(directory, config, progress=lambda line: typer.echo(line, err=True))
 
 
-@app.command()
-def keys(
-    directory: Annotated[Path, typer.Argument(help="directory to make, or to add missing keys to")],
-    name: Annotated[
-        list[str] | None,
-        typer.Option(help="a generator's key; may be repeated", show_default="generator"),
-    ] = None,
-) -> None:
-    """Make keys for `transport.keys`: connections are encrypted, and strangers are kept out. Secrets are 0600."""
-    from .keys import make_keys
-
-    try:
-        make_keys(directory, name or [], typer.echo)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+app.command(rich_help_panel=TRAIN, epilog="Example: r3async sft math data=rows.jsonl model.path=MODEL")(sft)
+app.command(rich_help_panel=TRAIN, epilog="Example: r3async sweep plan.toml")(sweep)
+app.command(rich_help_panel=TRAIN, epilog="Example: r3async export latest my-model")(export)
+app.command(name="report", rich_help_panel=LOOK, epilog="Example: r3async report first second")(report)
+app.add_typer(inspect, name="inspect", rich_help_panel=LOOK)
+app.command(rich_help_panel=LOOK, epilog="Example: r3async doctor")(doctor)
+app.add_typer(submit, name="submit", rich_help_panel=CLUSTER)
+app.command(rich_help_panel=CLUSTER, epilog="Example: r3async cluster moe_30b_r3 --address http://HEAD:8265")(cluster)
+app.command(rich_help_panel=CLUSTER, epilog="Example: r3async scale first generators=4")(scale)
+app.command(rich_help_panel=DEVELOP, epilog="Example: r3async diagnose latest")(diagnose)
+app.command(rich_help_panel=DEVELOP, epilog="Example: r3async replay first --from 20")(replay)
 
 
 def main() -> None:

@@ -66,7 +66,7 @@ def _open_inspection(target: str, runs: Path) -> Iterator[Inspection]:
         raise typer.Exit(2)
 
 
-@app.command(hidden=True)
+@app.command(hidden=True, epilog="Example: r3async inspect runs/first/checkpoints")
 def show(
     target: TargetArgument = "latest",
     limit: LimitOption = None,
@@ -78,7 +78,7 @@ def show(
         inspection.show_target(target, limit, json)
 
 
-@app.command()
+@app.command(epilog="Example: r3async inspect trajectories latest --reward-below 0.2 --export bad.parquet")
 def trajectories(
     target: TargetArgument = "latest",
     reward_below: Annotated[float | None, typer.Option(help="only those that earned less")] = None,
@@ -103,7 +103,7 @@ def trajectories(
         inspection.show_trajectories(target, keep, version, limit, tokens=tokens, export=export, json=json)
 
 
-@app.command()
+@app.command(epilog="Example: r3async inspect routes latest --diff")
 def routes(
     run: RunArgument = "latest",
     trajectory: Annotated[str | None, typer.Option(help="which", show_default="the first of the step")] = None,
@@ -118,7 +118,7 @@ def routes(
         inspection.show_routes(run, trajectory, step, layer or [], diff=diff, json=json)
 
 
-@app.command()
+@app.command(epilog="Example: r3async inspect verify latest")
 def verify(
     run: RunArgument = "latest",
     json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
@@ -131,7 +131,7 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(epilog="Example: r3async inspect frames runs/first/spool --limit 5")
 def frames(
     target: TargetArgument,
     limit: LimitOption = None,

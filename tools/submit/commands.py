@@ -38,7 +38,7 @@ OverridesArgument = Annotated[
 app = typer.Typer(
     cls=DefaultCommandGroup,
     no_args_is_help=True,
-    help="Submit a run to a Ray cluster, `submit PRESET [key=value …]`, and look after it.",
+    help="Submit a run to a Ray cluster, `submit PRESET KEY=VALUE …`, and look after it.",
 )
 
 
@@ -54,7 +54,9 @@ def _open_jobs(address: str, token_file: str) -> Iterator[ClusterJobs]:
         raise typer.Exit(2) from error
 
 
-@app.command(name="run", hidden=True)
+@app.command(
+    name="run", hidden=True, epilog="Example: r3async submit quickstart seed=1 name=night --address http://HEAD:8265"
+)
 def submit(
     preset: Annotated[str, typer.Argument(help="a preset's name, or a TOML file in this folder")],
     overrides: OverridesArgument = None,
@@ -115,7 +117,7 @@ def _follow_job(jobs: ClusterJobs, job: str) -> NoReturn:
     raise typer.Exit(STATUS_EXIT_CODES[status["status"]])
 
 
-@app.command()
+@app.command(epilog="Example: r3async submit status night")
 def status(job: JobArgument, address: AddressOption = "", token_file: TokenOption = "") -> None:
     """Print a job's status as JSON; the exit code is that of `submit`: 0 also while it runs."""
     from .jobs import STATUS_EXIT_CODES
@@ -126,7 +128,7 @@ def status(job: JobArgument, address: AddressOption = "", token_file: TokenOptio
     raise typer.Exit(STATUS_EXIT_CODES.get(found["status"], 0))
 
 
-@app.command(name="list")
+@app.command(name="list", epilog="Example: r3async submit list")
 def list_jobs(address: AddressOption = "", token_file: TokenOption = "") -> None:
     """List all jobs of the cluster, one JSON object per line."""
     with _open_jobs(address, token_file) as jobs:
@@ -134,7 +136,7 @@ def list_jobs(address: AddressOption = "", token_file: TokenOption = "") -> None
             echo_printable(json.dumps(found))
 
 
-@app.command()
+@app.command(epilog="Example: r3async submit logs night --follow")
 def logs(
     job: JobArgument,
     follow: Annotated[bool, typer.Option("--follow/--no-follow", help="until it ends, with its exit code")] = False,
@@ -149,7 +151,7 @@ def logs(
         echo_printable(clean_log_output(jobs.get_logs(found)), nl=False)
 
 
-@app.command()
+@app.command(epilog="Example: r3async submit stop night")
 def stop(
     job: JobArgument,
     wait: Annotated[float, typer.Option(help="seconds to wait for its end")] = 300.0,

@@ -96,7 +96,7 @@ SINGLE_KIND_STAGES = {"threads": "cpu", "runtime": "cpu", "idle": "wall"} | dict
 # Every metric of a run: its name, its meaning, and how the views show it. All views read this table.
 #
 # `metrics.jsonl` has one object per step; a row may lack some of these metrics, and may have others.
-# `python -m dev.pages.reference` writes the table of docs/observing.md from this one. A test checks that a run writes
+# `python -m dev.pages.reference` writes the tables of docs/metrics.md from this one. A test checks that a run writes
 # exactly the metrics listed here.
 
 

@@ -1,18 +1,19 @@
 """What the pages say of the code is true of the code."""
 
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
 import pytest
 
 import r3async
+from dev.pages.commands import list_commands
 from dev.pages.reference import (
     METRICS_PAGE,
     MODELS_PAGE,
     insert_metrics_table,
     insert_model_tables,
-    list_metric_views,
     main,
     read_field_docs,
     render_reference,
@@ -57,11 +58,24 @@ def test_the_table_of_metrics_is_made_from_the_catalogue():
     text = METRICS_PAGE.read_text()
     assert insert_metrics_table(text) == text
     assert insert_metrics_table(text.replace("| `reward/mean` |", "| `reward/old` |")) == text
-    for name, known in METRICS.items():
-        assert f"| `{name}` | {known.unit} | {known.desired} | " in text
-    assert list_metric_views("reward/mean") == ["curve Reward", "gauge reward", "comparison"]
+    named = [name for line in text.splitlines() if line.startswith("| `") for name in re.findall(r"`([^`]+)`", line)]
+    assert {*METRICS} <= {*named}
+    assert len(re.findall(r"`cpu/learner_model_seconds`", text)) == 1
     with pytest.raises(ValueError, match="has no place"):
         insert_metrics_table("# A page\n")
+
+
+def test_every_command_has_a_panel_and_an_example_that_it_takes():
+    commands = list_commands()
+    assert {described.panel for described in commands} == {"Train", "Look", "Cluster", "Develop"}
+    for described in commands:
+        assert described.example.startswith(f"{described.words} ") or described.example == described.words
+        words = shlex.split(described.example.removeprefix(described.words))
+        described.command.make_context(described.words, words)  # it raises where the command does not take them
+    page = (ROOT / "docs" / "cli.md").read_text()
+    assert "| `--no-follow`" not in page
+    assert "| `--follow`, `--no-follow` | `--follow` | " in page
+    assert "| `KEY=VALUE …` |" in page
 
 
 def test_the_table_of_models_is_made_from_the_declarations():

@@ -1,4 +1,4 @@
-"""Limits of docs/operations.md at which a run ends: each names its setting. The actors are stand-ins."""
+"""Limits of docs/run-files.md at which a run ends: each names its setting. The actors are stand-ins."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class SweepPlan(Section):
             groups = {known.partition("/")[0] for known in METRICS if "/" in known}
             if name.partition("/")[0] in groups and find_metric(name).description == name:
                 raise ValueError(
-                    f"`metrics`: no run has {name!r}; {did_you_mean(name, METRICS, 'see docs/observing.md')}"
+                    f"`metrics`: no run has {name!r}; {did_you_mean(name, METRICS, 'see docs/metrics.md')}"
                 )
         for key, values in self.grid.items():
             if not isinstance(values, list) or not values:

@@ -28,28 +28,27 @@ class RolloutKLConfig(Section):
     """Estimator of the KL term in the loss. The drift measured for `target` and `max` is always k3's mean over
     trained tokens."""
     coef: float = 0.01
-    """Weight of the term. With `target`, its initial value and its minimum."""
+    """Weight of the rollout-KL term. With `target`, its initial value and its minimum."""
     target: PositiveFloat | None = None
     """Drift, in nats per token, above which the coefficient is raised after a step. Unset: the coefficient stays
     constant."""
     limit: PositiveFloat | None = None
-    """Hard bound: a step is shortened before it is published if the next one would have more served drift than this,
-    as predicted on the probed episodes. Unset: the `target`, if there is one."""
+    """Hard bound: a step is shortened before it is published if served drift on the probed episodes would exceed this.
+    Unset: the `target`, if there is one."""
     max: PositiveFloat | None = None
     """Measured drift above which a step makes no optimizer update; nor does one whose drift is not finite. Unset: no
     step is refused."""
     measure: Literal["served", "replayed"] = "served"
-    """Drift that `target` and `max` refer to. `served`: `rollout_kl/served_k3`, with the routers' own choice. `replayed`:
-    `rollout_kl/k3`, with the routes of the rollout. `limit` always refers to served drift."""
+    """Drift that `target` and `max` refer to. `served`: with the routers' own choice (`rollout_kl/served_k3`).
+    `replayed`: with the routes of the rollout (`rollout_kl/k3`)."""
     probe_share: UnitFraction = 0.04
     """Share of a step's tokens on which served drift is measured, with one more forward pass. 0: it is not measured."""
     probe_tokens: int = 640
-    """Minimum number of tokens that are probed in a step, prompts included, but at most a quarter of the step's
-    tokens: among few tokens, a single one with a large drift would dominate the mean."""
+    """Minimum number of tokens that are probed in a step, prompts included, but at most a quarter of the step's tokens.
+    Among few tokens, a single one would dominate the mean."""
     probe_every: PositiveInt = 4
-    """Steps from one such pass to the next. In between, `target` is compared with the replayed drift plus the excess
-    of served over replayed drift in the last pass. With `max` and no `limit` there is a pass in every step. `limit`
-    has its own after every step."""
+    """Steps from one such pass to the next; in between, served drift is estimated from the replayed one. With `max` and
+    no `limit` there is a pass in every step."""
     token_limit: PositiveFloat = 100.0
     """Maximum that one token's k3 contributes to the measured drift. As the `estimator`, k3 continues as a straight
     line from there."""
@@ -95,8 +94,8 @@ class ReferenceKLConfig(Section):
     coef: float = 0.0
     """Weight of KL(learner || frozen reference model). 0: that model is not loaded."""
     weighted: bool = True
-    """Weight each token's term by learner / rollout, with gradient. This is right, in value and gradient, for tokens
-    that older weights sampled (DeepSeek-V3.2). Off is GRPO's term, which treats them as the learner's own samples."""
+    """Weight each token's term by learner / rollout, which is right for tokens that older weights sampled
+    (DeepSeek-V3.2). Off is GRPO's term."""
     weight_cap: PositiveFloat = 5.0
     """Truncation of these weights."""
 
@@ -107,8 +106,8 @@ class DistillationConfig(Section):
     gradient of KL(learner || teacher)."""
 
     teacher: str = ""
-    """Directory of a Hugging Face model with the same tokenizer. Each rank of the learner holds it, frozen, beside
-    its own part of the model. Empty: no teacher."""
+    """Directory of a Hugging Face model with the same tokenizer. Each rank of the learner holds all of it. Empty: no
+    teacher."""
     coef: PositiveFloat = 1.0
     """Factor by which that difference is multiplied."""
     rewards: bool = True
@@ -155,8 +154,8 @@ class GSPOConfig(ClipConfig):
     """Upper end of that range. A range meant for single tokens, such as 0.28, would clip nothing here."""
     noise: float = 0.0
     """Standard deviation of a token's log-ratio between equal weights: the square root of twice
-    `rollout_kl/k3_staleness_0`. The range of an episode of n tokens is at least 3 noise / sqrt(n) to each side, so that
-    rounding alone clips none."""
+    `rollout_kl/k3_staleness_0`. The range of an episode of n tokens is at least 3 noise / sqrt(n), so that rounding
+    alone clips none."""
 
 
 class CISPOConfig(ClipConfig):
@@ -199,13 +198,11 @@ class CorrectionConfig(Section):
     max_token_kl: float | None = None
     """An episode is kept if none of its tokens has a k3 above this."""
     anchor: Literal["learner", "recomputed"] = "learner"
-    """Numerator of the ratios of all these masks and of `weight`. `learner`: the current learner, which has drifted
-    with age and over the step's minibatches. `recomputed`: the learner before the step, which is what the sources
-    correct (one more forward pass)."""
+    """Numerator of these ratios. `learner`: the current learner. `recomputed`: the learner before the step, as in the
+    sources (one more forward pass)."""
     weight: Literal["none", "token", "sequence"] = "none"
-    """Multiply the policy loss by importance weights recomputed / rollout, per token or per whole episode, truncated
-    at `weight_cap` and without gradient. Needs both anchors to be `recomputed`; otherwise the loss's own ratio
-    already has that factor."""
+    """Multiply the policy loss by importance weights recomputed / rollout, per token or per episode, truncated at
+    `weight_cap`. Needs both anchors to be `recomputed`."""
     weight_cap: PositiveFloat = 2.0
 
     @property
@@ -244,35 +241,34 @@ class RouterAuxConfig(Section):
     """Load-balancing loss of the routers, with the replayed experts as the load."""
 
     coef: float = 0.0
-    """Weight of `experts * sum_i f_i P_i` of every MoE layer: `f_i` is the share of the step's choices that fell on
-    expert i, `P_i` the router's mean probability of it (Switch Transformer, arXiv 2101.03961, eq. 4). A value of 1
-    means an even load. Needs `routing.replay`, whose routes are known before the step's first forward pass."""
+    """Weight of the load-balancing loss of every MoE layer, `experts * sum_i f_i P_i` (Switch Transformer, arXiv
+    2101.03961, eq. 4); 1 is an even load. Needs `routing.replay`."""
 
 
 class AlgorithmConfig(Section):
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl"] = "grpo"
-    """Advantage estimator; formulas and sources are in `learner.advantages`."""
+    """Advantage estimator; docs/algorithms.md has the formulas."""
     credit: Literal["trajectory", "turn", "token"] = "trajectory"
-    """Unit of credit assignment. `trajectory`: all turns share the episode's advantage. `turn`: a turn's advantage
-    is relative to the same turn of its group; only for environments that reward every turn for its own answer.
-    `token`: a token's score is the reward from it to the episode's end, relative to the same turn of its group."""
+    """Unit of credit. `trajectory`: all turns share the episode's advantage. `turn`: a turn is compared with the same
+    turn of its group; only where every turn is rewarded for its own answer. `token`: the same for the reward from a
+    token to the episode's end."""
     normalize_std: bool = True
     """Divide by the group's standard deviation, with `advantage = "grpo"`. Off gives Dr.GRPO's advantage."""
     filter_zero_variance: bool = False
     """Leave groups out of training whose episodes all have the same score. `schedule.replaced_groups` takes others
     in their place."""
     overlong_filter: bool = False
-    """Leave episodes out of training that ended because an answer, or the context, became too long. Their scores
-    still count."""
+    """Leave episodes out of training that ended because an answer, or the context, became too long. Their scores still
+    count in their group."""
     overlong_penalty: OverlongPenaltyConfig = msgspec.field(default_factory=OverlongPenaltyConfig)
     reduction: Literal["token_mean", "sequence_mean", "sequence_mean_token_sum_norm", "prompt_mean"] = "token_mean"
-    """Aggregation of the loss: what it is a mean over. Formulas are in `learner.loss`."""
+    """Aggregation of the loss: what it is a mean over. docs/algorithms.md has the formulas."""
     policy_loss: str = "truncated_pg"
-    """Policy loss: `truncated_pg`, `ppo`, `tis`, `gspo`, `cispo`, `sapo`, `dppo`, `decoupled_ppo` (formulas and
-    sources in `learner.policy_loss`), or your own as `module:function`, of the type `PolicyLossFunction` there."""
+    """Policy loss (docs/algorithms.md): `truncated_pg`, `ppo`, `tis`, `gspo`, `cispo`, `sapo`, `dppo`, `decoupled_ppo`,
+    or your own as `module:function`."""
     anchor: Literal["rollout", "recomputed"] = "rollout"
-    """Denominator of the policy loss's ratio. `rollout`: the log-probs that the engine sampled with. `recomputed`:
-    those that the learner recomputes before the step's first update (one more forward pass)."""
+    """Denominator of the policy loss's ratio. `rollout`: the engine's log-probs. `recomputed`: the learner's before the
+    step's first update (one more forward pass)."""
     truncated_pg: TruncatedPGConfig = msgspec.field(default_factory=TruncatedPGConfig)
     ppo: PPOConfig = msgspec.field(default_factory=PPOConfig)
     tis: TISConfig = msgspec.field(default_factory=TISConfig)
@@ -337,16 +333,14 @@ def import_policy_loss(path: str) -> Callable[..., Any]:
 
 class RoutingConfig(Section):
     replay: Literal["rollout", "learner", "off"] = "rollout"
-    """Routes that the learner's forward passes use. `rollout`: the experts that the engine chose (R3). `learner`:
-    the experts that the learner itself chose in a pass before the step (R2). `off`: every pass computes its own
-    routes."""
+    """Routes of the learner's forward passes. `rollout`: the experts that the engine chose (R3). `learner`: those that
+    the learner chose in a pass before the step (R2). `off`: every pass computes its own."""
     min_recorded_fraction: UnitFraction = 0.9
     """Minimum share of trained tokens' inputs with recorded routes: a step below it stops the run. Used with replay."""
     trace: Literal["off", "sample", "all"] = "sample"
-    """Trajectories whose routes are kept in `runs/NAME/routes`, as the engine returned them and as the learner used
-    them. `sample`: the first trajectory of every `trace_every`-th step. `all`: every trajectory; `r3async inspect
-    verify NAME` then verifies that they are equal. A sampled token takes 41 bytes, and 3 ids for each MoE layer and
-    expert it is sent to."""
+    """Trajectories whose routes are kept in `runs/NAME/routes`. `sample`: the first of every `trace_every`-th step.
+    `all`: every one, for `r3async inspect verify` and whole groups in the report. A sampled token takes 41 bytes, and 3
+    ids for each MoE layer and expert."""
     trace_every: PositiveInt = 10
 
 
@@ -363,8 +357,8 @@ class ParallelConfig(Section):
     ep: PositiveInt = 1
     """Expert parallel: how many of the `dp * cp * tp` ranks of a stage the experts are divided among."""
     cp: PositiveInt = 1
-    """Context parallel: ranks among which the tokens of each micro-batch are divided, and the attention heads during
-    attention (Ulysses). For long samples: each rank has `1 / cp` of the activations."""
+    """Context parallel: ranks that divide the tokens of each micro-batch, and the heads during attention (Ulysses). For
+    long samples: each has `1 / cp` of the activations."""
     vpp: PositiveInt = 1
     """Virtual pipeline stages: not supported."""
 
@@ -394,13 +388,13 @@ class LoraConfig(Section):
     only `A` and `B` are trained. Engines are given the merged weights."""
 
     rank: int = 0
-    """Columns of `B` and rows of `A`. 0: no adapters; all weights are trained."""
+    """Rank of the adapters: columns of `B` and rows of `A`. 0: no adapters; all weights are trained."""
     alpha: PositiveFloat = 32.0
     """Scale of the adapters: their output is multiplied by `alpha / rank`."""
     targets: list[str] = msgspec.field(default_factory=lambda: [ALL_LINEAR])
-    """Matrices that get adapters, by a part of their names in the checkpoint, between dots: `q_proj`, `self_attn`,
-    `experts`, `layers.3.mlp`. `all-linear`: all but routers, embeddings and the output layer. A router (`mlp.gate`)
-    is targeted only by name; embeddings and the output layer cannot be targeted."""
+    """Matrices that get adapters, by a part of their names: `q_proj`, `self_attn`, `experts`, `layers.3.mlp`.
+    `all-linear`: all but routers, embeddings and the output layer. A router (`mlp.gate`) is targeted only by name;
+    embeddings and the output layer cannot be."""
 
     def check_values(self) -> None:
         if not self.targets or not all(target.strip(".") for target in self.targets):
@@ -415,9 +409,8 @@ def matches_target(target: str, name: str, *, router: bool) -> bool:
 
 class LearnerConfig(Section):
     backend: Literal["megatron", "torch", "scripted"] = "megatron"
-    """Training backend. `megatron`: the models of docs/models.md on megatron-core. `torch`: these and other models
-    of transformers, with FSDP2. `scripted`: no model at all, for tests and simulation. Its weights are a digest of
-    what it trained; nothing is learnt."""
+    """Training backend. `megatron`: megatron-core, for most models of docs/models.md. `torch`: these and other models
+    of transformers, with FSDP2. `scripted`: no model, for tests."""
     parallel: ParallelConfig = msgspec.field(default_factory=ParallelConfig)
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that are recomputed in the backward pass. `selective`: those of MoE layers. `full`: those of whole
@@ -425,11 +418,10 @@ class LearnerConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute dtype. The optimizer keeps fp32 master weights."""
     lr: PositiveFloat = 1e-6
-    """Peak learning rate. It is the rate of every step with `lr_schedule = "constant"` and no warm-up."""
+    """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay of the learning rate after the warm-up: none, linear, or half a cosine, down to `min_lr_ratio * lr` at
-    the run's last update (`steps * schedule.minibatches_per_step * schedule.epochs_per_step`). The schedule counts
-    updates that were made, so skipped ones delay it."""
+    """Decay of the learning rate after the warm-up: none, linear, or half a cosine, down to `min_lr_ratio * lr` at the
+    run's last update. It counts updates that were made, so skipped ones delay it."""
     warmup_steps: int = 0
     """Updates over which the learning rate rises linearly; the last of them uses `lr` itself."""
     min_lr_ratio: UnitFraction = 0.0
@@ -445,25 +437,24 @@ class LearnerConfig(Section):
     max_tokens_per_micro_batch: PositiveInt = 16384
     """Maximum number of tokens in one forward pass; tokens of a shared prefix count once."""
     share_prefixes: bool = True
-    """Run what samples have in common, a group's prompt above all, through the forward pass once: tokens that are
-    not trained, with the same routes. The gradient is the same."""
+    """Feed what samples have in common, such as a group's prompt, through the forward pass once. The gradient is the
+    same."""
     lora: LoraConfig = msgspec.field(default_factory=LoraConfig)
     freeze_router: bool = False
     """Leave the routers' weights as they are in the start model."""
     expert_bias_rate: UnitFraction = 0.0
-    """Step of the expert bias, in models in which a bias of each expert decides which experts are chosen
-    (DeepSeek-V3, GLM-4.5): after each update the bias of an expert that got fewer tokens than the mean of its layer
-    rises by this, and that of the others falls (arXiv 2408.15664). 0: the biases stay as they are."""
+    """Step of the expert bias of models that have one (DeepSeek-V3, GLM-4.5): after each update the bias of experts
+    with fewer tokens than the layer's mean rises by this, and that of the others falls (arXiv 2408.15664). 0: it
+    stays."""
     offload_moments: bool = False
-    """Keep Adam's moments (8 bytes a parameter) in host memory between updates. The updates are bit for bit the
-    same; each takes longer by the time of moving 16 bytes a parameter."""
+    """Keep Adam's moments (8 bytes a parameter) in host memory between updates. Updates are the same; each takes longer
+    by moving 16 bytes a parameter."""
     shard_optimizer: bool = False
     """Divide master weights and moments (12 bytes a parameter in bfloat16, 8 in float32) among the ranks that hold
-    copies of a parameter (ZeRO stage 1). With `backend = "torch"` FSDP2 always does this. The updates equal those
-    without sharding, as far as the sums of gradients do."""
+    copies of a parameter (ZeRO stage 1). With `backend = "torch"` FSDP2 always does."""
     deterministic: bool = False
-    """Let torch use only kernels that give the same bits at every call: a step that a resumed run repeats on GPUs is
-    then the one that was lost. Slower. docs/scaling.md describes the limits; on CPU bits are the same without it."""
+    """Use only kernels that give the same bits at every call, so that a resumed run on GPUs repeats its steps exactly;
+    slower. docs/scaling.md#the-same-bits-again has the limits. CPUs do so without it."""
     threads: PositiveInt = 1
     """Torch threads of the learner on CPU."""
     start_timeout: PositiveFloat = 600.0
@@ -502,4 +493,4 @@ class SftConfig(Section):
     rows_per_step: PositiveInt = 32
     """Conversations that a step trains."""
     epochs: float = 0.0
-    """Number of times each row is trained; `steps` follows from it. 0: `steps` counts, however many epochs that is."""
+    """Times that each row is trained; `steps` follows from it. 0: `steps` counts."""

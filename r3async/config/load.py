@@ -89,8 +89,8 @@ class Config(Section):
     steps: PositiveInt = 100
     """Steps of training. A run that has made them is finished; raise it to train further."""
     resume: str = "auto"
-    """Checkpoint to start from. `auto`: the newest intact one of this run, if it has any. `none`: start from step 0.
-    Otherwise the path of a checkpoint, or of a run, to resume from."""
+    """Checkpoint to start from. `auto`: the newest intact one of this run, if there is one. `none`: start at step 0.
+    Otherwise the path of a checkpoint, or of a run."""
     model: ModelConfig = msgspec.field(default_factory=ModelConfig)
     env: EnvConfig = msgspec.field(default_factory=EnvConfig)
     episode: EpisodeConfig = msgspec.field(default_factory=EpisodeConfig)

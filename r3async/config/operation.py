@@ -18,18 +18,16 @@ class DifficultyConfig(Section):
     groups: PositiveInt = 3
     """Number of a task's most recent groups whose mean rewards decide how difficult it is."""
     settled_share: UnitFraction = 1.0
-    """Difficulty filter: share of its turns in which a settled task is posed. A task is settled if all of its last
-    `groups` groups had a mean reward of `easy` or more, or all had `hard` or less. In its other turns another task
-    takes its place. 1: always posed. A small share such as 0.1 still notices a task that the model has learnt or
-    forgotten."""
+    """Difficulty filter: share of its turns in which a settled task is posed; in the others another task takes its
+    place. A task is settled if its last `groups` groups all had `easy` or more, or all `hard` or less. 1: no filter.
+    0.1 still notices a task that the model has learnt or forgotten."""
     easy: SignedFloat = 1.0
     """Mean reward of a group at or above which it is too easy."""
     hard: SignedFloat = 0.0
     """Mean reward of a group at or below which it is too hard."""
     target: SignedFloat | None = None
-    """Curriculum: target mean reward. Among `among` tasks, the one whose turn it is and others at random, the one is
-    posed whose last `groups` groups have a mean reward nearest to this. A task without past groups goes first.
-    Unset: tasks are posed in turn."""
+    """Curriculum: among `among` tasks, the next one and others at random, pose the one whose last groups' mean reward
+    is nearest to this. Unset: tasks are posed in turn."""
     among: PositiveInt = 4
     """Number of tasks that the curriculum chooses among."""
 
@@ -48,30 +46,26 @@ class ScheduleConfig(Section):
     """Versions that the oldest trained token may lag behind, with `window = 1`. 0 is exactly on-policy (synchronous)
     training, whatever the window."""
     window: PositiveInt = 1
-    """Number of the oldest untrained groups that a step may choose from. 1: groups are trained strictly in the order
-    of their leases. Larger: a step takes the oldest complete groups among these, so that up to `window - 1` younger
-    groups may overtake a late one. A token may then be `max_staleness + ceil((window - 1) / (prompts_per_step *
-    steps_per_publication))` versions old."""
+    """Number of the oldest untrained groups that a step may choose from. 1: strictly in the order of their leases.
+    Larger: up to `window - 1` younger groups may overtake a late one, and a token may be `max_staleness + ceil((window
+    - 1) / (prompts_per_step * steps_per_publication))` versions old."""
     max_token_age: int | None = None
-    """Maximum age of a token in versions: older tokens are left out of the policy loss, one by one. The KL terms
-    keep them, and denominators stay unchanged. Unset: no token is left out."""
+    """Maximum age of a token in versions: older tokens are left out of the policy loss, but not of the KL terms. Unset:
+    no token is left out."""
     split: Literal["idle", "capacity"] = "idle"
-    """Condition for playing one group's episodes, which share a prompt, on several generators. `idle`: when fewer
-    groups can be leased than there are idle generators, or when a group is larger than what a generator may play at
-    once. `capacity`: also whenever a generator has capacity for a part of one."""
+    """Condition for playing one group on several generators. `idle`: when fewer groups can be leased than generators
+    are idle, or when a group is larger than what one may play at once. `capacity`: also whenever a generator has
+    capacity for a part."""
     pace_seconds: PositiveFloat = 60.0
-    """Seconds that learner or generators wait for the other side before an event names the side that needs more
-    resources."""
+    """Seconds that learner or generators wait for the other side before an event names the slower side."""
     prompts_per_step: PositiveInt = 16
     """Groups that a step trains; with `tokens_per_step`, the minimum."""
     tokens_per_step: int = 0
-    """Minimum number of trainable tokens of a step. If not 0, a step takes further groups, in lease order, until it
-    has that many, or until it has all groups that may be in flight: `(max_staleness + 1) * prompts_per_step *
-    steps_per_publication`."""
+    """Minimum number of trainable tokens of a step. If not 0, a step takes further groups until it has that many, or
+    all that may be in flight."""
     replaced_groups: int = 0
-    """Dynamic sampling: maximum number of further groups that a step takes in place of those in which all episodes
-    have the same score, as far as they may be in flight. The groups it takes are consumed;
-    `algorithm.filter_zero_variance` keeps the replaced ones from training."""
+    """Dynamic sampling: maximum number of groups that a step takes in place of those whose episodes all have the same
+    score. Set `algorithm.filter_zero_variance` too, which keeps the replaced ones from training."""
     difficulty: DifficultyConfig = msgspec.field(default_factory=DifficultyConfig)
     group_size: PositiveInt = 8
     """Episodes of one prompt, whose rewards are compared."""
@@ -79,9 +73,8 @@ class ScheduleConfig(Section):
     """Parts into which a step's groups are divided, each trained with its own optimizer update. At most
     `prompts_per_step`: a group is never divided."""
     epochs_per_step: PositiveInt = 1
-    """Number of times a step goes through its minibatches, with an update for each every time. All updates are made
-    before the next version, so the age of a token is the same in each of them; drift is measured again before each
-    update."""
+    """Times that a step goes through its minibatches, with an update for each. Staleness stays the same; drift is
+    measured before each update."""
     steps_per_publication: PositiveInt = 1
     """Steps between two versions of the weights that engines are given. Staleness counts versions."""
 
@@ -139,29 +132,24 @@ def _resolve_timeout(
 
 class WeightsConfig(Section):
     backend: Literal["auto", "shared_memory", "tcp", "nccl"] = "auto"
-    """Transfer of weights to the engines. `shared_memory`: a file that engines on the learner's host map. `tcp`:
-    from that file to one such file on each other host, as the changes since the version before, or whole. `auto`:
-    `shared_memory` if all are on one host, else `tcp`. `nccl`: from the learner's GPU to the engines' GPUs; refused
-    without CUDA on both sides, and not yet run on GPUs."""
+    """Transfer of weights to the engines. `shared_memory`: a file that engines on the learner's host map. `tcp`: to one
+    such file on each other host, as changes or whole. `auto`: `tcp` if there are several hosts. `nccl`: between GPUs;
+    needs CUDA on both sides, and has not yet run on GPUs."""
     relay: bool = True
-    """Let hosts of generators pass weights on to others with `tcp`, so that the learner sends a version twice,
-    however many hosts there are. They listen on a free port, with the run's keys. A host that others cannot reach is
-    left out after two attempts."""
+    """With `tcp`, let hosts of generators pass weights on to others, so that the learner sends a version twice however
+    many hosts there are. They listen on a free port, with the run's keys; one that others cannot reach is left out."""
     bucket_bytes: ByteCount = 64 * 2**20
-    """Size of the pieces in which weights are converted and sent, so that no second copy of the model is held on the
-    way."""
+    """Size of the pieces in which weights are converted and sent."""
     install_timeout: PositiveFloat | None = None
-    """Seconds that an engine may take to get and install a version, including the wait with `generator.on_update =
-    drain`; after that it is restarted. Default: 120, plus a term for the bytes of a version: 1 for each 200 MB at
-    the first installation of an engine, which fetches and loads all of them, and 1 for each 500 MB at the others.
-    `--dry-run` shows the result."""
+    """Seconds that an engine may take to get and install a version; then it is restarted. Default: 120, plus 1 for each
+    500 MB of a version, or for each 200 MB at an engine's first one. `--dry-run` shows it."""
     write_timeout: PositiveFloat | None = None
-    """Seconds that writing one version may take. It is written during the next step; the step after that waits for
-    it. Default: 600, plus 1 for each 200 MB of a version. `--dry-run` shows the result."""
+    """Seconds that writing one version may take; the step after the next waits for it. Default: 600, plus 1 for each
+    200 MB. `--dry-run` shows it."""
     probe: bool = True
-    """Compare log-probs between learner and engine: those of a fixed text, and those that the engine reports for
-    tokens sampled after it at the run's temperature. On a mismatch the run stops and names the tensor. Done at the
-    first delivery, every `probe_every` versions, and after a generator was restarted."""
+    """Compare log-probs of learner and engine, of a fixed text and of tokens sampled after it. A mismatch stops the run
+    and names the tensor. Done at the first delivery, every `probe_every` versions, and after a restart of a
+    generator."""
     probe_every: PositiveInt = 10
     """Versions between two probes of a generator."""
     probe_tolerance: float | None = None
@@ -186,111 +174,97 @@ class TransportConfig(Section):
     host: str = "127.0.0.1"
     """Interface that the learner's socket binds to. Loopback unless set."""
     credit_bytes: ByteCount = 256 * 2**20
-    """Bytes of trajectories that may wait at the learner, beyond those of the next step; what does not fit waits at
-    its generator. In addition, up to half as many may be in flight."""
+    """Bytes of trajectories that may wait at the learner, beyond those of the next step; others wait at their
+    generators. Up to half as many may be in flight besides."""
     ack_timeout: PositiveFloat = 5.0
-    """Seconds without an acknowledgement after which a sender sends HELLO again and resends."""
+    """Seconds without an acknowledgement after which a sender connects again and resends."""
     max_message_bytes: ByteCount = 64 * 2**20
     """Size of the largest trajectory, in memory."""
     routes: Literal["plain", "bits", "dense"] = "bits"
-    """Encoding of recorded routes in transport and storage. `plain`: one byte an expert, two beyond 256 experts.
-    `bits`: as many bits as an id has (8 of 128 experts: 7/8 of the bytes), for less time than sending the rest
-    takes. `dense`: near their information content (43 of 64 bits), for about 1 us a token; the recorded experts are
-    then in ascending order. Records of few tokens stay plain."""
+    """Encoding of recorded routes. `plain`: one byte an expert, two beyond 256 experts. `bits`: as many bits as an id
+    has (7/8 of the bytes with 128 experts), in less time than that saves. `dense`: about 43 of 64 bits, for 1 us a
+    token; experts are then in ascending order."""
     keys: str = ""
-    """Directory made by `r3async keys`: its keys are used, and only peers with a key in it are let in. Empty: each
-    start of the run makes new keys. Connections are encrypted in both cases, over loopback too."""
+    """Directory made by `r3async keys`: only peers with a key in it are let in. Empty: each start of the run makes new
+    keys. Connections are encrypted in both cases."""
     trusted_network: bool = False
     """Trust everything that reaches `host`: `weights.backend = "nccl"`, which has no keys, may then send over it."""
 
 
 class BufferConfig(Section):
     durability: Literal["memory", "disk"] = "memory"
-    """Durability of trajectories that are not trained yet. `disk`: a trajectory is in the run's spool before it is
-    acknowledged, and stays until a checkpoint that trained it is committed. It survives the loss of any process.
-    `memory`: it is lost with the learner."""
+    """Durability of accepted trajectories. `disk`: they stay in the run's spool until a checkpoint that trained them,
+    and survive the loss of any process. `memory`: they are lost with the learner, and played again."""
     memory_bytes: ByteCount = 128 * 2**20
-    """Bytes of trajectories kept in memory with `disk`. Those beyond it are on disk only, and mapped back while they
-    are trained. Has an effect below `transport.credit_bytes`, which bounds memory in any case."""
+    """With `disk`, bytes of trajectories that are also kept in memory. Has an effect below `transport.credit_bytes`."""
     disk_bytes: ByteCount = 8 * 2**30
     """Size of the spool, with `disk`, at which generators wait. The groups that the next step needs still pass."""
     fsync: bool = False
     """Survive power loss too, with `disk`. Each acknowledgement then waits for the device."""
     quarantine_bytes: PositiveInt = 64 * 2**20
-    """Size of the run's `quarantine/`, where trajectories are kept that were accepted and turned out not to be
-    trainable. The oldest are dropped first."""
+    """Size of the run's `quarantine/`, which has accepted trajectories that cannot be trained. The oldest are dropped
+    first."""
 
 
 class SuperviseConfig(Section):
     stall_seconds: PositiveFloat = 600.0
-    """Seconds for which a stage may have work and do nothing (no token, no trajectory, no acknowledgement) before it
-    counts as stalled; then `on_stall` applies. Must be more than the longest call of an environment or tool. Work
-    with its own limit is given that, and a little more: an optimizer step (`step_seconds`), writing weights
-    (`weights.write_timeout`), installing them (`weights.install_timeout`)."""
+    """Seconds for which a stage may have work and make no progress before it counts as stalled. Set it above the
+    longest call of an environment or tool. docs/operations.md#stalls lists the stages, some with limits of their
+    own."""
     step_seconds: PositiveFloat = 3600.0
     """Seconds that one step of the learner may take before training counts as stalled."""
     on_stall: Literal["warn", "restart", "abort"] = "restart"
-    """Reaction to a stall, after the event `stalled` and the stacks in `runs/NAME/stacks`. `warn`: nothing else.
-    `restart`: a stalled generator is restarted, which counts for `generator.max_restarts`; a learner or a conductor
-    that does not answer counts as lost (`max_run_restarts`); a full disk is waited for; any other stage ends the
-    run. `abort`: the run ends and names the stage."""
+    """Reaction to a stall, after the event and the stacks. `warn`: none. `restart`: a generator, the learner or the
+    conductor is restarted; a full disk is waited for; any other stage ends the run. `abort`: the run ends."""
     silence_seconds: PositiveFloat = 60.0
-    """Seconds without a report after which a generator is suspect: it is leased no new episodes and nobody waits for
-    it, until it reports again; after twice as long its groups are leased again. Generators report many times a
-    second, but an engine on CPU may keep one busy for a while."""
+    """Seconds without a report after which a generator gets no new episodes; after twice as long its groups are leased
+    again. Generators report many times a second, but an engine on CPU may block one for a while."""
     restart_backoff: PositiveFloat = 1.0
-    """Seconds before a lost generator is loaded again. Doubled for every further loss, up to a minute, until the
-    generator was healthy for ten minutes."""
+    """Seconds before a lost generator is loaded again; doubled for every further loss, up to a minute, until it was
+    healthy for ten minutes."""
     max_run_restarts: int = 3
-    """Times the run restarts from its newest checkpoint when the learner's or the conductor's process is lost. A
-    lost generator is restarted separately (`generator.max_restarts`), and so are the ranks of a learner of several."""
+    """Times the run restarts from its newest checkpoint when the learner's or the conductor's process is lost."""
     max_rank_restarts: int = 3
-    """Times in a row, without a step in between, that the learner's ranks are started again when one is lost. After
-    that the run restarts from its newest checkpoint."""
+    """Times in a row, without a step in between, that the learner's ranks restart when one is lost. Then the run
+    restarts from its newest checkpoint."""
     copy_steps: int = 1
-    """Steps between two copies of the state of a learner of several ranks on one host. The copies are in host
-    memory, in Ray's object store, and its ranks start again from them if one is lost; steps since the last copy are
-    repeated. A copy is 12 bytes a parameter over all ranks (with LoRA, of the adapters). There are two, and a third
-    one beside them while a copy is made. 0: none; the run then restarts from its newest checkpoint."""
+    """Steps between two copies of the state of a learner of several ranks on one host, from which its ranks restart if
+    one is lost. A copy is 12 bytes a parameter in host memory (with LoRA, of the adapters); there are two, and a third
+    while one is made. 0: none; the run then restarts from its newest checkpoint."""
     stop_grace_seconds: PositiveFloat = 30.0
     """Seconds that each part of the end of a run may take: engines, evaluations, records that are written."""
     leave_seconds: PositiveFloat = 120.0
-    """Seconds that a generator which leaves the run (`r3async scale`) may take to finish its episodes. Those it has
-    not finished by then are played by others."""
+    """Seconds that a generator which leaves the run (`r3async scale`) may take to finish its episodes; others play the
+    rest."""
     max_failed_fraction: UnitFraction = 0.1
-    """Share of the run's last 100 tasks (or of as many as can be in flight) that may fail for good (after
-    `episode.retries`) before the run stops with the error of the last one. A task of which some episodes fail counts
-    with their share. Failures of environments, failures of the engine and refusals of the learner are counted
-    separately. A failed episode is not trained, and no other episode of its group is compared with it. A task of
-    which every episode fails (not by the engine) is quarantined: it is not posed again. 0: the first failure stops
-    the run."""
+    """Share of the last 100 tasks (or of as many as can be in flight) that may fail for good, after `episode.retries`,
+    before the run stops with the last error. A task of which some episodes fail counts with their share. Failures of
+    environments, of the engine, and refusals of the learner count separately. 0: the first failure stops the run."""
 
     max_skipped_steps: int = 20
-    """Steps in a row that may make no update because the gradient was not finite or the drift was beyond
-    `algorithm.rollout_kl.max`; at the next one the run fails. Steps with zero variance do not count: they have their
-    own event, `zero_variance`. 0: the first one stops the run."""
+    """Steps in a row that may make no update because the gradient was not finite or drift was above
+    `algorithm.rollout_kl.max`; the next one fails the run. Steps with zero variance do not count. 0: the first stops
+    the run."""
 
 
 class CheckpointConfig(Section):
     every_steps: int = 100
     """Steps between two checkpoints. 0: none by steps."""
     every_minutes: float = 30.0
-    """Minutes since the last checkpoint after which the next step is followed by one in any case. 0: none by time.
-    With both 0 there is a checkpoint only at a stop."""
+    """Minutes after which a step is followed by a checkpoint in any case. 0: none by time. With both 0 there is one
+    only at a stop."""
     keep_last: PositiveInt = 3
     """Number of newest checkpoints that are kept; the newest intact one is always kept."""
     keep_every: int = 0
     """Interval in steps: checkpoints of steps that are multiples of it are kept for good. 0: none."""
     keep_best: str = ""
-    """Evaluation metric by which the best checkpoint is kept for good: `reward_mean`, `pass@K`, or that of one of
-    `evaluation.sets`, as `greedy/reward_mean`. Each evaluated step then has a checkpoint. Empty: none is kept for
-    good."""
+    """Evaluation metric by which the best checkpoint is kept for good: `reward_mean`, `pass@K`, or that of a set, as
+    `greedy/reward_mean`. Each evaluated step then has a checkpoint. Empty: none."""
     asynchronous: bool = True
-    """Write checkpoints during the steps that follow, from a copy in host memory: 12 bytes a parameter, over all
-    ranks. At most one copy waits."""
+    """Write checkpoints beside the next steps, from a copy in host memory (12 bytes a parameter over all ranks)."""
     write_timeout: PositiveFloat | None = None
-    """Seconds that writing a checkpoint may take; the next one waits for it. Default: 1800, plus 1 for each 200 MB
-    of it (12 bytes a parameter). `--dry-run` shows the result."""
+    """Seconds that writing a checkpoint may take. Default: 1800, plus 1 for each 200 MB of it (12 bytes a parameter).
+    `--dry-run` shows it."""
     directory: str = ""
     """Directory of the checkpoints. Default: `checkpoints` in the run's directory."""
 
@@ -304,31 +278,25 @@ SinkName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 class ObserveConfig(Section):
     timeline: bool = True
-    """Record which actor did what at which time in `timeline.jsonl`: a few lines a step and one a group. The report
-    draws them."""
+    """Record which process did what at which time in `timeline.jsonl`; the report draws it."""
     record: Literal["off", "full"] = "off"
-    """Recording for replay. `full`: keep what the learner trains on, and digests of every stage of every step, in
-    `recording/` of the run's directory; `r3async replay RUN` repeats the same steps and compares. It takes the
-    trajectories' size on disk, and the learner one pass over gradients, weights and moments a step (12 bytes and
-    more a parameter)."""
+    """Recording for `r3async replay`. `full`: keep what the learner trains on in `recording/`, with digests of every
+    stage. It takes the trajectories' size on disk, and one pass over gradients, weights and moments a step."""
     prometheus_port: Port | None = None
-    """First port for `/metrics`: every process of the run serves it on the first free port from this one on. Each
-    serves its memory and CPU time; the driver also the figures of the last step, and a generator those of its
-    engine. The addresses are written to `runs/NAME/prometheus/`, which Prometheus reads as `file_sd_configs`. 0: any
-    free port. Unset: nothing is served."""
+    """First port for Prometheus (docs/observing.md#prometheus-and-grafana): every process serves `/metrics` on the
+    first free one from this on. 0: any free port. Unset: nothing is served."""
     prometheus_host: str = "127.0.0.1"
     """Interface that `/metrics` binds to. Loopback unless set."""
 
 
 class LogConfig(Section):
     to: list[SinkName] = msgspec.field(default_factory=list)
-    """Further destinations of each step's row of metrics, with evaluations and a table of sample episodes. A run
-    that resumes continues its run there. Each needs its package: `pip install "r3async[sinks]"`. A sink cannot slow
-    or stop a run. Each reads its own variables: without WANDB_MODE or a key of W&B, its data stay in the run's
-    directory until `wandb sync`; without MLFLOW_TRACKING_URI, MLflow writes to `mlruns` there."""
+    """Services that get each step's metrics, evaluations and sample episodes, see docs/observing.md. Needs `pip install
+    "r3async[sinks]"`. W&B is offline without a key or WANDB_MODE; MLflow writes to the run's directory without
+    MLFLOW_TRACKING_URI."""
     metrics: Literal["main", "all"] = "main"
-    """`main`: the some forty metrics that reports and `tail` show, with rewards and evaluations; `all`: also where the
-    time of every process goes. `metrics.jsonl` has all of them."""
+    """Metrics that are sent. `main`: the forty or so that reports and `tail` show, with rewards and evaluations. `all`:
+    also where the time of every process goes. `metrics.jsonl` has all of them."""
     project: str = "r3async"
     """Project (W&B, trackio) or experiment (MLflow) of the run; in it, the run has the name of its directory."""
 
@@ -346,8 +314,7 @@ class ClusterConfig(Section):
     """GPUs of one host, which `--dry-run` calculates with. Tensor-parallel ranks are on one host, and so is each
     engine."""
     wait_seconds: PositiveFloat = 10.0
-    """Seconds that a run waits for hosts, GPUs and CPUs that others use, before it ends with a list of what is free
-    where."""
+    """Seconds that a run waits for GPUs and CPUs that others use, before it ends with a list of what is free."""
     interface: str = ""
-    """Network interface of the learner's ranks (`eth0`): they meet over it, and NCCL and gloo move tensors between
-    hosts over it (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME). Empty: the one by which Ray knows a host."""
+    """Network interface (`eth0`) over which the learner's ranks meet, and NCCL and gloo move tensors. Empty: the one by
+    which Ray knows a host."""

@@ -34,8 +34,8 @@ class InitConfig(Section):
     """A small random Qwen3-MoE, created and warmed up on the environment's oracle when `model.path` is not given."""
 
     seed: Seed = 0
-    """Seed of the random weights and the warm-up. It is separate from the run's `seed`, so that runs with different
-    seeds begin with the same model."""
+    """Seed of the random weights and the warm-up, apart from the run's `seed`, so that runs with other seeds begin with
+    the same model."""
     hidden_size: PositiveInt = 128
     layers: PositiveInt = 4
     heads: PositiveInt = 4
@@ -94,13 +94,12 @@ class EnvConfig(Section):
     workers: PositiveInt = 2
     """Processes in each generator that play blocking environments (plain `def reset` and `def step`)."""
     step_timeout: PositiveFloat = 30.0
-    """Seconds that one call of a blocking environment may take; after that its process is killed and replaced."""
+    """Seconds that one call of a blocking environment may take; then its process is killed and replaced."""
     start_timeout: PositiveFloat = 120.0
     """Seconds that such a process may take to start and to import the environment."""
     variables: list[str] = msgspec.field(default_factory=list)
-    """Environment variables of the generator that are passed to these processes, and to the programs of
-    `agent-command`, besides a few that every program needs (PATH, HOME, LANG, TMPDIR, PYTHON…). No other variable is
-    passed on."""
+    """Environment variables of the generator that are passed to these processes and to the programs of `agent-command`,
+    besides a few that every program needs (PATH, HOME, LANG, TMPDIR, PYTHON…)."""
 
     def check_values(self) -> None:
         self.args = _hide_secrets(self.name, self.args)
@@ -178,14 +177,14 @@ class EpisodeConfig(Section):
     max_new_tokens: PositiveInt = 256
     """Maximum number of tokens sampled in one turn; fewer when little context is left."""
     max_prompt_tokens: PositiveInt = 3840
-    """Maximum number of tokens of any turn's prompt, including everything that the model is shown in it. A longer
-    first prompt is an error; a longer later one ends the episode (`stop_reason` `length`)."""
+    """Maximum number of tokens of a turn's prompt, with the history in it. A longer first prompt is an error; a longer
+    later one ends the episode."""
     max_total_tokens: PositiveInt = 4096
     """Maximum number of tokens of any turn's prompt and its answer together, and so of a sample."""
     rows: RowsMode = "auto"
-    """Division of an episode into samples. `auto`: turns form one sample as long as each prompt extends exactly what
-    the model has seen; otherwise a new sample begins (a template or an environment that rewrites history). `merged`:
-    the same, but a prompt that does not extend it is an error. `stepwise`: one sample a turn."""
+    """Division of an episode into samples. `auto`: turns form one sample as long as each prompt extends what the model
+    has seen; otherwise a new one begins. `merged`: a prompt that does not extend it is an error. `stepwise`: one sample
+    a turn."""
     template_args: dict[str, Any] = msgspec.field(default_factory=dict)
     """Further variables of the chat template, for example `{ enable_thinking = false }`."""
     temperature: float = 1.0
@@ -197,24 +196,22 @@ class EpisodeConfig(Section):
     min_p: UnitFraction = 0.0
     """Sample among tokens that have at least this share of the probability of the most probable one. 0: among all."""
     keep_sampling_mask: bool = True
-    """Record which tokens could be sampled with `top_p`, `top_k` or `min_p`, and renormalise the learner's log-probs
-    over the same ones. Otherwise the learner's log-probs cover the whole vocabulary and the engine's do not: every
-    importance ratio is too low, and the trust region measures that as drift."""
+    """Record which tokens could be sampled with `top_p`, `top_k` or `min_p`, and normalise the learner's log-probs over
+    the same ones. Off: every importance ratio is too low, which the trust region takes for drift."""
     stop: list[str] = msgspec.field(default_factory=list)
-    """Strings that end an answer, with the token that completes one. They were sampled, so they stay in the answer
-    and are trained. The tokens that the chat template adds to close the turn were not sampled, and are not trained."""
+    """Strings that end an answer. They stay in it and are trained, since they were sampled. What the chat template adds
+    to close the turn is not trained."""
     ignore_eos: bool = False
     """Continue sampling where the model ends its turn, until `max_new_tokens` or a `stop`."""
     timeout: PositiveFloat = 600.0
-    """Seconds that one episode may take. An episode that has answers by then is trained on them; another is tried
+    """Seconds that one episode may take. Then its turns that have a reward are trained; without any it is tried
     again."""
     retries: int = 2
-    """Times an episode is tried again after the environment failed. It is not tried once more if the environment's
-    code raised twice at one place, unless a connection or a time-out is behind it. An episode that fails for good
-    counts for `supervise.max_failed_fraction`."""
+    """Times an episode is tried again after the environment failed; not again if your code raised twice at one place,
+    unless a connection or a time-out caused it."""
     engine_retries: int = 2
-    """Times in an episode that a call is repeated after the engine failed (an error, an aborted request). The turns
-    before it are kept; an episode that needs more has failed."""
+    """Times in an episode that a call is repeated after the engine failed. The turns before it are kept; an episode
+    that needs more has failed."""
 
     @property
     def truncates_sampling(self) -> bool:
@@ -239,12 +236,11 @@ class GeneratorConfig(Section):
     concurrency: PositiveInt = 64
     """Maximum number of episodes that one generator plays at once."""
     concurrency_min: PositiveInt = 1
-    """Minimum number of episodes that one generator plays at once, however full its engine's KV cache is; between
-    the two the number follows the cache. Set it to `concurrency` to keep the number fixed."""
+    """Minimum number of episodes that one generator plays at once. Between the two, the number follows the fill of the
+    engine's KV cache. Set it to `concurrency` to keep the number fixed."""
     engine: Literal["vllm", "scripted"] = "vllm"
-    """Rollout engine. `scripted`: no model at all. Answers are random letters, and log-probs and routes are made up:
-    for rehearsing how a run fails and recovers where vLLM is not available, with `weights.probe=false` or
-    `learner.backend="scripted"`. Nothing is learnt."""
+    """Rollout engine. `scripted`: random letters without a model, for rehearsing failures; with `weights.probe=false`
+    or `learner.backend="scripted"`. Nothing is learnt."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of the engine's weights and arithmetic."""
     threads: PositiveInt = 1
@@ -252,16 +248,14 @@ class GeneratorConfig(Section):
     kv_cache_gib: PositiveFloat = 1.0
     """KV cache of one engine on CPU, in GiB."""
     on_update: Literal["keep", "recompute", "drain"] = "keep"
-    """Handling of requests that are running when new weights arrive. `keep`: they continue with the keys and values
-    that the old weights computed. `recompute`: the new weights compute keys and values again; the tokens, log-probs
-    and routes so far stay. `drain`: the weights wait for running requests, and new requests wait for the weights."""
+    """Handling of running requests when new weights arrive. `keep`: they continue with the keys and values of the old
+    weights. `recompute`: keys and values are computed again; tokens, log-probs and routes so far stay. `drain`: the
+    weights wait for them, and new requests wait for the weights."""
     colocate: Literal["off", "share"] = "off"
-    """Placement of engines on GPUs. `off`: engines have their own GPUs. `share`: where there are too few for both,
-    engines use those of the learner's ranks; `engine_args.gpu_memory_utilization` sets how much of one an engine
-    takes. Has no effect without GPUs."""
+    """Placement of engines on GPUs. `off`: GPUs of their own. `share`: those of the learner's ranks where there are too
+    few for both; `engine_args.gpu_memory_utilization` is an engine's part of one."""
     max_restarts: int = 8
-    """Times one generator process is restarted before the run continues without it. Without the last generator the
-    run stops."""
+    """Times a generator is restarted before the run continues without it. Without the last one the run stops."""
     start_timeout: PositiveFloat = 600.0
     """Seconds that a generator may take to load its engine."""
     engine_args: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -314,21 +308,20 @@ class ServingConfig(Section):
     port: Port = 0
     """Port of the endpoint. 0: a free one. A fixed number allows only one generator a host."""
     token: Secret = msgspec.field(default_factory=Secret)
-    """Token that is needed to begin a session. Empty: a random one for each generator. `$NAME`: the value of an
-    environment variable of the generator. The token is not written to any file, so a resumed run has to be given it
-    again, unless it is a `$NAME`."""
+    """Token for opening sessions. Empty: a random one for each generator. `$NAME`: the value of a variable of the
+    generator. It is written to no file, so give it to a resumed run again, unless it is a `$NAME`."""
     model_name: str = "policy"
     """Name of the model in `/v1/models`. Requests may name any."""
     tool_parser: str = "auto"
-    """Parser of tool calls. `auto`: chosen by the form in which the chat template writes them. `builtin`: r3async's
-    own, for the form of Hermes and Qwen. Any other: vLLM's parser of that name, such as `llama3_json`."""
+    """Parser of tool calls. `auto`: by the form of the chat template. `builtin`: r3async's own, for the form of Hermes
+    and Qwen. Otherwise vLLM's parser of that name, such as `llama3_json`."""
     max_body_bytes: PositiveInt = 4 * 2**20
-    """Maximum size of one request in bytes; a longer one is refused before it is read."""
+    """Maximum size of one request in bytes."""
     max_messages: PositiveInt = 1024
-    """Maximum number of messages, and of tools, in one request; more are refused before the chat template sees them."""
+    """Maximum number of messages, and of tools, in one request."""
     max_connections: PositiveInt = 512
-    """Maximum number of connections to one generator's endpoint at once. A further one replaces the oldest that has
-    shown no key; if all have, the new one is closed."""
+    """Maximum number of connections to one generator's endpoint. A further one replaces the oldest that has shown no
+    key; if all have, it is closed."""
     read_timeout: PositiveFloat = 30.0
     """Seconds that a connection may take for the head of a request, and for its body."""
     max_sessions: PositiveInt = 64
@@ -433,24 +426,24 @@ class DataConfig(Section):
     at the top. Both become `env.name = "dataset"` and `env.args`, and appear so in a run's `config.toml`."""
 
     path: str = ""
-    """Path of a `.jsonl`, `.json`, `.csv` or `.parquet` file, of a directory of such files, or the id of a dataset
-    on the Hugging Face hub. A relative path starts where the run was started; in a TOML file, at that file."""
+    """A `.jsonl`, `.json`, `.csv` or `.parquet` file, a directory of such files, or the id of a dataset on the Hugging
+    Face hub. A relative path starts where the run was started; in a TOML file, at that file."""
     subset: str = ""
     """Subset of a dataset on the hub, such as `main`."""
     split: str = "train"
-    """Split of a dataset on the hub, also in the hub's notation `train[:100]`. In a directory: the files whose names
-    begin with it; for `train`, all files if none does. A file has no splits."""
+    """Split of a dataset on the hub, also as `train[:100]`. In a directory: the files whose names begin with it; for
+    `train`, all files if none does."""
     prompt: PromptTemplate = "prompt"
-    """Column with a text or with chat messages; or a template over columns, such as `"{question}"`, in which dotted
-    names reach into nested columns; or messages of such templates: `[{ role = "user", content = "{question}" }]`."""
+    """Column with a text or chat messages; or a template over columns, such as `"{question}"`, with dotted names for
+    nested columns; or messages of such templates: `[{ role = "user", content = "{question}" }]`."""
     answer: str = ""
     """Column, or dotted name such as `extra_info.answer`. Empty: the first of `reward_model.ground_truth` (rows of
     verl), `answer`, `solution` and `ground_truth` that a row has."""
     system: str = ""
     """System message before every prompt."""
     reward: Annotated[str | list[str | dict[str, Any]], _WEIGHT_RANGE] = "exact"
-    """Reward function: `exact`, `contains`, `number`, `math`, or your own as `module:function` or
-    `file.py:function`; or a list of these, or of tables `{ fn, weight, name }`, whose weighted sum is the reward."""
+    """Reward function: `exact`, `contains`, `number`, `math`, or your own as `module:function` or `file.py:function`;
+    or a list of these or of tables `{ fn, weight, name }`, whose weighted sum is the reward."""
     eval: str | float = 0.0
     """Rows that are evaluated and never trained: a share below 1, a number of rows, a file, or another split of a
     directory or of the hub. 0: none."""
@@ -583,9 +576,8 @@ class EvaluationConfig(Section):
     env: EvaluationEnvConfig = msgspec.field(default_factory=lambda: EvaluationEnvConfig())
     """Environment of the evaluation. An empty name: the one that is trained, with its arguments."""
     sets: dict[str, EvaluationSetConfig] = msgspec.field(default_factory=dict)
-    """Several sets of tasks, or of answers to the same tasks: `[evaluation.sets.greedy]` with `temperature = 0`
-    beside `[evaluation.sets.sampled]` with `samples_per_task = 8`. A set lists what differs from `[evaluation]` (`env`,
-    `tasks`, `samples_per_task`, `temperature`, `pass_reward`, `seed`). The sets are played one after the other; views show
+    """Several sets of tasks, or of answers to the same tasks: `[evaluation.sets.greedy]` with `temperature = 0` beside
+    `[evaluation.sets.sampled]` with `samples_per_task = 8`. A set lists what differs from `[evaluation]`. Views show
     the first one first."""
     seed: Seed = 0
     """Seed of the tasks. Every evaluation poses the same ones, and training poses none of them."""

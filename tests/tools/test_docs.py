@@ -39,8 +39,11 @@ def test_the_configuration_reference_is_up_to_date():
 def test_the_reference_has_every_key_and_its_text():
     text = render_reference()
     assert "## `[algorithm.rollout_kl]`" in text
-    assert '| `estimator` | `k1`, `abs`, `k2`, `k3` | `"k2"` |' in text
-    assert "| `prometheus_port` | integer or unset | unset |" in text
+    assert "| `estimator` | `k1`, `abs`, **`k2`**, `k3` | " in text
+    assert "| `prometheus_port` | integer or **unset** | " in text
+    assert '| `host` | string **`"127.0.0.1"`** | ' in text
+    assert "The other keys are those of [`[env]`](#env)." in text
+    assert "| [`learner.lr`](#learner) | float **`1e-06`** | Peak learning rate. |" in text
     assert (
         read_field_docs(Config)["name"]
         == "Run directory in `runs/`, a plain name without separators; default: preset and time."
@@ -51,7 +54,8 @@ def test_no_loss_is_given_the_range_of_another():
     """The reference says DAPO's 0.28 where a token's ratio is clipped, and not of an episode's, or of a weight."""
     page = (ROOT / "docs" / "configuration.md").read_text()
     sections = dict(re.findall(r"^## `\[algorithm\.(\w+)\]`\n(.*?)(?=^## )", page, re.MULTILINE | re.DOTALL))
-    assert {name for name, text in sections.items() if "takes 0.28" in text} == {"ppo", "tis", "decoupled_ppo"}
+    assert {name for name, text in sections.items() if "takes 0.28" in text} == {"ppo"}
+    assert all("The other keys are those of [`[algorithm.ppo]`]" in sections[name] for name in ("tis", "decoupled_ppo"))
 
 
 def test_the_table_of_metrics_is_made_from_the_catalogue():

@@ -1,5 +1,6 @@
 """What the pages say of the code is true of the code."""
 
+import ast
 import re
 import shlex
 import tomllib
@@ -67,6 +68,30 @@ def test_the_table_of_metrics_is_made_from_the_catalogue():
     assert len(re.findall(r"`cpu/learner_model_seconds`", text)) == 1
     with pytest.raises(ValueError, match="has no place"):
         insert_metrics_table("# A page\n")
+
+
+REPORTERS = {"info", "warning", "error", "report_event", "_report", "_report_event", "_report_info", "_report_warning"}
+"""Functions whose first argument is the name of an event."""
+
+
+def test_every_event_is_on_the_page_of_events():
+    page = (ROOT / "docs" / "events.md").read_text()
+    listed = {
+        name for row in re.findall(r"^\| (`\w+`.*?) \|", page, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
+    }
+    words: set[str] = set()
+    reported: set[str] = set()
+    for path in (f for d in ("r3async", "actors", "tools") for f in (ROOT / d).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                words.add(node.value)
+            if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+                called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                if called in REPORTERS and re.fullmatch(r"[a-z]+(_[a-z]+)*", str(node.args[0].value)):
+                    reported.add(node.args[0].value)
+    assert len(reported) > 60
+    assert reported <= listed, f"docs/events.md lacks {sorted(reported - listed)}"
+    assert listed <= words, f"no code has {sorted(listed - words)}"
 
 
 def test_every_command_has_a_panel_and_an_example_that_it_takes():

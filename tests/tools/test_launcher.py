@@ -127,7 +127,9 @@ def test_rays_own_command_as_the_page_writes_it_trains(token_cluster, untrained,
     (block,) = re.findall(r"^```sh\n(\S*ray job submit .*?)^```", text, re.MULTILINE | re.DOTALL)
     (tmp_path / ".venv").symlink_to(Path(sys.executable).parent.parent)
     line = block.replace("http://HEAD:8265", token_cluster["RAY_API_SERVER_ADDRESS"]).replace("/shared", str(tmp_path))
-    done = run(["sh", "-c", f".venv/bin/{line.strip()} name=plain {shlex.join(small(untrained))}"], tmp_path, token_cluster)
+    done = run(
+        ["sh", "-c", f".venv/bin/{line.strip()} name=plain {shlex.join(small(untrained))}"], tmp_path, token_cluster
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "runs" / "plain" / "model" / "config.json").is_file()
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import openai
 
-from docs.examples import calculator_agent, calculator_messages, calculator_responses
-from docs.examples.calculator_agent import CALL, alike
+from examples.agent import chat_agent, messages_agent, responses_agent
+from examples.agent.chat_agent import CALL, alike
 from r3async.envs import Message, StepResult
 
 
@@ -76,7 +76,7 @@ def asks_too_much(base_url, api_key, task_seed, wrong):
     """Take an argument that no caller passes."""
 
 
-CLIENTS = {"chat": calculator_agent.play, "responses": calculator_responses.play, "messages": calculator_messages.play}
+CLIENTS = {"chat": chat_agent.play, "responses": responses_agent.play, "messages": messages_agent.play}
 _turns = itertools.cycle(CLIENTS)
 
 
@@ -91,7 +91,7 @@ def each_client(base_url, api_key, task_seed, log):
 
 
 class CalculatorFormat:
-    """The game of docs/examples/calculator_agent.py as an environment with an oracle, to warm up a new model for it."""
+    """The game of examples/agent/chat_agent.py as an environment with an oracle, to warm up a new model for it."""
 
     async def reset(self, task_seed):
         rng = random.Random(task_seed)

@@ -53,7 +53,7 @@ PROGRAM = f"""
 import os, runpy
 assert os.environ["API_KEY"].startswith("planted")
 assert "R3_TEST_PLANTED" not in os.environ
-runpy.run_path({str(ROOT / "docs" / "examples" / "calculator_agent.py")!r}, run_name="__main__")
+runpy.run_path({str(ROOT / "examples" / "agent" / "chat_agent.py")!r}, run_name="__main__")
 """
 """The example as a person would start it, once it is known that it has its own secret and none of ours."""
 

@@ -123,13 +123,13 @@ async def test_a_command_has_an_address_a_key_and_a_seed_and_says_its_reward_in_
     assert os.environ["NO_PROXY"] == "example.org,127.0.0.1"
 
 
-@pytest.mark.parametrize("example", ["calculator_agent", "calculator_responses", "calculator_messages"])
+@pytest.mark.parametrize("example", ["chat_agent", "responses_agent", "messages_agent"])
 @pytest.mark.long
 async def test_the_examples_play_with_their_own_command(example):
     call = '<tool_call>{"name":"add","arguments":{"a":%d,"b":%d}}</tool_call>'
     rng = random.Random(11)
     a, b = rng.randint(1, 9), rng.randint(1, 9)
-    command = ["python", f"docs/examples/{example}.py"]
+    command = ["python", f"examples/agent/{example}.py"]
     env = EnvConfig(name="agent-command", args={"command": command, "directory": HERE})
     trajectory = await play(env, answers=(call % (a, b), str(a + b)))
     assert (trajectory.reward, len(trajectory.turns), len(trajectory.samples)) == (1.0, 2, 1)

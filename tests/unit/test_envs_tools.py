@@ -367,7 +367,7 @@ async def test_an_isolated_command_reaches_no_network_and_its_session_ends_with_
 
 
 async def test_a_repository_is_mended_by_commands_and_rewarded_by_its_tests():
-    make = build_environment_factory(EnvConfig(name="docs.examples.mend_repository:MendRepository"))
+    make = build_environment_factory(EnvConfig(name="examples/code/repair.py:MendRepository"))
     for seed in range(3):
         environment = make()
         await environment.reset(seed)

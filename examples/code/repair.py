@@ -1,7 +1,7 @@
 """A repository with a failing test, which the policy has to mend by commands: an environment of its own, with a sandbox.
 
     [env]
-    name = "docs.examples.mend_repository:MendRepository"
+    name = "repair.py:MendRepository"
 
 Each answer with tool calls is answered by what the commands said. The first answer without one ends the episode, and the tests
 are run, as they came with the task: they are restored first. The reward is 1 if all of them pass.

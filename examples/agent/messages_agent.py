@@ -1,12 +1,12 @@
-"""The game of `calculator_agent.py` by Anthropic's Messages API: calls and results are blocks of messages.
+"""The game of `chat_agent.py` by Anthropic's Messages API: calls and results are blocks of messages.
 
 All that it needs is the `anthropic` package, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. To train on it:
 
     [env]
     name = "agent-command"
-    args = { command = ["python", "docs/examples/calculator_messages.py"] }
+    args = { command = ["python", "messages_agent.py"] }
 
-or, without a process for each episode, `name = "agent:docs.examples.calculator_messages:play"`.
+or, without a process for each episode, `name = "agent:messages_agent.py:play"`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The game of `calculator_agent.py` by OpenAI's Responses API: items instead of messages, and the conversation is kept for it.
+"""The game of `chat_agent.py` by OpenAI's Responses API: items instead of messages, and the conversation is kept for it.
 
 All that it needs is the `openai` package, OPENAI_BASE_URL and OPENAI_API_KEY. To train on it:
 
     [env]
     name = "agent-command"
-    args = { command = ["python", "docs/examples/calculator_responses.py"] }
+    args = { command = ["python", "responses_agent.py"] }
 
-or, without a process for each episode, `name = "agent:docs.examples.calculator_responses:play"`.
+or, without a process for each episode, `name = "agent:responses_agent.py:play"`.
 """
 
 from __future__ import annotations

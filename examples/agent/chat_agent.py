@@ -4,9 +4,9 @@ All that it needs is the `openai` package, OPENAI_BASE_URL and OPENAI_API_KEY. T
 
     [env]
     name = "agent-command"
-    args = { command = ["python", "docs/examples/calculator_agent.py"] }
+    args = { command = ["python", "chat_agent.py"] }
 
-or, without a process for each episode, `name = "agent:docs.examples.calculator_agent:play"`.
+or, without a process for each episode, `name = "agent:chat_agent.py:play"`.
 """
 
 from __future__ import annotations

@@ -285,11 +285,11 @@ class ComparedExtension(WorkerExtension):
     def r3_worked(self) -> list[str]:
         """Return the names of the modules that vLLM processes after it has loaded them, except experts that are only
         packed."""
-        names = {module: name for name, module in self.model_runner.model.named_modules()}
+        names = {module: name for name, module in self.model_runner.get_model().named_modules()}
         return [names[module] for module, _ in self.r3_load_plan._processed_loads]
 
     def r3_digests(self) -> dict[str, int]:
-        return digest_parameters(self.model_runner.model)
+        return digest_parameters(self.model_runner.get_model())
 
     def r3_load_as_vllm(self, manifest: bytes) -> None:
         published = msgspec.msgpack.decode(manifest, type=WeightManifest)

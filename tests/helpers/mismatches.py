@@ -131,7 +131,7 @@ class PlantingExtension(WorkerExtension):
     r3_before: Mapping[str, Tensor] = MappingProxyType({})
 
     def r3_plant(self, fault: str) -> None:
-        model = self.model_runner.model
+        model = self.model_runner.get_model()
         self.r3_healing = contextlib.ExitStack()
         self.r3_fault, self.r3_load_plan = fault, None  # a plan was made by the right names
         if fault in LOADED or fault in ("output is embedding", "norms exchanged"):

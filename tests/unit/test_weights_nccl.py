@@ -87,7 +87,7 @@ class Worker(WorkerExtension):
         def reload(weights_iterator) -> None:
             self.model.load_weights(weights_iterator)
 
-        self.model_runner = SimpleNamespace(model=self.model, reload_weights=reload)
+        self.model_runner = SimpleNamespace(get_model=lambda: self.model, reload_weights=reload)
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
         self.groups.append(init_info)

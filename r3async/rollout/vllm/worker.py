@@ -156,7 +156,7 @@ class WorkerExtension:
         watch = LoadRecorder(file.data)
         with watch:
             self.r3_reload_tensors(published, file.iter_tensors())
-        model = self.model_runner.model  # type: ignore[attr-defined]
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
         if not watch.is_repeatable(model):
             return
         plan = LoadPlan(model, self.model_config.dtype, file.header, watch.module_loads)  # type: ignore[attr-defined]
@@ -170,7 +170,7 @@ class WorkerExtension:
 
         The comparison includes padding and packed weights.
         """
-        model = self.model_runner.model  # type: ignore[attr-defined]
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
         before = digest_parameters(model)
         plan.load_file(content, poison=True)
         self.r3_finish_load()
@@ -182,7 +182,7 @@ class WorkerExtension:
     def r3_reload_tensors(self, published: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Have vLLM load the tensors, in the layout of its first load, and check that nothing was left out."""
         runner = self.model_runner  # type: ignore[attr-defined]
-        with check_all_loaded(runner.model, published):
+        with check_all_loaded(runner.get_model(), published):
             runner.reload_weights(weights_iterator=tensors)
         self.r3_finish_load()
 
@@ -239,7 +239,7 @@ class WorkerExtension:
 
     def r3_finish_load(self) -> None:
         """Complete the steps that vLLM itself leaves undone after a reload."""
-        model = self.model_runner.model  # type: ignore[attr-defined]
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
         repack_cpu_experts(model)
         repack_cpu_tied_layers(model)
 
@@ -252,11 +252,11 @@ class WorkerExtension:
             runner.reload_weights(weights_iterator=tensors)
             self.r3_finish_load()
 
-        return msgspec.msgpack.encode(find_model_differences(runner.model, published, load))
+        return msgspec.msgpack.encode(find_model_differences(runner.get_model(), published, load))
 
     def r3_record_activations(self) -> None:
         """Record the model's activations, stage by stage, until `r3_save_activations`."""
-        self.r3_activations = ActivationRecorder(self.model_runner.model)  # type: ignore[attr-defined]
+        self.r3_activations = ActivationRecorder(self.model_runner.get_model())  # type: ignore[attr-defined]
 
     def r3_save_activations(self, path: str) -> str:
         """Write the activations to a safetensors file and return the dtype of the computation.

@@ -1,0 +1,46 @@
+"""Parts of the worker extension that need no engine."""
+
+import pytest
+import torch
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from r3async.rollout.vllm import worker as vllm_worker
+from r3async.rollout.vllm.worker import WorkerExtension
+from r3async.weights.manifest import TensorEntry, WeightError, WeightManifest
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.loaded: set[str] = set()
+
+    def load_weights(self, weights) -> None:
+        self.loaded |= {name for name, _ in weights}
+
+
+class WrappingRunner:
+    """A first model runner as it is with CUDA graphs: its `model` is vLLM's wrapper, which runs a graph."""
+
+    get_model = GPUModelRunner.get_model
+
+    def __init__(self, model: Model):
+        self.model = CUDAGraphWrapper.__new__(CUDAGraphWrapper)
+        self.model.runnable = model
+
+    def reload_weights(self, weights_iterator) -> None:
+        self.get_model().load_weights(weights_iterator)  # as vLLM does
+
+
+def test_tensors_are_counted_under_a_wrapper_of_the_model(monkeypatch):
+    """What is set on a wrapper hides nothing of the model inside, so the loader would be seen to load nothing."""
+    monkeypatch.setattr(vllm_worker, "find_unfilled_modules", lambda model: [])
+    model, worker = Model(), WorkerExtension()
+    worker.model_runner = WrappingRunner(model)
+    published = WeightManifest(3, "", {name: TensorEntry("float32", (1,), 0) for name in ("a", "b")}, 8)
+    worker.r3_reload_tensors(published, [(name, torch.zeros(1)) for name in ("a", "b")])
+    assert model.loaded == {"a", "b"}
+    with pytest.raises(WeightError, match="tensor 'b' was not loaded"):
+        worker.r3_reload_tensors(published, [("a", torch.zeros(1))])
+    assert "load_weights" not in vars(model)
+    assert not worker.model_runner.model.__dict__.keys() - {"runnable"}

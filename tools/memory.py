@@ -53,6 +53,7 @@ from typing import Any
 import msgspec
 
 from r3async.config import Config, ConfigError, LearnerConfig
+from r3async.config.rollout import CACHE_DTYPE_BYTES
 from r3async.data.models import (
     ARCHITECTURES,
     DTYPE_BYTES,
@@ -75,6 +76,10 @@ CHUNK_ELEMENTS = 2**25
 BUCKET_ELEMENTS = 2**26
 """Copy of `COLLECTIVE_BUCKET_ELEMENTS` and the equal `OFFLOAD_BUCKET_ELEMENTS` of `learner.optimizer`."""
 CONTEXT_BYTES = 1.5 * GIB
+GRAPHS_BYTES = 1.5 * GIB
+"""CUDA graphs of an engine. Assumed: vLLM reported 1.34 GiB for Qwen3.5-35B-A3B over four GPUs (vllm#50722)."""
+ENGINE_BATCH_TOKENS = 2048
+"""Tokens of an engine's step at most, unless `max_num_batched_tokens` sets another number (vLLM 0.30)."""
 
 
 _QWEN3_MOE = {
@@ -234,9 +239,17 @@ class EngineMemory(msgspec.Struct, frozen=True):
     devices: int
     """Number of devices that share one engine."""
     weights: int
+    step: int
+    """Activations and logits of a step with as many tokens as one may have."""
+    graphs: int
+    """CUDA graphs, and the device's memory before any tensor; assumed. 0 on CPU."""
     kv_per_token: int
     kv_needed: int
     """Bytes of KV cache if every episode that a generator plays at once were as long as allowed."""
+
+    @property
+    def bytes_beside_cache(self) -> int:
+        return self.weights + self.step + self.graphs
 
 
 def estimate_rank_memory(shape: ModelShape, config: Config) -> RankMemory:
@@ -376,6 +389,20 @@ def estimate_engine_memory(shape: ModelShape, config: Config) -> EngineMemory:
     heads = max(1, shape.num_kv_heads // tp)  # fewer heads than ranks are held more than once
     # Latent attention keeps the compressed form of keys and values, on every rank.
     values = shape.kv_rank + shape.rope_dim if shape.kv_rank else 2 * heads * shape.head_dim
-    per_token = shape.num_layers * values * width
+    per_token = shape.num_layers * values * (CACHE_DTYPE_BYTES[args.get("kv_cache_dtype", "auto")] or width)
     needed = per_token * config.generator.concurrency * config.episode.max_total_tokens
-    return EngineMemory(tp, shape.num_parameters * width // tp, per_token, needed)
+    graphs = 0.0
+    if shape.num_parameters > GPU_PARAMETERS:
+        graphs = CONTEXT_BYTES + (0 if args.get("enforce_eager") else GRAPHS_BYTES)
+    weights, step = shape.num_parameters * width // tp, _estimate_engine_step(shape, config, tp)
+    return EngineMemory(tp, weights, step, int(graphs), per_token, needed)
+
+
+def _estimate_engine_step(shape: ModelShape, config: Config, tp: int) -> int:
+    """Estimate the layer that needs most, the logits of all requests in float32, twice, and the routes' buffer."""
+    tokens = int(config.generator.engine_args.get("max_num_batched_tokens", ENGINE_BATCH_TOKENS))
+    width = DTYPE_BYTES[config.generator.dtype]
+    experts = shape.top_k * (shape.hidden_size + 3 * shape.expert_width // tp) if shape.moe_layers else 0
+    layer = 4 * shape.hidden_size + max(experts, 3 * shape.mlp_width // tp)
+    routes = 4 * shape.num_layers * shape.top_k if shape.moe_layers else 0
+    return tokens * (width * layer + routes) + 8 * config.generator.concurrency * shape.vocab_size

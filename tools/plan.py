@@ -35,8 +35,8 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's attention supports on CPU (0.30)."""
 VERSIONS_IN_MEMORY = 2
 LEARNER_COLUMNS = ("episode", "place", "advantages", "loss_weights", "probed", "old_logprobs", "reference_logprobs")
-DEFAULT_ENGINE_SHARE = 0.9
-"""Share of a GPU's memory that vLLM takes, unless `generator.engine_args.gpu_memory_utilization` sets another."""
+DEFAULT_ENGINE_SHARE = 0.92
+"""Share of a GPU's memory that vLLM (0.30) takes, unless `generator.engine_args.gpu_memory_utilization` sets another."""
 
 
 class ProcessPlan(msgspec.Struct, frozen=True):
@@ -241,12 +241,22 @@ def _check_plan(config: Config, shape: ModelShape, plan: RunPlan, on_gpus: bool)
             f"`cluster.gpu_gib` = {config.cluster.gpu_gib:g}: raise `learner.parallel`, set `learner.recompute`, or lower "
             f"`learner.max_tokens_per_micro_batch`. {recommend_layout(shape, config)}"
         )
-    free = _compute_free_kv_bytes(config, plan.engine)
-    if free <= plan.engine.kv_per_token * episode.max_total_tokens:
+    engine = plan.engine
+    if (cache := config.generator.engine_args.get("kv_cache_memory_bytes")) and (
+        engine.bytes_beside_cache + int(cache) > capacity
+    ):
         raise ConfigError(
-            f"an engine's weights take {plan.engine.weights / GIB:.0f} GiB of a GPU of `cluster.gpu_gib` = "
-            f"{config.cluster.gpu_gib:g} and have no free bytes for one episode: raise "
-            "`generator.engine_args.tensor_parallel_size`"
+            f"`generator.engine_args.kv_cache_memory_bytes` = {int(cache) / GIB:.0f} GiB: an engine takes "
+            f"{engine.bytes_beside_cache / GIB:.0f} GiB beside it, of a GPU of `cluster.gpu_gib` = "
+            f"{config.cluster.gpu_gib:g}: lower it"
+        )
+    if _compute_free_kv_bytes(config, engine) <= engine.kv_per_token * episode.max_total_tokens:
+        raise ConfigError(
+            f"an engine's weights take {engine.weights / GIB:.0f} GiB of a GPU of `cluster.gpu_gib` = "
+            f"{config.cluster.gpu_gib:g}, its steps and graphs {(engine.step + engine.graphs) / GIB:.0f}, and there are no "
+            "free bytes for one episode: raise `generator.engine_args.tensor_parallel_size`"
+            + ", or lower `max_num_batched_tokens` there"
+            * ("max_num_batched_tokens" in config.generator.engine_args)
         )
 
 
@@ -270,7 +280,10 @@ def _engine_share(config: Config) -> float:
 
 
 def _compute_free_kv_bytes(config: Config, engine: EngineMemory) -> float:
-    return _engine_share(config) * config.cluster.gpu_gib * GIB - engine.weights
+    """Return the bytes of the KV cache on a GPU, as vLLM computes them."""
+    if cache := config.generator.engine_args.get("kv_cache_memory_bytes"):
+        return float(cache)
+    return _engine_share(config) * config.cluster.gpu_gib * GIB - engine.bytes_beside_cache
 
 
 def _make_notes(config: Config, shape: ModelShape, engine: EngineMemory, on_gpus: bool) -> list[str]:
@@ -284,7 +297,8 @@ def _make_notes(config: Config, shape: ModelShape, engine: EngineMemory, on_gpus
             f"the slots allow {episodes} episodes at once, and generators could play {generator.count * generator.concurrency}: "
             "some of generator.concurrency will not be used"
         )
-    free = _compute_free_kv_bytes(config, engine) if on_gpus else generator.kv_cache_gib * GIB
+    on_cpu = float(generator.engine_args.get("kv_cache_memory_bytes", generator.kv_cache_gib * GIB))
+    free = _compute_free_kv_bytes(config, engine) if on_gpus else on_cpu
     if engine.kv_needed > free:
         notes.append(
             f"{generator.concurrency} episodes of {config.episode.max_total_tokens} tokens would need "
@@ -361,7 +375,11 @@ def describe_plan(plan: RunPlan, config: Config) -> str:
         "host memory of the learner" + (": " + ", ".join(plan.host)),
         *(f"between ranks, a step: {line}" for line in plan.traffic),
         f"memory, an engine{f', each of {engine.devices} GPUs' if engine.devices > 1 else ''}",
-        f"  weights {format_bytes(engine.weights)}, KV cache {format_bytes(engine.kv_per_token)} a token",
+        f"  weights {format_bytes(engine.weights)}, a step {format_bytes(engine.step)}"
+        + f", {'' if config.generator.engine_args.get('enforce_eager') else 'CUDA graphs and '}context "
+        f"{format_bytes(engine.graphs)} (assumed)"
+        * bool(engine.graphs)
+        + f", KV cache {format_bytes(engine.kv_per_token)} a token",
         *(f"note: {note}" for note in plan.notes),
     ]
     return "\n".join(lines)

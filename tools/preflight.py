@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import contextlib
-import functools
-import importlib.util
 import json
 import os
 import socket
@@ -14,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from r3async.actors.placement import ResourceDemand, find_smallest_layout
-from r3async.config import Config, ConfigError, EnvConfig, did_you_mean, resolve_envs, strip_brackets
+from r3async.config import Config, ConfigError, EnvConfig, resolve_envs, strip_brackets
 from r3async.data.models import ModelShape, ModelShapeError, find_architecture, parse_model_shape, read_moe_layers
 from r3async.envs import (
     Action,
@@ -61,7 +58,6 @@ def check_start(config: Config) -> None:
         check_model_directory(config.model.path)
         check_model_supported(config)
     check_teacher(config)
-    check_engine_arguments(config)
     check_custom_loss(config)
     if address := config.cluster.address or os.environ.get("RAY_ADDRESS"):
         check_cluster_address(address)
@@ -202,30 +198,6 @@ def check_custom_loss(config: Config) -> None:
 
 
 # -- engines and devices -------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def list_engine_arguments() -> frozenset[str]:
-    """Return the fields of vLLM's AsyncEngineArgs without its slow import (seconds); empty without vLLM."""
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:
-        return frozenset()
-    source = Path(found.origin).parent / "engine" / "arg_utils.py"
-    with contextlib.suppress(OSError, SyntaxError):
-        classes = [node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)]
-        fields = [node for kind in classes if kind.name in ("EngineArgs", "AsyncEngineArgs") for node in kind.body]
-        return frozenset(f.target.id for f in fields if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name))
-    return frozenset()
-
-
-def check_engine_arguments(config: Config) -> None:
-    """Check that every key of `generator.engine_args` is an argument of vLLM."""
-    if config.generator.engine != "vllm" or not config.generator.engine_args or not list_engine_arguments():
-        return
-    for name in config.generator.engine_args:
-        if name not in list_engine_arguments():
-            hint = did_you_mean(name, list_engine_arguments(), "see vLLM's engine arguments")
-            raise ConfigError(f"`generator.engine_args.{name}`: vLLM has no such argument; {hint}")
 
 
 def has_gpu() -> bool:

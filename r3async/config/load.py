@@ -472,7 +472,7 @@ def validate_config(config: Config) -> Config:
     """Return `config` after checks of what a person wrote. Raises `ConfigError` for a setting that the engine has to
     decide itself."""
     if config.generator.engine == "vllm":
-        check_engine_args(config.generator.engine_args)
+        check_engine_args(config.generator.engine_args, config.weights.probe)
     for each in resolve_envs(config):
         if each.env.name.partition(":")[0] == DATASET_ENV:
             parse_data_config(each.env.args)

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+LOST_ROUTES_FIX = "a compiled graph may have lost them: set generator.engine_args.enforce_eager=true"
+"""What to do where an engine did not record routes."""
 CHUNK_ROWS = 2**15
 """Rows of ids that are processed at a time, so that their columns stay in a core's cache."""
 
@@ -49,10 +51,7 @@ def check_expert_ids(rows: np.ndarray, *, layers: int, top_k: int, num_experts: 
     if low < 0 or high >= num_experts:
         raise RoutingError(f"expert id {high if high >= num_experts else low} is outside 0..{num_experts - 1}")
     if num_experts > 1 and high == 0 and (top_k > 1 or rows.shape[0] * layers > 16):
-        raise RoutingError(
-            f"all {rows.shape[0]} rows are zero: the engine did not record routes "
-            "(vLLM on CPU needs enforce_eager=True for this)"
-        )
+        raise RoutingError(f"all {rows.shape[0]} rows are zero: the engine did not record routes; {LOST_ROUTES_FIX}")
 
 
 def validate_routes(rows: np.ndarray, *, layers: int, top_k: int, num_experts: int) -> None:
@@ -65,7 +64,10 @@ def validate_routes(rows: np.ndarray, *, layers: int, top_k: int, num_experts: i
         for lower, upper in itertools.pairwise(columns):
             if (twice := lower == upper).any():
                 row, layer = divmod(part.start + int(twice.argmax()), layers)
-                raise RoutingError(f"row {row}, MoE layer {layer} names an expert twice: {rows[row, layer].tolist()}")
+                unwritten = "" if rows[row, layer].any() else f", so the engine did not record it; {LOST_ROUTES_FIX}"
+                raise RoutingError(
+                    f"row {row}, MoE layer {layer} names an expert twice: {rows[row, layer].tolist()}{unwritten}"
+                )
 
 
 def iter_sorted_columns(rows: np.ndarray) -> Iterator[tuple[slice, list[np.ndarray]]]:

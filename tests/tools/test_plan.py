@@ -146,6 +146,33 @@ def test_engines_and_ranks_that_share_a_gpu_fit_it_together(tmp_path):
     assert (apart.gpus, apart.shared) == (2, False)
 
 
+def test_engine_arguments_that_change_its_memory_are_planned():
+    def planned(*args: str):
+        config = load_config("moe_30b_r3", [f"generator.engine_args.{arg}" for arg in args])
+        plan = make_run_plan(config)
+        free = [note.partition("there are ")[2].partition(":")[0] for note in plan.notes if "preempts" in note]
+        return plan.engine, free, describe_plan(plan, config)
+
+    plain, free, text = planned()
+    assert plain.graphs == 3 * GIB
+    assert free == ["13.5 GiB"]
+    assert "CUDA graphs and context 3.0 GiB (assumed)" in text
+    eager, free, text = planned("enforce_eager=true")
+    assert eager.graphs == plain.graphs - 1.5 * GIB
+    assert free == ["15.0 GiB"]
+    assert ", context 1.5 GiB" in text
+    halved, free, _ = planned("kv_cache_dtype=fp8")
+    assert (2 * halved.kv_per_token, free) == (plain.kv_per_token, [])
+    wide, _, _ = planned("max_num_batched_tokens=65536")
+    assert 16 * plain.step < wide.step < 32 * plain.step  # logits stay
+    _, free, _ = planned(f"kv_cache_memory_bytes={8 * GIB}")
+    assert free == ["8.0 GiB"]
+    with pytest.raises(ConfigError, match=r"kv_cache_memory_bytes` = 30 GiB: an engine takes 60 GiB beside it"):
+        planned(f"kv_cache_memory_bytes={30 * GIB}")
+    with pytest.raises(ConfigError, match=r"its steps and graphs 44, .*lower `max_num_batched_tokens` there"):
+        planned("max_num_batched_tokens=500000")
+
+
 def test_a_plan_counts_processes_slots_and_bytes():
     config = load_config("moe_30b_r3")
     plan = make_run_plan(config)

@@ -1,13 +1,26 @@
 """Engine arguments that are not a user's to set are refused when they are read, and the engine sets no other ones."""
 
 import dataclasses
+from typing import get_args
 
 import pytest
 
 from r3async.config import ConfigError, load_config
-from r3async.config.rollout import DEFAULT_ENGINE_ARGS, OWNED_ENGINE_ARGS, check_engine_args, declare_engine_args
+from r3async.config.rollout import (
+    CACHE_DTYPE_BYTES,
+    COMPUTING_ENGINE_ARGS,
+    DEFAULT_ENGINE_ARGS,
+    NEUTRAL_ENGINE_ARGS,
+    OWNED_ENGINE_ARGS,
+    PLANNED_ENGINE_ARGS,
+    check_engine_args,
+    declare_engine_args,
+)
 from r3async.rollout import build_engine
+from r3async.rollout.vllm import engine as vllm_engine_module
 from r3async.rollout.vllm.engine import VllmEngine
+from r3async.tools.memory import ENGINE_BATCH_TOKENS
+from r3async.tools.plan import DEFAULT_ENGINE_SHARE
 
 
 @pytest.mark.parametrize("name", OWNED_ENGINE_ARGS)
@@ -44,8 +57,52 @@ def test_the_engine_sets_nothing_that_the_table_does_not_have(tiny_model):
         declare_engine_args(max_tokens_of_nobody=1)
 
 
+@pytest.mark.parametrize(
+    ("setting", "part"),
+    [
+        ("worker_cls=mine", r"worker_cls` cannot be set: what it changes in memory, log-probs or routes is unknown"),
+        ("kv_cache_dtyp=fp8", r"did you mean 'kv_cache_dtype'\?"),
+        ("kv_cache_dtype=nvfp4", r"kv_cache_dtype` = 'nvfp4': its memory is not planned; these are: auto, .*fp8_e5m2"),
+        ("quantization_config={ a = 1 }", r"quantization_config` cannot be set: engines hold what the learner trains"),
+        ("cpu_offload_gb=4", r"raise `generator\.engine_args\.tensor_parallel_size`"),
+        ("kv_offloading_size=4", r"keys, values and routes of older weights must end with them"),
+    ],
+)
+def test_what_is_neither_planned_nor_probed_is_refused(setting, part):
+    with pytest.raises(ConfigError, match=part):
+        load_config("quickstart", [f"generator.engine_args.{setting}"])
+
+
+def test_what_changes_arithmetic_needs_the_probe():
+    settings = ["generator.engine_args={ kv_cache_dtype = 'fp8_e5m2', block_size = 16 }"]
+    load_config("quickstart", settings)
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype` changes what an engine computes.*set weights\.probe=true$"):
+        load_config("quickstart", [*settings, "weights.probe=false"])
+
+
+def test_an_engine_is_eager_on_cpu_alone_unless_a_user_says_so(tiny_model, monkeypatch):
+    def eager(*settings: str) -> bool:
+        config = load_config("quickstart", [f"model.path={tiny_model}", *settings])
+        return build_engine(config, str(tiny_model), seed=3)._engine_args["enforce_eager"]
+
+    assert eager() is True
+    assert eager("generator.engine_args.enforce_eager=false") is False
+    monkeypatch.setattr(vllm_engine_module, "is_cpu_vllm", lambda: False)
+    assert eager() is False
+    assert eager("generator.engine_args.enforce_eager=true") is True
+
+
 @pytest.mark.engine
-def test_every_key_of_the_table_is_an_argument_of_vllm():
+def test_the_tables_are_of_vllms_arguments_and_the_plan_knows_its_defaults():
+    from vllm.config.cache import CacheDType
+    from vllm.config.scheduler import SchedulerConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    assert {*OWNED_ENGINE_ARGS, *DEFAULT_ENGINE_ARGS} <= {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    fields = {field.name: field.default for field in dataclasses.fields(AsyncEngineArgs)}
+    tables = (OWNED_ENGINE_ARGS, PLANNED_ENGINE_ARGS, COMPUTING_ENGINE_ARGS, NEUTRAL_ENGINE_ARGS)
+    assert {name for table in tables for name in table} <= fields.keys()
+    assert {"kv_cache_dtype"} == PLANNED_ENGINE_ARGS & COMPUTING_ENGINE_ARGS
+    assert not (PLANNED_ENGINE_ARGS | COMPUTING_ENGINE_ARGS) & NEUTRAL_ENGINE_ARGS
+    assert CACHE_DTYPE_BYTES.keys() <= set(get_args(CacheDType))
+    assert fields["gpu_memory_utilization"] == DEFAULT_ENGINE_SHARE
+    assert SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS == ENGINE_BATCH_TOKENS

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from r3async.data.routes import LOST_ROUTES_FIX
+
 from .causes import locate_tensor
 from .choice import compute_mismatch_share
 from .experiments import FIX_STALE
@@ -156,7 +158,7 @@ def _explain_reroutes(
         ),
     ]
     first = torch.arange(rows.shape[1]).expand_as(rows)
-    fix = "CUDA graphs and compiled models may lose them: enforce_eager=true"
+    fix = LOST_ROUTES_FIX
     others.append(("routes not recorded", "every row has the first experts", fix, compute_mismatch_share(rows, first)))
     found = [Explanation(*each) for each in others if each[3] <= MAX_UNEXPLAINED_ROUTES]
     other = "decoding chooses other experts than prefill: compare the kernels of both"

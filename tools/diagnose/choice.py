@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from r3async.data.routes import LOST_ROUTES_FIX
+
 from .judge import DivergentStage, Explanation
 from .reference import get_router
 
@@ -32,9 +34,7 @@ def compute_mismatch_share(ids: Tensor, others: Tensor) -> float:
 def _try_first_experts(case: DivergentStage) -> Explanation | None:
     if compute_mismatch_share(case.output, torch.arange(case.output.shape[1]).expand_as(case.output)) == 0:
         evidence = f"every token has the experts 0 to {case.output.shape[1] - 1}"
-        return Explanation(
-            "routes not recorded", evidence, "CUDA graphs and compiled models may lose them: enforce_eager=true", 0.0
-        )
+        return Explanation("routes not recorded", evidence, LOST_ROUTES_FIX, 0.0)
     return None
 
 

@@ -26,8 +26,8 @@ from .learner import learner_of
 from .place import TINY, Place
 
 MODES: dict[str, dict[str, Any]] = {
-    "eager": {},
-    "synchronous": {"async_scheduling": False},
+    "eager": {"enforce_eager": True},
+    "synchronous": {"enforce_eager": True, "async_scheduling": False},
     "graphs": {"enforce_eager": False},
     "graphs-without-routes": {"enforce_eager": False, "enable_return_routed_experts": False},
 }

@@ -18,7 +18,7 @@ import psutil
 
 from r3async.config.rollout import declare_engine_args
 from r3async.data.models import read_moe_layers
-from r3async.data.routes import RoutingError, check_expert_ids, route_dtype
+from r3async.data.routes import LOST_ROUTES_FIX, RoutingError, check_expert_ids, route_dtype
 from r3async.data.supports import SupportSets
 from r3async.data.versions import VersionSpanRecorder
 from r3async.rollout.engine import (
@@ -29,7 +29,7 @@ from r3async.rollout.engine import (
     GenerationRequest,
     InstallReport,
 )
-from r3async.rollout.vllm.client import EngineCoreClient
+from r3async.rollout.vllm.client import EngineCoreClient, is_cpu_vllm
 from r3async.rollout.vllm.messages import build_sampling_params
 from r3async.untrusted import decode_json, decode_msgpack, decode_python_json
 from r3async.weights.fetch import verify_version_file
@@ -46,6 +46,11 @@ CALL_TIMEOUT = 30.0
 """Seconds that vLLM may take for a call that does no work on the model."""
 SCORE_TIMEOUT = 120.0
 STOP_TIMEOUT = 10.0
+CHECKED_TOKENS = 16
+"""Tokens of the prompt, and of the answer, whose routes are recorded twice."""
+MAX_REROUTED_SHARE = 0.5
+"""Share of (token, layer) whose experts a second pass may choose otherwise. Rounding changes 1 to 5 % in bfloat16; of rows
+that a graph did not write, nearly all differ."""
 
 
 class VllmEngine:
@@ -88,8 +93,8 @@ class VllmEngine:
             dtype=dtype,
             max_model_len=max_model_len,
             max_num_seqs=concurrency,
-            # A compiled graph returns all-zero routes on CPU.
-            enforce_eager=True,
+            # Compiled graphs lose routes on CPU. On GPUs they return all of them, and decode in less time.
+            enforce_eager=is_cpu_vllm(),
             enable_return_routed_experts=self.routing is not None,
             return_sampling_mask=record_sampling_masks,
             # Log-probs after temperature and truncation: the distribution that was really sampled from.
@@ -201,6 +206,9 @@ class VllmEngine:
             if manifest.version < self.version:
                 raise EngineError(f"version {manifest.version} is older than the installed version {self.version}")
             report = await self._install_newer(manifest, timeout)
+            # With dummy weights, before the first version, routers would choose by rounding alone.
+            if not self._counters["installs"] and not self._engine_args["enforce_eager"]:
+                await self._check_decoded_routes(manifest.version)
             self._counters["installs"] += 1
             self._pause_seconds += report.pause_seconds
             return report
@@ -253,6 +261,35 @@ class VllmEngine:
             drain_seconds=drained - verified,
             load_seconds=load,
         )
+
+    async def _check_decoded_routes(self, version: int) -> None:
+        """Check that routes recorded while decoding are those of a second pass over the same tokens.
+
+        An engine decodes in a CUDA graph and computes prompts outside of it. If the graph did not write routes, those
+        of another step would be returned, which look like any others. Raises `EngineError`, also in every later call.
+        """
+        if self.routing is None:
+            return
+        length = min(CHECKED_TOKENS, (self._core.max_model_len - 1) // 2)
+        prompt = np.arange(1, length + 1, dtype=np.int32)
+        answer = await self.generate(GenerationRequest("decoded", prompt, length))
+        whole = np.concatenate([prompt, answer.token_ids])
+        again = await self._run_single_text("again", whole.tolist(), use_cache=False, prompt_logprobs=0)
+        first, second = answer.routed_experts, self._join_routes(again.routes)
+        if first is None or len(first) != len(whole) - 1 or len(second) != len(whole):
+            problem = f"the engine did not record all routes of {len(whole)} tokens"
+        else:
+            decoded = slice(len(prompt), len(first))
+            share = float((np.sort(first[decoded]) != np.sort(second[decoded])).any(-1).mean())
+            if share <= MAX_REROUTED_SHARE:
+                return
+            problem = (
+                f"{share:.0%} of the routes that were recorded while decoding are not those of a second pass over the same "
+                f"tokens ({MAX_REROUTED_SHARE:.0%} may differ)"
+            )
+        failure = EngineError(f"with version {version} of the weights {problem}; {LOST_ROUTES_FIX}")
+        await self._requests.fail_requests(failure)
+        raise failure
 
     async def _drain_requests(self, version: int, deadline: float, timeout: float) -> None:
         try:
@@ -328,7 +365,9 @@ class VllmEngine:
         in which stages cannot be recorded: it must be eager.
         """
         if not self._engine_args["enforce_eager"]:
-            raise EngineError("stages of a model in CUDA graphs cannot be seen: set enforce_eager=true")
+            raise EngineError(
+                "stages of a model in CUDA graphs cannot be seen: set generator.engine_args.enforce_eager=true"
+            )
         async with self._install_lock:
             await self._core.collective_rpc("r3_record_activations")
             logprobs = await self.score_tokens(token_ids)
@@ -440,16 +479,20 @@ class VllmEngine:
         if returned > expected or (returned < expected and running.finish_reason != "abort"):
             returned = 0  # It is unknown which rows are missing: better none than one at a wrong position.
         self._counters["unrecorded_rows"] += expected - returned
-        if not returned:
-            return np.empty((0, shape.layers, shape.top_k), route_dtype(shape.num_experts))
-        rows = running.routes[0] if len(running.routes) == 1 else np.concatenate(running.routes)
-        if len(self._moe_layers) != rows.shape[1]:
-            rows = rows[:, self._moe_layers]
+        rows = self._join_routes(running.routes if returned else [])
         try:
             check_expert_ids(rows, layers=shape.layers, top_k=shape.top_k, num_experts=shape.num_experts)
         except RoutingError as error:
             raise EngineError(f"request {request.request_id}: {error}") from error
         return rows
+
+    def _join_routes(self, pieces: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the rows of the MoE layers of what vLLM returned in pieces, `[n, layers, top_k]`."""
+        assert self.routing is not None
+        if not pieces:
+            return np.empty((0, self.routing.layers, self.routing.top_k), route_dtype(self.routing.num_experts))
+        rows = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return rows if len(self._moe_layers) == rows.shape[1] else rows[:, self._moe_layers]
 
 
 def iter_process_ancestors(pid: int) -> Iterator[psutil.Process]:

@@ -46,6 +46,8 @@ class FleetGenerator(msgspec.Struct):
     health: GeneratorHealth
     process: tuple[int, str] = (0, "")
     """Pid and host of its present process."""
+    is_on_gpu: bool = False
+    """True if its engine computes on GPUs."""
     generated_tokens: int = 0
     paused_seconds: float = 0.0
     """Seconds that installations have paused its engines, in all its processes."""
@@ -337,7 +339,7 @@ class Fleet:
 
     async def load_engine(self, generator: FleetGenerator) -> dict[str, Any]:
         info = await self._call_at_start(generator, "load its engine", "start")
-        generator.process = info["pid"], info["host"]
+        generator.process, generator.is_on_gpu = (info["pid"], info["host"]), bool(info["gpus"])
         generator.health.mark_loaded()
         return info
 

@@ -303,8 +303,9 @@ class VersionInstaller:
         if scores is not None:
             engine, name = partial(self._call_generator, generator), generator.generator_id
             try:
+                tolerance = resolve_probe_tolerance(self._config, generator.is_on_gpu)
                 await probe_generator(
-                    engine, name, version, self._probe_tokens or [], scores, self._config, self._events
+                    engine, name, version, self._probe_tokens or [], scores, tolerance, self._config, self._events
                 )
             except ProbeFailed:
                 await self._save_failed_version(published)
@@ -398,6 +399,7 @@ async def probe_generator(
     version: int,
     tokens: Sequence[int],
     scores: np.ndarray,
+    tolerance: float,
     config: Config,
     events: Any,
 ) -> None:
@@ -411,6 +413,7 @@ async def probe_generator(
         call: `call(method, *args)` calls the generator.
         tokens: Tokens of the probe's text.
         scores: `[2, 2, T - 1]`: the learner's scores of `make_probe_pair(tokens)`, at temperature 1 and at the run's.
+        tolerance: Mean difference of log-probs at temperature 1 that passes (`resolve_probe_tolerance`).
         events: A structlog logger.
     """
     if stale := await call("count_stale_cached_tokens", tokens):
@@ -421,7 +424,7 @@ async def probe_generator(
     examine = (
         f"`r3async diagnose {config.name or 'latest'}` names the layer and the likely cause, when the run has ended."
     )
-    temperature, tolerance = config.episode.temperature, resolve_probe_tolerance(config)
+    temperature = config.episode.temperature
     texts = [(text.tolist(), learner) for text, learner in zip(make_probe_pair(tokens), scores, strict=True)]
 
     async def scored(text: list[int], learner: np.ndarray) -> ProbeResult:

@@ -153,8 +153,8 @@ class WeightsConfig(Section):
     probe_every: PositiveInt = 10
     """Versions between two probes of a generator."""
     probe_tolerance: float | None = None
-    """Mean |difference| in nats that the probe accepts. Default: 1e-3 if engine and learner are both float32, else
-    0.15."""
+    """Mean |difference| in nats that the probe accepts. Default: 0.15; if engine and learner are both float32, 1e-3, or
+    0.019 for an engine on GPUs, whose kernel of experts rounds."""
     directory: str = ""
     """Directory of published weights. Default: shared memory (`/dev/shm`), or the temporary directory where there is
     none."""

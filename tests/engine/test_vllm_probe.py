@@ -82,7 +82,7 @@ async def test_a_tie_of_two_experts_ends_no_run_and_weights_that_differ_do(vllm_
 
     async def probed():
         both = np.stack([scores(learner, config.episode.temperature, text) for text in make_probe_pair(TEXT)])
-        await probe_generator(ask, "generator-0", vllm_engine.version, TEXT.tolist(), both, config, events)
+        await probe_generator(ask, "generator-0", vllm_engine.version, TEXT.tolist(), both, 1e-3, config, events)
 
     try:
         router = learner.export_weights(copy=False)[ROUTER]

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-
 _find_version = importlib.metadata.version
 
 

@@ -14,6 +14,8 @@ from tests.helpers.cli import run_program
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = sorted(path.parent.name for path in EXAMPLES.glob("*/README.md"))
 STEPS = 2
+NOT_TRAINED = 4
+"""Exit code of a run of which no step made an update."""
 
 
 def read_commands(recipe):
@@ -35,15 +37,19 @@ def test_every_configuration_of_a_recipe_is_right(path):
 
 @pytest.mark.ray
 @pytest.mark.engine
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_runs_to_its_end_as_its_page_says(recipe, tmp_path):
+    """A recipe whose tiny model earns nothing says so on its page: its run ends without an update."""
     folder = shutil.copytree(EXAMPLES / recipe, tmp_path / recipe)
-    bin_path = Path(sys.executable).parent
-    script = "\n".join(["set -e", *read_commands(recipe)])
-    done = run_program(["bash", "-c", script], cwd=folder, timeout=550, PATH=f"{bin_path}:/usr/bin:/bin")
-    assert done.returncode == 0, f"{script}\n{done.stdout}{done.stderr}"
+    path, printed = f"{Path(sys.executable).parent}:/usr/bin:/bin", ""
+    earns_nothing = "exit code 4" in (folder / "README.md").read_text()
+    for command in read_commands(recipe):
+        done = run_program(["bash", "-c", command], cwd=folder, timeout=800, PATH=path)
+        printed += done.stdout
+        expected = NOT_TRAINED if earns_nothing and command.startswith("r3async train") else 0
+        assert done.returncode == expected, f"{command}\n{done.stdout}{done.stderr}"
     (run,) = (path for path in (folder / "runs").iterdir() if not path.is_symlink())
     assert [row["step"] for row in read_json_objects(run / "metrics.jsonl")] == list(range(1, STEPS + 1))
-    assert "run_finished" in [event["event"] for event in read_json_objects(run / "events.jsonl")]
-    assert "--baseline" not in script or "difference: " in done.stdout
+    assert (folder / "runs" / "latest" / "model" / "config.json").is_file()
+    assert ("difference: " in printed) == (recipe == "math")

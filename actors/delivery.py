@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from r3async.config import Config, ConfigError, is_loopback_host
+from r3async.config import LOOPBACK_HOST, Config, ConfigError, is_loopback_host
 from r3async.config.rollout import bracket_ipv6
 from r3async.data.versions import Lineage
 from r3async.learner import LearnerError
@@ -222,6 +222,22 @@ def build_weight_server(config: Config, backend: str, keys: ServerKeys, world: W
     )
 
 
+def with_reachable_host(config: Config, world: World) -> Config:
+    """Return the configuration with the address by which other hosts reach this one in the place of an unset
+    `transport.host`. Raises `ConnectionError` if `cluster.interface` does not exist."""
+    if config.transport.host:
+        return config
+    address = world.actors.host_address(config.cluster.interface)
+    return msgspec.structs.replace(config, transport=msgspec.structs.replace(config.transport, host=address))
+
+
+def with_loopback_host(config: Config) -> Config:
+    """Return the configuration with loopback in the place of an unset `transport.host`, for a run on one host."""
+    if config.transport.host:
+        return config
+    return msgspec.structs.replace(config, transport=msgspec.structs.replace(config.transport, host=LOOPBACK_HOST))
+
+
 def resolve_endpoint(config: Config, world: World, endpoint: str) -> str:
     """Return the address at which other hosts reach a socket that is bound at `endpoint` of `transport.host`. A
     wildcard is replaced by this host's address."""
@@ -263,20 +279,26 @@ def choose_weight_backend(
         learner_gpus: GPU of the rank that sends; empty on CPU.
         engine_gpus: GPUs of each engine; empty on CPU.
 
-    Raises `ValueError` if the transport cannot reach them all.
+    Raises `ConfigError` if the transport cannot reach them all.
     """
     backend = config.weights.backend
     if backend == "nccl":
         _check_nccl(config, hosts, learner_gpus, engine_gpus)
     if backend == "shared_memory" and len(hosts) > 1:
-        raise ValueError(
+        raise ConfigError(
             f"learner and generators are on different hosts ({', '.join(sorted(hosts))}), which share no memory: set "
             'weights.backend="tcp"'
         )
     if backend == "auto":
         # If other hosts can reach the learner, their generators may join later.
-        return "tcp" if len(hosts) > 1 or not is_loopback_host(config.transport.host) else "shared_memory"
+        return "tcp" if len(hosts) > 1 or _is_open_to_others(config, hosts) else "shared_memory"
     return backend
+
+
+def _is_open_to_others(config: Config, hosts: Collection[str]) -> bool:
+    """Return True if other hosts can reach the learner of a run on these hosts."""
+    host = config.transport.host
+    return not is_loopback_host(host) if host else len(hosts) > 1
 
 
 def check_learner_reachable(config: Config, learner: str, engines: Collection[str]) -> None:
@@ -284,7 +306,7 @@ def check_learner_reachable(config: Config, learner: str, engines: Collection[st
     if set(engines) - {learner} and is_loopback_host(config.transport.host):
         raise ConfigError(
             f"engines are on other hosts than the learner, who is reached at `transport.host` = {config.transport.host!r} on "
-            'its own host alone: set transport.host="0.0.0.0", or the address of one of its interfaces'
+            "its own host alone: leave it out, or set it to the address of an interface of the learner's host"
         )
 
 
@@ -296,8 +318,8 @@ def check_can_join(config: Config, backend: str, hosts: Collection[str], host: s
         return
     if is_loopback_host(config.transport.host):
         raise ValueError(
-            f"it is on host {host}, which does not reach the learner at transport.host = {config.transport.host!r}: set "
-            "transport.host to an address of the learner's host"
+            f"it is on host {host}, which does not reach the learner at transport.host = {config.transport.host!r}, as in a "
+            'run that began on one host: start it with transport.host="0.0.0.0"'
         )
     if backend == "shared_memory":
         raise ValueError(f'it is on host {host}, which shares no memory with the learner\'s: set weights.backend="tcp"')
@@ -310,22 +332,22 @@ def _check_nccl(
     if not engine_gpus or not all(engine_gpus):
         without.append("an engine")
     if without:
-        raise ValueError(
+        raise ConfigError(
             f'weights.backend="nccl" sends from GPU to GPU, but there is no CUDA for {" and ".join(without)}: set '
             'weights.backend="auto"'
         )
     if shared := set(learner_gpus) & {gpu for gpus in engine_gpus for gpu in gpus}:
-        raise ValueError(
+        raise ConfigError(
             f"learner and an engine share GPU {min(shared)}, on which NCCL cannot be both ends (weights.backend): set "
             'weights.backend="shared_memory", or give them GPUs of their own'
         )
     if len(hosts) > 1 and (is_loopback_host(config.transport.host) or config.transport.host in _WILDCARD_HOSTS):
-        raise ValueError(
+        raise ConfigError(
             f'weights.backend="nccl" meets engines of other hosts at transport.host = "{config.transport.host}", where '
-            "they cannot find it: name an interface of the learner's host"
+            "they cannot find it: leave it out, or name an interface of the learner's host"
         )
-    if not (is_loopback_host(config.transport.host) or config.transport.trusted_network):
-        raise ValueError(
+    if _is_open_to_others(config, hosts) and not config.transport.trusted_network:
+        raise ConfigError(
             'weights.backend="nccl" knows no keys: at a transport.host that others reach it needs '
             'transport.trusted_network=true; or set weights.backend="tcp"'
         )

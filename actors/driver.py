@@ -52,7 +52,6 @@ from r3async.world.files import fsync_with_parents, make_directory, read_file, r
 from r3async.world.real import REAL_WORLD
 
 from .conductor import Conductor
-from .delivery import check_learner_reachable
 from .generator import GeneratorActor, GeneratorFactories
 from .learner import LearnerActor
 from .placement import (
@@ -62,6 +61,7 @@ from .placement import (
     plan_engine,
     publish_model_files,
     reserve_placements,
+    with_transport_host,
 )
 from .process import NotTrained, PolledCall, ProcessLost, RunFailed, StoppedBeforeStep
 from .ranks import LocalRank, RemoteRanks, load_learner
@@ -128,10 +128,11 @@ class RunLauncher:
     def start(self) -> RunHandle:
         """Take a lineage, join a cluster or start one here, and create the actors, which then make the run. Blocking;
         call it on the running event loop."""
-        actors, config, lineage = self.world.actors, self.config, self._begin_lineage()
-        count = config.generator.count
-        connect_cluster(self.world, config)
+        actors, lineage = self.world.actors, self._begin_lineage()
+        connect_cluster(self.world, self.config)
         places = self._reserve_placements()
+        config = self.config = with_transport_host(self.config, places.layout)
+        count = config.generator.count
         plain, resume = config_to_dict(config), self.resume
         with_secrets = config_to_dict(config, reveal=True)  # only generators, which serve and play, need them
         directory, model = str(self.run_dir.absolute()), str(self.model_path)
@@ -191,7 +192,6 @@ class RunLauncher:
         places = reserve_placements(self.world, self.config)
         hosts = places.layout.rank_hosts(), [places.layout.host_of(seat) for seat in places.layout.engines]
         self.events.info("placed", ranks=hosts[0], engines=hosts[1], gpus=places.layout.gpu_count)
-        check_learner_reachable(self.config, hosts[0][0], hosts[1])
         return places
 
     def _begin_lineage(self) -> Lineage:

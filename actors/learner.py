@@ -63,7 +63,14 @@ from r3async.world.files import read_file
 from r3async.world.sockets import resolve_learner_keys
 from r3async.world.stages import stage
 
-from .delivery import WRITE_DISK_HINT, Published, VersionWriter, build_weight_server, resolve_endpoint
+from .delivery import (
+    WRITE_DISK_HINT,
+    Published,
+    VersionWriter,
+    build_weight_server,
+    resolve_endpoint,
+    with_reachable_host,
+)
 from .placement import shares_run_directory
 from .process import ActorNotLoaded, describe_process, prepare_process, wait_for_event
 from .ranks import LocalRank, RemoteRanks, load_learner
@@ -524,6 +531,7 @@ class LearnerActor:
         """Load the model, and the checkpoint if the run is resumed. Returns the process's pid and host, and what the
         conductor has to know; for `written` see `read_write_sizes`."""
         self._lag_meter.start()
+        self.config = with_reachable_host(self.config, self.world)
         self._loaded = model = await self._torch_lane.run(self._load_model)
         gpus = await self._torch_lane.run(model.ranks.list_gpus)
         self.events.info(

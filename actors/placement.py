@@ -24,6 +24,7 @@ from r3async.world import (
 )
 from r3async.world.files import make_directory, read_file, replace_file
 
+from .delivery import check_learner_reachable, choose_weight_backend, with_loopback_host
 from .process import RunFailed
 
 # The rules of placement: on which hosts the learner's ranks and the engines are, or why they cannot be placed.
@@ -368,6 +369,34 @@ def describe_free(node: ClusterNode) -> str:
     return ", ".join([*both, of(node.free_cpus, node.cpus, "CPUs")])
 
 
+# -- what travels between the places -----------------------------------------------------------------------------------
+
+
+def with_transport_host(config: Config, layout: ProcessLayout) -> Config:
+    """Return the configuration of a run with this layout: an unset `transport.host` stays unset if the run has several
+    hosts, where the learner takes the address of its own (`delivery.with_reachable_host`), and is loopback if it has
+    one."""
+    return with_loopback_host(config) if len({bundle.node_id for bundle in layout.bundles}) == 1 else config
+
+
+def check_transfers(config: Config, layout: ProcessLayout) -> None:
+    """Check that trajectories reach the learner of a run with this layout, and its weights the engines. Raises
+    `ConfigError` with the setting.
+
+    The plan and the start call it for the hosts that they choose. When engine and learner are loaded, the conductor
+    checks the transport of the weights again, with the devices that they see.
+    """
+    config = with_transport_host(config, layout)
+    ranks, engines = layout.rank_hosts(), [layout.host_of(seat) for seat in layout.engines]
+    check_learner_reachable(config, ranks[0], engines)
+
+    def gpus_of(seat: BundleShare) -> list[str]:
+        return [f"{seat.bundle} of the layout"] if layout.bundles[seat.bundle].gpus else []
+
+    sender = layout.ranks[0] if layout.ranks else layout.learner
+    choose_weight_backend(config, {ranks[0], *engines}, gpus_of(sender), [gpus_of(seat) for seat in layout.engines])
+
+
 # -- supposed hosts ----------------------------------------------------------------------------------------------------
 
 SUPPOSED_CPUS = 1024
@@ -442,13 +471,16 @@ def reserve_placements(world: World, config: Config, with_engines: bool = True) 
     """Reserve the places of a run, within `cluster.wait_seconds`. Blocking. `with_engines` is False for supervised
     training.
 
-    Raises `PlacementError` at once if the cluster cannot hold the run, and `RunFailed` if others use it.
+    Raises `PlacementError` at once if the cluster cannot hold the run, `ConfigError` if its parts would not reach each
+    other there, and `RunFailed` if others use it.
     """
     demand = ResourceDemand.from_config(config, with_engines)
     made: list[ProcessLayout] = []
 
     def plan(nodes: Sequence[ClusterNode]) -> list[ResourceBundle]:
         made.append(plan_free_layout(demand, nodes))
+        if with_engines:
+            check_transfers(config, made[-1])
         return made[-1].bundles
 
     seconds = config.cluster.wait_seconds

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from r3async.actors.placement import PlacementError, ProcessLayout, ResourceDemand, plan_layout
-from r3async.config import Config
+from r3async.actors.placement import ProcessLayout, ResourceDemand, check_transfers, plan_layout
+from r3async.config import Config, ConfigError
 from r3async.world import ClusterNode
 
 from .memory import GIB
@@ -68,7 +68,8 @@ def check_cluster_fit(plan: RunPlan, config: Config, nodes: Sequence[ClusterNode
     else:
         try:
             layout = plan_layout(ResourceDemand.from_config(config), nodes)
-        except PlacementError as error:
+            check_transfers(config, layout)
+        except ConfigError as error:
             problems.append(str(error))
     problems += [p for n in nodes if plan.gpus and (p := _describe_small_gpu(n, plan, config))]
     if not plan.gpus and not gpus:

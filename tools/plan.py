@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from r3async.actors.placement import ResourceDemand, find_smallest_layout
+from r3async.actors.placement import ResourceDemand, check_transfers, find_smallest_layout
 from r3async.config import Config, ConfigError, check_policy_loss
 from r3async.data.models import DTYPE_BYTES, ModelShape, RoutingShape, WriteSizes
 from r3async.data.tokens import SCHEMA
@@ -174,8 +174,9 @@ def make_run_plan(config: Config, import_code: bool = True) -> RunPlan:
 
 
 def _plan_placement(config: Config) -> tuple[int, bool, list[str], list[str]]:
-    """Find the smallest placement: GPUs, whether engines share them, hosts, and notes. Raises `PlacementError`."""
+    """Find the smallest placement: GPUs, whether engines share them, hosts, and notes. Raises `ConfigError`."""
     layout, nodes = find_smallest_layout(ResourceDemand.from_config(config), config.cluster.gpus_per_node)
+    check_transfers(config, layout)
     p, at, notes = config.learner.parallel, layout.rank_hosts(), []
     stage = p.dp * p.tp
     apart = any(len(set(at[i : i + p.ep])) > 1 for i in range(0, len(at), stage)) and p.ep > 1

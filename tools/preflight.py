@@ -281,7 +281,8 @@ def check_addresses(config: Config) -> None:
                 f"{config.generator.count}: set serving.port=0, and each takes a free one"
             )
         _check_bindable("serving", serving.host, serving.port)
-    _check_bindable("transport", config.transport.host, 0)
+    if config.transport.host:
+        _check_bindable("transport", config.transport.host, 0)
     if config.observe.prometheus_port is not None:
         _check_bindable("observe", config.observe.prometheus_host, 0, "prometheus_host")
 

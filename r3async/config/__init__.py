@@ -34,6 +34,7 @@ from r3async.config.operation import LogConfig as LogConfig
 from r3async.config.operation import ObserveConfig as ObserveConfig
 from r3async.config.operation import ScheduleConfig as ScheduleConfig
 from r3async.config.operation import TransportConfig as TransportConfig
+from r3async.config.rollout import LOOPBACK_HOST as LOOPBACK_HOST
 from r3async.config.rollout import DataConfig as DataConfig
 from r3async.config.rollout import EnvConfig as EnvConfig
 from r3async.config.rollout import EnvEntryConfig as EnvEntryConfig

@@ -171,8 +171,9 @@ class WeightsConfig(Section):
 
 
 class TransportConfig(Section):
-    host: str = "127.0.0.1"
-    """Interface that the learner's socket binds to. Loopback unless set."""
+    host: str = ""
+    """Interface that the learner's sockets bind to. Empty: loopback if all processes of the run are placed on one
+    host, else the address by which Ray knows the learner's host, or that of `cluster.interface`."""
     credit_bytes: ByteCount = 256 * 2**20
     """Bytes of trajectories that may wait at the learner, beyond those of the next step; others wait at their
     generators. Up to half as many may be in flight besides."""

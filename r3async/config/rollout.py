@@ -272,6 +272,9 @@ class GeneratorConfig(Section):
 # -- the endpoint ------------------------------------------------------------------------------------------------
 
 
+LOOPBACK_HOST = "127.0.0.1"
+
+
 def is_loopback_host(host: str) -> bool:
     """Return whether only this machine can reach `host`. A name other than `localhost` counts as reachable by
     others.

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
-from r3async.config import TransportConfig, bracket_ipv6
+from r3async.config import LOOPBACK_HOST, TransportConfig, bracket_ipv6
 from r3async.data.tokens import SCHEMA, Trajectory
 from r3async.data.versions import ConsumedGroups
 from r3async.data.wire import (
@@ -193,7 +193,7 @@ class TrajectoryReceiver:
 
     async def start(self) -> str:
         """Take back what the store kept, bind, and serve. Returns the endpoint; its host is `settings.host`, unchanged,
-        even if that is a wildcard.
+        even if that is a wildcard, or loopback if that is unset.
 
         Raises `TransportError` if the address cannot be bound.
         """
@@ -202,7 +202,7 @@ class TrajectoryReceiver:
         if self._store is not None:
             self.recovered, refused = await self._intake.restore_from_store(self._store)
             self.rejected += refused
-        address = f"tcp://{bracket_ipv6(self.settings.host)}:{self._port or '*'}"
+        address = f"tcp://{bracket_ipv6(self.settings.host or LOOPBACK_HOST)}:{self._port or '*'}"
         try:
             self._socket = self._sockets.bind_router(
                 address, self._on_message, keys=self._keys, refused_peers=self.refused_peers

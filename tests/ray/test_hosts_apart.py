@@ -30,7 +30,6 @@ SETTINGS = [
     "model.init.warm_reward=0.3",
     "generator.count=2",
     "generator.kv_cache_gib=0.25",
-    "transport.host=0.0.0.0",
     f"weights.directory={WEIGHTS}",
     "supervise.leave_seconds=20",
 ]

@@ -51,8 +51,7 @@ def elsewhere(machine):
 
 def train(machine, tmp_path, meddle, *overrides):
     """Every group was trained once."""
-    host = "transport.host=host-0" if len(machine.simulation.hosts) > 1 else "transport.host=127.0.0.1"
-    report = rehearse(machine, tmp_path, [], *SETTINGS, host, *overrides, meddle=meddle)
+    report = rehearse(machine, tmp_path, [], *SETTINGS, *overrides, meddle=meddle)
     assert report.problems == []
     assert report.steps == STEPS
     assert len(machine.events("conductor_started")) == 1, "the run did not restart"

@@ -120,6 +120,43 @@ def test_nonsense_is_refused_with_the_settings_name(preset, override, parts):
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("preset", "override", "parts"),
+    [
+        ("moe_30b_r3", "transport.host=127.0.0.1", ["transport.host", "leave it out"]),
+        ("moe_30b_r3", "weights.backend=shared_memory", ['weights.backend="tcp"', "different hosts"]),
+        ("moe_30b_r3", "weights.backend=nccl", ["weights.backend", "transport.trusted_network=true"]),
+        ("moe_30b_r3", "weights.backend=nccl transport.host=0.0.0.0", ["weights.backend", "transport.host"]),
+        (
+            "math_one_gpu",
+            "weights.backend=nccl env.name=countdown env.args={}",
+            ["share GPU", "weights.backend"],
+        ),
+        ("dense_7b", "transport.host=127.0.0.1", []),
+        ("dense_7b", "weights.backend=nccl", []),
+        ("moe_30b_r3", "weights.backend=nccl transport.trusted_network=true", []),
+    ],
+)
+def test_what_a_start_would_refuse_on_the_hosts_of_the_plan_is_refused_by_the_plan(preset, override, parts):
+    """And by `r3async cluster`, on hosts that are there."""
+    from r3async.actors.placement import make_supposed_hosts
+    from r3async.tools.fit import check_cluster_fit
+
+    config = load_config(preset, override.split())
+    made = make_run_plan(load_config("moe_30b_r3"))
+    nodes = make_supposed_hosts(1, 1) if preset == "math_one_gpu" else make_supposed_hosts(2, 8)
+    problems = check_cluster_fit(made, config, nodes).problems
+    if not parts:
+        assert make_run_plan(config).hosts
+        assert problems == []
+        return
+    with pytest.raises(ConfigError) as caught:
+        make_run_plan(config)
+    for part in parts:
+        assert part in str(caught.value)
+    assert problems == [str(caught.value)]
+
+
 def test_little_credit_is_said_and_not_refused():
     said = []
     for overrides in ([], ["transport.credit_bytes=268435456"]):

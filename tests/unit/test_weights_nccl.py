@@ -277,10 +277,11 @@ def test_the_backend_is_refused_where_it_cannot_work():
         trusted = (nccl, f"transport.host={host}", "transport.trusted_network=true")
         with pytest.raises(ValueError, match=r"transport\.host"):
             chosen(["gpu-1"], [["gpu-2"]], *trusted, hosts=("a", "b"))
-    keys = (nccl, "transport.host=10.0.0.1", "transport.keys=keys")
-    with pytest.raises(ValueError, match=r"knows no keys.*transport\.trusted_network"):
-        chosen(["gpu-1"], [["gpu-2"]], *keys, hosts=("a", "b"))
-    assert chosen(["gpu-1"], [["gpu-2"]], *keys, "transport.trusted_network=true", hosts=("a", "b")) == "nccl"
+    for host in ("10.0.0.1", ""):  # unset: the address of the learner's host
+        keys = (nccl, f"transport.host={host}", "transport.keys=keys")
+        with pytest.raises(ValueError, match=r"knows no keys.*transport\.trusted_network"):
+            chosen(["gpu-1"], [["gpu-2"]], *keys, hosts=("a", "b"))
+        assert chosen(["gpu-1"], [["gpu-2"]], *keys, "transport.trusted_network=true", hosts=("a", "b")) == "nccl"
 
 
 def test_vllm_takes_what_it_is_given():

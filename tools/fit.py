@@ -17,10 +17,12 @@ from .plan import RunPlan
 QUERY_TIMEOUT_SECONDS = 15
 
 GPU_MEMORY_GIB = {
-    **{"T4": 16, "L4": 24, "A10G": 24, "L40S": 48, "A100-40G": 40, "A100-80G": 80},
-    **{"H20": 96, "H100": 80, "H200": 141, "B200": 180, "GB200": 186, "B300": 288, "GB300": 288},
+    **{"T4": 14, "L4": 22, "A10G": 21, "L40S": 44, "A100-40G": 39, "A100-80G": 79},
+    **{"H20": 95, "H100": 79, "H200": 139, "B200": 178, "GB200": 183, "B300": 267, "GB300": 267},
 }
-"""Memory of one device in GiB, by Ray's `accelerator_type`, from NVIDIA's data sheets. A plain A100 may be either."""
+"""Memory of one device in GiB as CUDA reports it, rounded down, by Ray's `accelerator_type`. It is less than a data sheet
+says: 79.11 of an H100's 80. Assumed from the data sheets by the same share: GB200, B300, GB300. A plain A100 may be either.
+"""
 
 
 class ClusterFit(msgspec.Struct, frozen=True):

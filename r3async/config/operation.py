@@ -309,8 +309,9 @@ class LogConfig(Section):
 class ClusterConfig(Section):
     address: str = ""
     """Address of a Ray cluster. Empty: the one in RAY_ADDRESS, else a local one is started."""
-    gpu_gib: PositiveFloat = 80.0
-    """Memory of one GPU in GiB, which `--dry-run` and `r3async cluster` calculate with."""
+    gpu_gib: PositiveFloat = 79.0
+    """Memory of one GPU in GiB as CUDA reports it, which `--dry-run` and `r3async cluster` calculate with. Cards of
+    80 GB have 79.1 to 79.6, an H200 of 141 GB has 139.8."""
     gpus_per_node: PositiveInt = 8
     """GPUs of one host, which `--dry-run` calculates with. Tensor-parallel ranks are on one host, and so is each
     engine."""

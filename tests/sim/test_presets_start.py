@@ -1,6 +1,6 @@
 """Every preset is planned, and starts on hosts as its plan names them, simulated: each process at its place, weights and
 trajectories over whatever lies between. On one host less, and with settings that cannot work there, it is refused by name
-before anything is reserved. On a real Ray: `ray/test_presets_start.py`."""
+before anything is reserved. On a real Ray: `ray/test_placement.py`."""
 
 import time
 from collections import Counter

@@ -11,7 +11,11 @@ import pytest
 import yaml
 
 from r3async.config import load_config
+from r3async.tools.fit import check_cluster_fit
+from r3async.tools.memory import GIB
+from r3async.tools.plan import make_run_plan
 from r3async.tools.submit.launch import NOT_FOUND_EXIT_CODE, extract_command, make_entrypoint
+from r3async.world import ClusterNode
 from tests.helpers.cli import run_program
 from tests.helpers.cluster import BARE, bare_environment, beside_python, clean_home, free_ports, head_of
 
@@ -155,6 +159,39 @@ def test_the_slurm_script_makes_a_cluster_trains_and_leaves_nothing_behind(untra
     assert not list(tmp_path.glob(".*token"))
 
 
+SRUN = """#!/bin/bash
+echo "$@" >> SHEET
+exec sleep 600
+"""
+SCONTROL = """#!/bin/bash
+[ "$*" = "show hostnames head,localhost" ] && printf 'head\\nlocalhost\\n'
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.ray
+@pytest.mark.timeout(500)
+def test_the_slurm_script_starts_ray_on_the_other_nodes_by_slurms_names(untrained, tmp_path):
+    """Two nodes, the second of which never comes up: the run fits on the head, which has the address from which it reaches
+    that one."""
+    (tmp_path / ".venv").symlink_to(Path(sys.executable).parent.parent)
+    (tmp_path / "slurm").mkdir()
+    python(tmp_path / "slurm" / "scontrol", "").write_text(SCONTROL)
+    python(tmp_path / "slurm" / "srun", "").write_text(SRUN.replace("SHEET", str(tmp_path / "sheet")))
+    port, dashboard = free_ports(2)
+    slurm = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "head,localhost", "SLURMD_NODENAME": "head"}
+    slurm |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "9", "NODES_WAIT_S": "200"}
+    ports = {"RAY_PORT": str(port), "RAY_DASHBOARD_PORT": str(dashboard), "PATH": f"{tmp_path / 'slurm'}:{BARE}"}
+    script = ROOT / "docs" / "examples" / "cluster" / "slurm.sh"
+    words = ["bash", str(script), "quickstart", *small(untrained), "name=first"]
+    done = run(words, tmp_path, slurm | ports, timeout=480)
+    assert done.returncode == 0, done.stdout + done.stderr
+    options = (tmp_path / "sheet").read_text().split()
+    assert options[:4] == ["--nodes=1", "--ntasks=1", "--exclude=head", "--cpu-bind=none"]
+    assert options[5:8] == ["start", "--block", f"--address=127.0.0.1:{port}"]
+    assert (tmp_path / "runs" / "first" / "model" / "config.json").exists()
+
+
 def test_the_slurm_script_refuses_a_mistake_before_it_starts_a_cluster(tmp_path):
     (tmp_path / ".venv").symlink_to(Path(sys.executable).parent.parent)
     script = ROOT / "docs" / "examples" / "cluster" / "slurm.sh"
@@ -166,15 +203,52 @@ def test_the_slurm_script_refuses_a_mistake_before_it_starts_a_cluster(tmp_path)
     assert not list(tmp_path.glob(".*token"))
 
 
-def test_the_job_for_kuberay_has_a_command_of_ours_and_its_own_shared_memory():
+PROCESS_GIB = 5.0
+"""Host memory of one process with a CUDA context, assumed."""
+
+
+def read_kuberay_job():
+    """Return the configuration that the job trains, and each of its groups of pods, as often as it has pods."""
     job = yaml.safe_load((ROOT / "docs" / "examples" / "cluster" / "rayjob.yaml").read_text())
-    command, preset, *words = shlex.split(job["spec"]["entrypoint"])[:4]
-    assert (command, preset) == ("r3async", "train")
-    load_config(words[0], [word for word in words[1:] if "=" in word])
-    groups = [job["spec"]["rayClusterSpec"]["headGroupSpec"], *job["spec"]["rayClusterSpec"]["workerGroupSpecs"]]
-    for pod in (group["template"]["spec"] for group in groups):
-        mounted = {place["mountPath"] for place in pod["containers"][0]["volumeMounts"]}
-        assert mounted >= {"/runs", "/dev/shm"}
+    command, verb, preset, *words = shlex.split(job["spec"]["entrypoint"])
+    assert (command, verb) == ("r3async", "train")
+    cluster = job["spec"]["rayClusterSpec"]
+    pods = [cluster["headGroupSpec"]] + [g for g in cluster["workerGroupSpecs"] for _ in range(g["replicas"])]
+    overrides = [word for word in words[: words.index("--runs")] if not word.startswith("model.path=")]
+    return load_config(preset, overrides), pods
+
+
+def count_gib(text):
+    assert text.endswith("Gi")
+    return float(text.removesuffix("Gi"))
+
+
+def test_the_job_for_kuberay_has_pods_that_hold_what_its_plan_says():
+    config, pods = read_kuberay_job()
+    plan = make_run_plan(config)
+    nodes = []
+    for index, pod in enumerate(pods):
+        (container,) = pod["template"]["spec"]["containers"]
+        limits = container["resources"]["limits"]
+        cpus, gpus = int(limits["cpu"]), int(limits["nvidia.com/gpu"])
+        nodes.append(ClusterNode(f"pod-{index}", f"pod-{index}", cpus, gpus, cpus, gpus, is_local=not index))
+        mounts = {place["mountPath"]: place["name"] for place in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["template"]["spec"]["volumes"]}
+        assert "/runs" in mounts
+        shared = count_gib(volumes[mounts["/dev/shm"]]["emptyDir"]["sizeLimit"])
+        objects = int(pod["rayStartParams"]["object-store-memory"]) / GIB
+        in_shared = 2 * plan.version_bytes / GIB + objects
+        assert shared >= in_shared
+        if config.supervise.copy_steps:
+            assert objects >= 3 * plan.checkpoint_bytes / GIB
+        # On the learner's host: the copies that a version and a checkpoint are written from, and what was received.
+        copies = (plan.version_bytes + plan.checkpoint_bytes + config.transport.credit_bytes) / GIB
+        processes = PROCESS_GIB * (gpus + 3)
+        assert count_gib(limits["memory"]) >= in_shared + copies + processes
+    assert len(nodes) == len(plan.hosts)
+    fit = check_cluster_fit(plan, config, nodes)
+    assert fit.problems == []
+    assert set(fit.layout.rank_hosts()) == {"pod-0"}, "the command and the learner are where the run's directory is"
 
 
 PROGRAM = """

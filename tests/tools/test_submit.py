@@ -136,7 +136,7 @@ def test_what_can_not_fit_is_refused_with_what_to_change():
     weak = big | {"accelerator_type:A10G": 1}
     del weak["accelerator_type:H100"]
     assert any(
-        "24 GiB (A10G)" in p
+        "21 GiB (A10G)" in p
         for p in check_cluster_fit(plan, config, parse_nodes([node(**weak), node(**weak)])).problems
     )
     large = load_config("moe_235b_r3")

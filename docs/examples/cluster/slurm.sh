@@ -4,6 +4,7 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --time=24:00:00
 #SBATCH --signal=B:TERM@600
 #SBATCH --requeue
@@ -12,12 +13,22 @@
 #     sbatch docs/examples/cluster/slurm.sh moe_30b_r3 model.path=/shared/Qwen3-30B-A3B name=first
 # From the repository's folder, which all nodes must see. Ten minutes before the end Slurm sends TERM: the running step is
 # finished and a checkpoint written. The same command, with the same name=, resumes; so does `scontrol requeue`.
+# Variables of NCCL that are exported before sbatch reach all nodes (docs/scaling.md).
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
 port=${RAY_PORT:-6379} dashboard=${RAY_DASHBOARD_PORT:-8265} wait_s=${NODES_WAIT_S:-300}
-bin=$PWD/.venv/bin
-# Slurm runs this script on the job's first node: the head.
-address=$(hostname -I | cut -d' ' -f1)
+bin=$PWD/.venv/bin nodes=${SLURM_JOB_NUM_NODES:-1}
+# Slurm runs this script on the job's first node, the head. It is known by Slurm's name for it, and by the address from which
+# it reaches another node; Ray takes those of the others by their route to the head. Ranks and NCCL use these interfaces.
+node=${SLURMD_NODENAME:-$(hostname -s)} address=$(hostname -I | cut -d' ' -f1)
+if [ "$nodes" -gt 1 ]; then
+  peer=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -vxF "$node" | sed -n 1p)
+  address=$("$bin/python" -c '
+import socket, sys
+route = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+route.connect((sys.argv[1], 9))  # which sends nothing
+print(route.getsockname()[0])' "$peer")
+fi
 api=http://127.0.0.1:$dashboard
 job=slurm-${SLURM_JOB_ID:-$$}
 head='' workers=''
@@ -42,8 +53,9 @@ trap finish EXIT
 agent=--dashboard-agent-listen-port=0
 "$bin/ray" start --head --block --node-ip-address="$address" --port="$port" --dashboard-port="$dashboard" "$agent" &
 head=$!
-if [ "${SLURM_JOB_NUM_NODES:-1}" -gt 1 ]; then
-  srun --nodes=$((SLURM_JOB_NUM_NODES - 1)) --ntasks=$((SLURM_JOB_NUM_NODES - 1)) --exclude="$(hostname)" \
+if [ "$nodes" -gt 1 ]; then
+  # Without --cpu-bind=none the one task of a node, which is all of Ray there, may be bound to one core.
+  srun --nodes=$((nodes - 1)) --ntasks=$((nodes - 1)) --exclude="$node" --cpu-bind=none \
     "$bin/ray" start --block --address="$address:$port" "$agent" &
   workers=$!
 fi

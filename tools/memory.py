@@ -7,7 +7,7 @@ the weight in the compute dtype, an fp32 master copy if that is not fp32 already
 moments. So 2 + 4 + 4 + 8 = 18 bytes in bfloat16, 4 + 4 + 8 = 16 in float32: the count of ZeRO (arXiv 1910.02054,
 section 3.1: 16 with a 2-byte gradient), with the gradient accumulated in fp32. Megatron ranks hold
 `ModelShape.rank_parameters` parameters; with `shard_optimizer`, replicas of the same parameters shard masters and
-moments among them. With `backend = "torch"` and dp > 1, FSDP2 divides 16 bytes per parameter by dp (its shards are the
+moments among them, and with `shard_gradients` gradients. With `backend = "torch"` and dp > 1, FSDP2 divides 16 bytes per parameter by dp (its shards are the
 fp32 masters), and holds the vocabulary and two full layers in the compute dtype, with one layer's fp32 gradient.
 
 The teacher of `algorithm.distillation` has weights only, sharded in the same way.
@@ -303,7 +303,7 @@ def count_replicas(learner: LearnerConfig) -> tuple[int, int]:
 
 
 def _estimate_optimizer(shape: ModelShape, learner: LearnerConfig, stage: int, held_parameters: int) -> int:
-    """Estimate the gradients of all parameters of the rank, and masters and moments of all or of its share."""
+    """Estimate the gradients of all parameters of the rank or of its share, and masters and moments likewise."""
     p = learner.parallel
     state = (4 if learner.dtype != "float32" else 0) + (0 if learner.offload_moments else 8)
     updated = held_parameters
@@ -312,7 +312,7 @@ def _estimate_optimizer(shape: ModelShape, learner: LearnerConfig, stage: int, h
         experts = sum(i in shape.moe_layers for i in here) * shape.expert_parameters // p.ep
         rest, of_experts = count_replicas(learner)
         updated = -(-(held_parameters - experts) // rest) + -(-experts // of_experts)
-    return 4 * held_parameters + state * updated
+    return 4 * (updated if learner.shard_gradients else held_parameters) + state * updated
 
 
 def _estimate_temporary(learner: LearnerConfig, trained: int) -> int:

@@ -7,6 +7,8 @@ doi.org/10.1016/j.jpdc.2008.09.002).
 
 from __future__ import annotations
 
+import math
+
 from r3async.config import Config
 from r3async.data.models import DTYPE_BYTES, ModelShape
 
@@ -49,10 +51,10 @@ def describe_step_traffic(shape: ModelShape, config: Config, tokens: int) -> lis
         rest, experts = _count_parameters(shape, config)
         shares = ((rest, many), (experts, of_experts))
         # Sums in float32, to each rank its share; then the sums, or the updated weights, to all.
-        each = sum(held * (4 + (width if learner.shard_optimizer else 4)) * (n - 1) / n for held, n in shares)
-        lines.append(
-            f"{format_bytes(updates * each)} from each rank to those that hold copies: gradients, and what they become"
-        )
+        summed = 4 * (count_micro_batches(config, tokens) if learner.shard_gradients else updates)
+        gathered = (width if learner.shard_optimizer else 4) * updates
+        each = sum(held * (summed + gathered) * (n - 1) / n for held, n in shares)
+        lines.append(f"{format_bytes(each)} from each rank to those that hold copies: gradients, and what they become")
     if p.ep > 1 and shape.moe_layers:
         passes = 2 * (2 if learner.recompute == "none" else 3)  # there and back; forward, backward, and a recomputation
         sent = tokens / (p.dp * p.cp * p.tp) * len(shape.moe_layers) / p.pp * shape.top_k * shape.hidden_size * width
@@ -61,6 +63,13 @@ def describe_step_traffic(shape: ModelShape, config: Config, tokens: int) -> lis
             f"{format_bytes(sent)} from each rank to those that have other experts, if all tokens are trained once"
         )
     return lines
+
+
+def count_micro_batches(config: Config, tokens: int) -> int:
+    """Return the micro-batches that a rank trains in a step of `tokens`, if all of them are full."""
+    schedule, p = config.schedule, config.learner.parallel
+    each = tokens / (p.dp * schedule.minibatches_per_step * config.learner.max_tokens_per_micro_batch)
+    return max(1, math.ceil(each)) * schedule.minibatches_per_step * schedule.epochs_per_step
 
 
 def _count_parameters(shape: ModelShape, config: Config) -> tuple[int, int]:

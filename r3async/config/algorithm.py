@@ -452,6 +452,9 @@ class LearnerConfig(Section):
     shard_optimizer: bool = False
     """Divide master weights and moments (12 bytes a parameter in bfloat16, 8 in float32) among the ranks that hold
     copies of a parameter (ZeRO stage 1). With `backend = "torch"` FSDP2 always does."""
+    shard_gradients: bool = False
+    """Divide the sums of gradients (4 bytes a parameter) too, with `shard_optimizer` (ZeRO stage 2): each micro-batch's
+    gradient is summed over the ranks at once. The last bits of a step with several micro-batches differ."""
     deterministic: bool = False
     """Use only kernels that give the same bits at every call, so that a resumed run on GPUs repeats its steps exactly;
     slower. docs/scaling.md#the-same-bits-again has the limits. CPUs do so without it."""
@@ -472,6 +475,10 @@ class LearnerConfig(Section):
             raise ValueError(
                 '`shard_optimizer` is for backend = "megatron": "torch" always does that (FSDP2); set it to false'
             )
+        if self.shard_gradients and not self.shard_optimizer:
+            raise ValueError("`shard_gradients` divides what `shard_optimizer` divides: set that to true, too")
+        if self.shard_gradients and self.lora.rank:
+            raise ValueError("`shard_gradients` has nothing to divide with `lora.rank`: adapters' gradients are small")
         if self.backend == "scripted" and p.world_size > 1:
             raise ValueError('`backend` = "scripted" is one process: it needs `parallel` of one rank')
         if self.backend == "scripted" and self.lora.rank:

@@ -101,6 +101,9 @@ class MasterAdamW:
         shares: For each parameter the rows that this rank updates, and holds masters and moments of. `reduce_gradients`
             may then sum these rows alone. It and `gather_parameters` get everything that is trained.
         gather_parameters: With `shares`, fills in, in place, the other rows from the ranks that updated them.
+        add_gradient: With `shares`, keeps the gradients of these rows alone: `add_gradient(index, total, gradient)` adds
+            to `total` what all ranks have of the rows of this rank's share, after each backward pass. The other
+            functions then get the gradients of shares. Collective: all ranks compute gradients in the same order.
         on_change: Called whenever the parameters have new values.
     """
 
@@ -114,15 +117,16 @@ class MasterAdamW:
         squared_norm: Callable[[Gradients], float] = compute_squared_norm,
         shares: Sequence[RowShare] = (),
         gather_parameters: Callable[[Sequence[Tensor]], None] = lambda parameters: None,
+        add_gradient: Callable[[int, Tensor, Tensor], None] | None = None,
         on_change: Callable[[], None] = lambda: None,
     ):
         self.parameters = [p for p in parameters if p.requires_grad]
         self.shares = shares or [UNSHARDED] * len(self.parameters)
         self._masters: list[Tensor] = []
         self._gradient_holders: list[Tensor | _GradientHolder] = []
-        """One object per parameter, whose `grad` is the gradient of the whole parameter, in float32. It is the
-        parameter, its master, or neither."""
-        for parameter, share in zip(self.parameters, self.shares, strict=True):
+        """One object per parameter, whose `grad` is the gradient of the whole parameter, in float32, or with
+        `add_gradient` of its share. It is the parameter, its master, or neither."""
+        for index, (parameter, share) in enumerate(zip(self.parameters, self.shares, strict=True)):
             exact, whole = parameter.dtype == torch.float32, share.num_ranks == 1
             if exact and whole:
                 master: Tensor = parameter
@@ -130,10 +134,18 @@ class MasterAdamW:
                 part = share.select_rows(parameter.detach())
                 master = Parameter(part if exact else part.float())
             self._masters.append(master)
+            if add_gradient is not None and not whole:
+                holder = _GradientHolder()
+                self._gradient_holders.append(holder)
+                parameter.register_post_accumulate_grad_hook(
+                    partial(_scatter_gradient, holder, share, partial(add_gradient, index))
+                )
+                continue
             self._gradient_holders.append(parameter if exact else master if whole else _GradientHolder())
             if not exact:
                 parameter.register_post_accumulate_grad_hook(partial(_accumulate_gradient, self._gradient_holders[-1]))
         self._reduce_gradients, self._squared_norm = reduce_gradients, squared_norm
+        self._shards_gradients = add_gradient is not None
         self._gather_parameters, self._on_change = gather_parameters, on_change
         self._max_norm, self._config, self._updates_total = config.max_grad_norm, config, updates_total
         self.update_count = 0
@@ -162,14 +174,16 @@ class MasterAdamW:
         """Reduce, clip, update, clear gradients. With a gradient norm that is not finite, only clear them."""
         lr = self.lr
         if self._reduce_gradients is not None:
-            for parameter, summed in zip(self.parameters, self._gradient_holders, strict=True):
+            for parameter, share, summed in zip(self.parameters, self.shares, self._gradient_holders, strict=True):
                 if summed.grad is None:
-                    summed.grad = torch.zeros_like(parameter, dtype=torch.float32)
+                    whole = parameter.detach()
+                    kept = share.select_rows(whole) if self._shards_gradients else whole
+                    summed.grad = torch.zeros_like(kept, dtype=torch.float32)
             self._reduce_gradients([s.grad for s in self._gradient_holders if s.grad is not None])
         norm = math.sqrt(self._squared_norm([s.grad for s in self._gradient_holders if s.grad is not None]))
         for master, share, summed in zip(self._masters, self.shares, self._gradient_holders, strict=True):
             if master is not summed and summed.grad is not None and master.numel():
-                master.grad = share.select_rows(summed.grad)
+                master.grad = summed.grad if self._shards_gradients else share.select_rows(summed.grad)
         gradients = [m.grad for m in self._masters if m.grad is not None]
         self.on_gradients(gradients)
         finite = math.isfinite(norm)
@@ -295,6 +309,17 @@ def _accumulate_gradient(summed: Tensor | _GradientHolder, parameter: Tensor) ->
     parameter.grad = None
 
 
+@torch.no_grad()
+def _scatter_gradient(
+    summed: _GradientHolder, share: RowShare, add: Callable[[Tensor, Tensor], None], parameter: Tensor
+) -> None:
+    assert parameter.grad is not None
+    if summed.grad is None:
+        summed.grad = torch.zeros_like(share.select_rows(parameter.detach()), dtype=torch.float32)
+    add(summed.grad, parameter.grad)
+    parameter.grad = None
+
+
 # Rows of a parameter, divided among the ranks that hold copies of it: each keeps the optimizer's state of its own rows
 # only, and updates these (ZeRO stage 1, arXiv 1910.02054).
 #
@@ -307,6 +332,8 @@ SHARE_ALIGNMENT = 16
 differently from the others."""
 COLLECTIVE_BUCKET_ELEMENTS = 2**26
 """Elements in one collective: for gradients, 256 MiB in float32."""
+SCATTER_ELEMENTS = 2**24
+"""Elements in one collective within a backward pass, where activations are in memory, too."""
 
 # The names since torch 2.13, and the earlier ones.
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -358,6 +385,26 @@ def reduce_scatter_shares(gradients: Sequence[Tensor], group: dist.ProcessGroup)
         got = torch.empty_like(sent[0])
         _REDUCE_SCATTER(got, sent.view(-1), group=group)
         _copy_into_share(bucket, _share_in_group(group), got)
+
+
+def add_summed_share(total: Tensor, gradient: Tensor, group: dist.ProcessGroup) -> None:
+    """Add to `total`, the rows of this rank's share, the sum in float32 of all ranks' gradients of these rows.
+
+    A bucket of rows at a time, so that a large gradient is not held twice. Collective.
+    """
+    own = _share_in_group(group)
+    parts = [share.select_rows(gradient) for share in own.list_shares()]
+    columns = total.shape[1:]
+    longest, step = max(len(part) for part in parts), max(1, SCATTER_ELEMENTS // (len(parts) * math.prod(columns)))
+    for begin in range(0, longest, step):
+        sent = total.new_zeros(len(parts), min(step, longest - begin), *columns)
+        for row, part in zip(sent, parts, strict=True):
+            piece = part[begin : begin + step]
+            row[: len(piece)].copy_(piece)
+        got = torch.empty_like(sent[0])
+        _REDUCE_SCATTER(got.view(-1), sent.view(-1), group=group)
+        mine = total[begin : begin + step]
+        mine.add_(got[: len(mine)])
 
 
 def all_gather_shares(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:

@@ -91,7 +91,7 @@ def updated(optimizer: Any) -> dict[str, int]:
     for group in optimizer._adam.param_groups:
         group["fused"] = False
     for parameter in optimizer.parameters:
-        if parameter.dtype == torch.float32:
+        if parameter.dtype == torch.float32 and not optimizer._shards_gradients:
             parameter.grad = torch.empty_like(parameter)
         else:
             parameter.sum().backward()  # what is below float32 is summed as it comes

@@ -43,6 +43,44 @@ def test_shares_train_the_same_bits_as_copies(ranks_of, model_path, tmp_path, la
         assert before + after == expected, "every metric, the norm of the gradient among them"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["dp2", "cp2", "tp2", "dp2-ep2", "dp2-tp2", "dp2-pp2"])
+def test_divided_gradients_make_the_same_steps(ranks_of, model_path, layout, dtype):
+    """Bit by bit with one micro-batch a step. With several the sums add up in another order: equal to rounding."""
+    config, divided = (sharded(layout, dtype=dtype) for _ in range(2))
+    divided.learner.shard_gradients = True
+    ranks = ranks_of(config.learner.parallel.world_size)
+    for count in (1, 2):
+        expected, found = (ranks.call(stepped, model_path, each, count) for each in (config, divided))
+        for (before, _), (after, kept) in zip(expected, found, strict=True):
+            for name, tensor in before.items():
+                if count == 1:
+                    assert torch.equal(tensor, after[name]), name
+                else:
+                    torch.testing.assert_close(tensor, after[name], rtol=2e-2 if dtype == "bfloat16" else 1e-4, atol=1e-4)
+            assert kept, "gradients of shares alone, wherever there are copies"
+
+
+def stepped(path: Path, config: Config, count: int) -> tuple[dict[str, torch.Tensor], bool]:
+    """The weights of a rank after two steps of `count` micro-batches, and whether it held gradients of shares alone."""
+    learner = build_learner(config, path)
+    kept: list[bool] = []
+    squared_norm, optimizer = learner.optimizer._squared_norm, learner.optimizer
+
+    def note(gradients: Any) -> float:
+        parts = zip(optimizer.parameters, optimizer.shares, gradients, strict=True)
+        kept.append(all(g.shape == share.select_rows(p).shape for p, share, g in parts))
+        return squared_norm(gradients)
+
+    optimizer._squared_norm = note
+    try:
+        width = config.learner.parallel.dp
+        train(learner, config, [step[: count * width] for step in batches(2)])
+        return {name: p.detach().clone() for name, p in learner.model.named_parameters()}, all(kept)
+    finally:
+        learner.close()
+
+
 @pytest.mark.parametrize(("saved", "loaded"), [("dp2-tp2", "one"), ("dp4-ep2", "tp2"), ("dp2", "dp4-ep2")])
 def test_a_divided_checkpoint_is_read_by_any_layout_and_the_other_way_round(
     ranks_of, model_path, tmp_path, saved, loaded

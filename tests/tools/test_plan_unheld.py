@@ -77,6 +77,28 @@ def test_the_learner_of_a_preset_holds_what_the_plan_says(tmp_path, name):
     assert optimizer == pytest.approx(planned.optimizer, rel=0.002 if learner.shard_optimizer else 1e-6)
 
 
+def test_divided_gradients_are_held_as_the_plan_says(tmp_path):
+    """On the layout that they are for: nothing but experts is on one rank alone."""
+    config = load_config(
+        "moe_30b_r3",
+        ["learner.parallel={dp=4,tp=1,pp=1,ep=4}", "learner.shard_optimizer=true", "learner.shard_gradients=true"],
+    )
+    config = described(config, tmp_path / "model")
+    numbers = PUBLISHED_CONFIGS["Qwen3-30B-A3B"] | {"num_hidden_layers": 4}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(numbers))
+    shape, _ = find_model_shape(config)
+    planned = estimate_rank_memory(shape, config)
+    config.learner.shard_gradients = False
+    experts = shape.num_layers * shape.expert_parameters // 4
+    rest = planned.parameters - experts
+    assert estimate_rank_memory(shape, config).optimizer - planned.optimizer == pytest.approx(4 * rest * 3 / 4, rel=1e-6)
+    config.learner.shard_gradients = True
+    with megatron_rank(config, tmp_path / "model", 1) as made:
+        found = updated(made.optimizer)
+    assert found["gradients"] == pytest.approx(4 * (experts + rest / 4), rel=0.002)
+    assert sum(found.values()) == pytest.approx(planned.optimizer, rel=0.002)
+
+
 PARTS = {
     "embed_tokens": "vocabulary",
     "lm_head": "vocabulary",

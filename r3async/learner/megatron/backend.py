@@ -86,7 +86,10 @@ class MegatronLearner(LearnerBackend):
             device=device,
         )
         trained = build_adapter_mappings(adapters, mappings) if adapters else select_trained_mappings(mappings)
-        summed = parallel.GradientReducer(trained, layout, sharded=config.learner.shard_optimizer)
+        learner = config.learner
+        summed = parallel.GradientReducer(
+            trained, layout, sharded=learner.shard_optimizer, keeps_shares=learner.shard_gradients
+        )
         optimizer = MasterAdamW(
             [link.parameter for link in trained],
             config.learner,
@@ -95,6 +98,7 @@ class MegatronLearner(LearnerBackend):
             squared_norm=summed.compute_squared_norm,
             shares=summed.shares,
             gather_parameters=summed.gather_parameters,
+            add_gradient=summed.add_gradient if learner.shard_gradients else None,
             on_change=adapters.merge_weights if adapters else lambda: None,
         )
         self._first_token_id, self._num_local_logits, self._vocabulary_group = find_vocabulary_shard(

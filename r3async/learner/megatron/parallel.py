@@ -22,6 +22,7 @@ from r3async.learner.optimizer import (
     UNSHARDED,
     Gradients,
     RowShare,
+    add_summed_share,
     all_gather_shares,
     iter_buckets,
     reduce_scatter_shares,
@@ -160,15 +161,23 @@ class GradientReducer:
     Data-parallel copies divide the rows of a gradient among them (`shares`): each sums its own rows, over all ranks
     that have a part of the gradient. With `sharded` that is all, and `gather_parameters` gives a rank the parameters
     that others update. Otherwise every copy is given the whole sum. So both have the same sums, bit by bit, on any
-    number of ranks.
+    number of ranks. With `keeps_shares` ranks sum rows after every backward pass (`add_gradient`) and keep their own
+    alone: the gradients that the other methods get are those of shares.
     """
 
-    def __init__(self, links: Sequence[ParameterMapping], layout: MegatronRankGroup, *, sharded: bool = False):
+    def __init__(
+        self,
+        links: Sequence[ParameterMapping],
+        layout: MegatronRankGroup,
+        *,
+        sharded: bool = False,
+        keeps_shares: bool = False,
+    ):
         p = layout.parallel
         tp, dp = ps.get_tensor_model_parallel_group(), ps.get_data_parallel_group(with_context_parallel=True)
         copies = p.dp * p.cp
         expert_dp = ps.get_expert_data_parallel_group()
-        self._world, self._sharded = p.world_size, sharded
+        self._world, self._sharded, self._keeps_shares = p.world_size, sharded, keeps_shares
         self._dp_groups: list[dist.ProcessGroup | None] = []
         """The data-parallel ranks that hold copies of each link's parameter; None if there is one copy."""
         self._extra_groups: list[list[dist.ProcessGroup]] = []
@@ -190,11 +199,21 @@ class GradientReducer:
         ]
         self.shares = self._local_shares if sharded else [UNSHARDED] * len(self._local_shares)
 
+    def add_gradient(self, index: int, total: Tensor, gradient: Tensor) -> None:
+        """Add to `total`, this rank's rows of the parameter of link `index`, what all copies have of its gradient.
+
+        Collective, in the order in which a backward pass computes gradients: it is the same on all ranks, as they run
+        the same model on as many micro-batches.
+        """
+        if (group := self._dp_groups[index]) is not None:
+            add_summed_share(total, gradient, group)
+
     def reduce_gradients(self, gradients: Gradients) -> None:
         """Reduce `gradients` in place; they must all be present, in the order of the links."""
-        for group, some in _iter_by_group(gradients, self._dp_groups):
-            reduce_scatter_shares(some, group)
-        parts = [share.select_rows(gradient) for share, gradient in zip(self._local_shares, gradients, strict=True)]
+        if not self._keeps_shares:
+            for group, some in _iter_by_group(gradients, self._dp_groups):
+                reduce_scatter_shares(some, group)
+        parts = self._select_shares(gradients)
         for depth in range(max(map(len, self._extra_groups), default=0)):
             there = [groups[depth] if len(groups) > depth else None for groups in self._extra_groups]
             for group, some in _iter_by_group(parts, there):
@@ -214,13 +233,18 @@ class GradientReducer:
         for group, some in _iter_by_group(tensors, self._dp_groups):
             all_gather_shares(some, group)
 
+    def _select_shares(self, gradients: Gradients) -> list[Tensor]:
+        if self._keeps_shares:
+            return list(gradients)
+        return [share.select_rows(gradient) for share, gradient in zip(self._local_shares, gradients, strict=True)]
+
     def compute_squared_norm(self, gradients: Gradients) -> float:
         """Return the sum of squares over the whole model, from gradients that have been reduced.
 
         Values held by several ranks count once. A rank uses its own rows alone, so that the result does not depend on
         which ranks have the others.
         """
-        parts = [share.select_rows(gradient) for share, gradient in zip(self._local_shares, gradients, strict=True)]
+        parts = self._select_shares(gradients)
         norms = torch.stack(torch._foreach_norm(parts)).double().cpu() if parts else torch.zeros(0, dtype=torch.float64)
         weights = torch.tensor(self._norm_weights, dtype=torch.float64)
         total = (norms.square() * weights).sum()

@@ -14,7 +14,7 @@ OVERRIDES := $(if $(ARGS),,$(filter-out PYTHON=% ARGS=% EXTRA=%,$(MAKEOVERRIDES)
 
 # What needs neither Ray nor an engine nor a process group runs on all cores at once. The rest has processes of its own,
 # which mostly wait for each other to load: two files at a time, however many cores there are.
-QUICK := not (ray or engine or ranks or gpu or long or nightly) or short_run
+QUICK := not (ray or engine or ranks or emulated or gpu or long or nightly) or short_run
 ON_ALL_CORES := -n auto --dist loadfile --no-loadscope-reorder
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 

@@ -161,14 +161,14 @@ LONGEST = (
 )
 """Files that `make test` gives to its processes first, so that no process waits for another one's long file at the
 end."""
-MARKED_FOLDERS = ("engine", "ranks", "ray")
-"""Folders whose tests have the marker of the folder's name."""
+MARKED_FOLDERS = {"engine": "engine", "gpu": "emulated", "ranks": "ranks", "ray": "ray"}
+"""Markers of all tests of a folder."""
 
 
 def pytest_itemcollected(item):
     folder = item.path.parent.name
     if folder in MARKED_FOLDERS:
-        item.add_marker(folder)
+        item.add_marker(MARKED_FOLDERS[folder])
     given = item.callspec.params if hasattr(item, "callspec") else {}
     taken = [f for f in getattr(item, "fixturenames", ()) if f in STARTED_BY and f not in given]
     for fixture in taken:

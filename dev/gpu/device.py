@@ -170,6 +170,7 @@ WAITING = (
     "aten.unique",
 )
 """Beginnings of operators whose result, or its size, the host has to know."""
+INDEXING = ("aten.index.Tensor", "aten.index_put", "aten._index_put")
 NO_HOST_SCALAR = (
     "_foreach_copy",
     "_fused_adam",
@@ -214,7 +215,7 @@ def run_operation(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if name.startswith("c10d."):
         return _run_collective(func, name, args, kwargs, mixed=bool(on_host))
     _check_devices(func, name, args, given, on_host)
-    if name.startswith(WAITING) or _has_mask_index(name, args):
+    if _waits_for_result(name, args, kwargs):
         _count_wait()
     if not name.startswith(WITHOUT_KERNEL) and not _is_view(func):
         counts["launches"] += KERNELS.get(name, 1)
@@ -272,7 +273,7 @@ def _check_devices(
 ) -> None:
     """Raise where CUDA would. It takes scalars of the CPU in most operators, and indices of the CPU in `x[index]`."""
     arrays = [t for t in on_host if t.dim()]
-    if arrays and not name.startswith(("aten.index.Tensor", "aten.index_put", "aten._index_put")):
+    if arrays and not name.startswith(INDEXING):
         raise RuntimeError(
             "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
             f"({name}, {[f'{t.device.type} {tuple(t.shape)}' for t in given]})"
@@ -284,10 +285,17 @@ def _check_devices(
         _count_wait()
 
 
-def _has_mask_index(name: str, args: Sequence[Any]) -> bool:
-    if not name.startswith(("aten.index.Tensor", "aten.index_put", "aten._index_put")):
+def _waits_for_result(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return True if the host has to know a number that the operator computes, or with which it computes."""
+    if name.startswith(WAITING):
+        return kwargs.get("output_size") is None
+    if not name.startswith(INDEXING) or not any(
+        isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+    ):
         return False
-    return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    # `x[mask] = 0` fills where the mask is set; any other use of a mask needs the number of its elements.
+    fills = len(args) > 2 and not isinstance(args[2], EmulatedTensor) and not any(args[3:])
+    return not fills or args[2].numel() != 1
 
 
 def _is_view(func: Any) -> bool:

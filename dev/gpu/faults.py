@@ -1,8 +1,50 @@
-"""Faults that only a GPU shows, to see that the tests on the emulated device do."""
+"""Faults that only a GPU shows, planted to see that the tests on the emulated device find them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from r3async.learner.backend import TokenScores
+from r3async.learner.batch import MicroBatch
+from r3async.learner.megatron.backend import MegatronLearner
+
+
+def leave_index_on_host() -> None:
+    """Select scores by an index that is on the CPU: CUDA takes it, but uploads it while the host waits."""
+    _change_logprobs(lambda logprobs: logprobs[torch.arange(len(logprobs))])
+
+
+def read_every_loss() -> None:
+    """Read a number of each micro-batch back to the host, as a line that prints the loss would."""
+    _change_logprobs(lambda logprobs: logprobs + 0 * logprobs.mean().item())
+
+
+def _change_logprobs(change: Callable[[Tensor], Tensor]) -> None:
+    score = MegatronLearner.score_tokens
+
+    def score_tokens(self: MegatronLearner, output: Tensor, micro_batch: MicroBatch, rows: np.ndarray) -> TokenScores:
+        logprobs, entropies = score(self, output, micro_batch, rows)
+        return change(logprobs), entropies
+
+    MegatronLearner.score_tokens = score_tokens  # type: ignore[method-assign]
+
+
+def forget_upload() -> None:
+    """Leave the tokens of a micro-batch on the CPU."""
+    MegatronLearner._to_device = lambda self, array: torch.from_numpy(array)  # type: ignore[method-assign]
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "index-on-host": leave_index_on_host,
+    "item-in-loop": read_every_loss,
+    "forgotten-upload": forget_upload,
+}
 
 
 def plant_fault(name: str) -> None:
     """Plant a fault into this process."""
-    raise ValueError(name)
+    FAULTS[name]()

@@ -1,4 +1,4 @@
-"""Computation that every backend shares: packed attention, stacked experts, gathers, log-probs."""
+"""Computation that every backend shares: uploads, packed attention, stacked experts, gathers, log-probs."""
 
 from __future__ import annotations
 
@@ -17,6 +17,22 @@ from torch import Tensor
 
 from r3async.data.supports import SupportSets
 from r3async.learner.batch import expand_prefixes
+
+# What a micro-batch needs on the device. The host never waits for it: it prepares the next operations, and the next
+# micro-batch, while the device computes.
+
+
+def upload_array(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
+    """Copy an array of the host to the device, without waiting for the device.
+
+    On the CPU nothing is copied: the tensor shares the array's memory. The array must not be read-only.
+    """
+    values = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
+    if device.type != "cuda":
+        return values.to(device)
+    # Only from pinned memory does a copy return at once. Torch keeps that memory until the copy is done, for later ones.
+    return values.pin_memory().to(device, non_blocking=True)
+
 
 # Causal attention over packed samples, planned once per micro-batch and used by every layer. One of two layouts, by what
 # the device has a kernel for: a kernel for packed samples needs no padding; torch's general attention does.
@@ -112,7 +128,7 @@ def plan_attention(cu_seqlens: np.ndarray, device: torch.device, prefixes: np.nd
 
 def _plan_unpadded(cu_seqlens: np.ndarray, device: torch.device, prefixes: np.ndarray | None) -> UnpaddedLayout:
     rows, key_edges = (None, cu_seqlens) if prefixes is None else expand_prefixes(cu_seqlens, prefixes)
-    queries, keys = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (cu_seqlens, key_edges))
+    queries, keys = (upload_array(x.astype(np.int32), device) for x in (cu_seqlens, key_edges))
     return UnpaddedLayout(
         query_edges=queries,
         key_edges=keys,
@@ -154,7 +170,7 @@ def _plan_padded(cu_seqlens: np.ndarray, device: torch.device, prefixes: np.ndar
         buckets=tuple(shapes),
         key_gather=from_keys,
         query_gather=from_keys if alike else DeterministicGather.from_index(np.concatenate(queries), total, device),
-        query_slots=torch.from_numpy(slots).to(device),
+        query_slots=upload_array(slots, device),
     )
 
 
@@ -346,8 +362,8 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     are not a multiple of 16 bytes are for small tests only: they read the counts back to the host.
     """
     if all(n * x.element_size() % GROUPED_ROW_BYTES == 0 for n in weight.shape[1:]):
-        # torch has no products of zero rows, and does not take the strides of expanded gradients.
-        return F.grouped_mm(x, weight.mT, offs=counts.cumsum(0).to(x.device, torch.int32, non_blocking=True))
+        ends = counts.cumsum(0, dtype=torch.int32)
+        return F.grouped_mm(x, weight.mT, offs=ends)
     parts = zip(x.split(counts.tolist()), weight.unbind(), strict=True)
     return torch.cat([F.linear(part, matrix) for part, matrix in parts])
 
@@ -456,16 +472,16 @@ class SupportMask:
         self._columns, self._length = columns, len(supports)
         # A support that lists its tokens excludes all others.
         named_in = supports.recorded_mask & ~supports.complement_mask
-        self._excludes_unnamed = torch.from_numpy(named_in).to(device)
-        self._rows = torch.from_numpy(written.rows[here]).to(device)
-        self._ids = torch.from_numpy(written.ids[here] - first).to(device)
+        self._excludes_unnamed = upload_array(named_in, device)
+        self._rows = upload_array(written.rows[here], device)
+        self._ids = upload_array(written.ids[here] - first, device)
         begin, end = first // 8, -(-(first + columns) // 8)
         self._bit_offset = first - 8 * begin
         self._bits = []
         for rows, bits in supports.iter_bitmaps():
             part = np.zeros((len(rows), end - begin), np.uint8)
             part[:, : max(0, min(end, bits.shape[1]) - begin)] = bits[:, begin:end]
-            self._bits.append((torch.from_numpy(rows).to(device), torch.from_numpy(part).to(device)))
+            self._bits.append((upload_array(rows, device), upload_array(part, device)))
 
     def build_excluded(self) -> Tensor:
         """Return bool `[M, columns]`: the tokens that could not be sampled. A new tensor."""
@@ -681,7 +697,9 @@ class DeterministicGather:
         offsets = None if len(rows) == total and (counts == 1).all() else np.cumsum(counts) - counts
         index = np.where(index < 0, -1 - index, index)
         return DeterministicGather(
-            *(None if x is None else torch.from_numpy(x).to(device) for x in (index, slots, offsets))
+            upload_array(index, device),
+            upload_array(slots, device),
+            None if offsets is None else upload_array(offsets, device),
         )
 
     def __call__(self, x: Tensor) -> Tensor:

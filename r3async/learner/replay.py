@@ -12,9 +12,10 @@ step; routes used after the block has ended raise an error.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from r3async.data.models import RoutingShape
 from r3async.data.routes import RoutingError, iter_sorted_columns, validate_routes
 from r3async.learner.batch import MicroBatch
+from r3async.learner.kernels import upload_array
 from r3async.learner.results import RouteTrace
 
 
@@ -75,6 +77,14 @@ class _AttachLoss(torch.autograd.Function):
         return grads[0], torch.ones_like(loss)
 
 
+class RowExchange(NamedTuple):
+    """The rows that this rank sends to each rank, and receives from it; these by expert too, int64 `[ranks, experts]`."""
+
+    sent: list[int]
+    received: list[int]
+    received_by_expert: Tensor
+
+
 class MicroBatchRoutes:
     """The routes of one micro-batch for this rank's routers and tokens, created by `RoutingReplay.bind_routes`.
 
@@ -95,12 +105,15 @@ class MicroBatchRoutes:
         self._is_recorded: Tensor | None = None
         self._row_multiplicity: Tensor | None = None
         if micro_batch.row_multiplicity is not None:
-            self._row_multiplicity = torch.from_numpy(micro_batch.row_multiplicity[part][: self._num_real_rows]).to(
-                replay.device
-            )
+            multiplicity = micro_batch.row_multiplicity[part][: self._num_real_rows]
+            self._row_multiplicity = upload_array(multiplicity, replay.device)
         self.keeps_choices = keeps_choices
         self.preferred_experts: list[Tensor | None] = [None] * len(replay.moe_layer_indices)
         self.used_experts: list[Tensor | None] = [None] * len(replay.moe_layer_indices)
+        self._chosen_before: list[Tensor | None] = [None] * len(replay.moe_layer_indices)
+        """What each router replayed in the forward pass, in a narrow dtype, if that pass will be recomputed."""
+        self.exchanges: dict[int, RowExchange] = {}
+        """What each router's dispatcher exchanges with other ranks. A recomputed pass does the same."""
         self.is_recomputing = self.is_closed = False
         table = micro_batch.table
         if replay.moe_layer_indices and "routed_experts" in table and "routing_recorded" in table:
@@ -119,21 +132,24 @@ class MicroBatchRoutes:
         # and sorted: the order of a record has no meaning, so no bit of what is replayed may depend on it.
         narrow = np.uint8 if rows.dtype == np.uint8 else np.int16 if replay.num_experts <= 2**15 else np.int32
         local = np.empty((len(replay.moe_layer_indices), part.stop - part.start, replay.top_k), narrow)
+        here, valid = recorded[part], True
         for column, layer in zip(local, replay.moe_layer_indices, strict=True):
             for some, ids in iter_sorted_columns(rows[part, layer]):
+                bad = ids[-1] >= replay.num_experts
+                for lower, upper in itertools.pairwise(ids):
+                    bad |= lower == upper
+                # Checked before they are on the device, which nobody has to wait for.
+                valid = valid and not (bad & here[some]).any()
                 for k, of_rank in enumerate(ids):
                     column[some, k] = of_rank
-        self._sorted_experts = torch.from_numpy(local).to(replay.device)
-        self._is_recorded = torch.from_numpy(recorded[part].copy()).to(replay.device)
-        bad = self._sorted_experts[..., -1].to(torch.int32) >= replay.num_experts
-        if replay.top_k > 1:
-            bad |= (self._sorted_experts[..., 1:] == self._sorted_experts[..., :-1]).any(dim=-1)
-        if replay.top_k == 1 or bool((bad & self._is_recorded).any()):
+        if not valid:
             # Slow, but its error names the row.
             validate_routes(
                 rows[recorded], layers=replay.num_moe_layers, top_k=replay.top_k, num_experts=replay.num_experts
             )
-        self._all_recorded = bool(recorded[part].all())
+        self._sorted_experts = upload_array(local, replay.device)
+        self._is_recorded = upload_array(here.copy(), replay.device)
+        self._all_recorded = bool(here.all())
 
     @property
     def has_replayed_routes(self) -> bool:
@@ -146,8 +162,8 @@ class MicroBatchRoutes:
 
         `preferred` int64 `[n, K]` is the router's own top-k. A row whose recorded set is the router's own set comes
         back in the router's own order, so that replaying what the model would do anyway changes no bit. A row that is
-        not recorded is the router's own. Raises `RoutingError` if the number of tokens is not the micro-batch's, or if
-        the block of `bind_routes` has ended.
+        not recorded is the router's own. A recomputed pass replays what the forward pass did. Raises `RoutingError` if the
+        number of tokens is not the micro-batch's, or if the block of `bind_routes` has ended.
         """
         replay = self._replay
         if self.is_closed:
@@ -157,6 +173,9 @@ class MicroBatchRoutes:
                 f"MoE layer {replay.moe_layer_indices[router]}: routes of {self.num_local_tokens} tokens with {replay.top_k} "
                 f"experts each are bound, but the router chose {tuple(preferred.shape)}"
             )
+        before = self._chosen_before[router]
+        if self.is_recomputing and before is not None:
+            return before.to(preferred.dtype)
         used, count = preferred, not self.is_recomputing
         if self._sorted_experts is not None:
             assert self._is_recorded is not None
@@ -175,6 +194,8 @@ class MicroBatchRoutes:
             replay.counts.expert_load[router].scatter_add_(0, chosen.reshape(-1), ones.reshape(-1))
             if self.keeps_choices:
                 self.preferred_experts[router], self.used_experts[router] = preferred, used
+            if replay.is_recomputed and self.has_replayed_routes:
+                self._chosen_before[router] = used.to(torch.int16 if replay.num_experts <= 2**15 else torch.int32)
         return used
 
     def add_aux_loss(self, router: int, scores: Tensor, probabilities: Callable[[Tensor], Tensor]) -> Tensor:
@@ -225,7 +246,7 @@ class MicroBatchRoutes:
         """Release everything; later use raises."""
         self.is_closed = True
         self._sorted_experts = self._is_recorded = None
-        self.preferred_experts, self.used_experts = [], []
+        self.preferred_experts, self.used_experts, self._chosen_before = [], [], []
 
 
 class RoutingReplay:
@@ -237,6 +258,7 @@ class RoutingReplay:
         is_enabled: Use the records; otherwise only compare with them.
         token_shard: (index, count) of the equal contiguous parts into which the tokens are split among
             sequence-parallel ranks.
+        is_recomputed: The backward pass recomputes routers (`learner.recompute`).
     """
 
     def __init__(
@@ -249,10 +271,12 @@ class RoutingReplay:
         is_enabled: bool,
         device: torch.device,
         token_shard: tuple[int, int] = (0, 1),
+        is_recomputed: bool = False,
     ):
         self.num_moe_layers, self.moe_layer_indices = num_moe_layers, list(moe_layer_indices)
         self.top_k, self.num_experts = top_k, num_experts
         self.is_enabled, self.device, self.token_shard = is_enabled, device, token_shard
+        self.is_recomputed = is_recomputed
         self.current_routes: MicroBatchRoutes | None = None
         self._open_routes: list[MicroBatchRoutes] = []
         self.aux_loss_weights: Tensor | None = None
@@ -260,7 +284,9 @@ class RoutingReplay:
         self.counts = RoutingCounts(len(self.moe_layer_indices), num_experts, device)
 
     @staticmethod
-    def for_full_model(shape: RoutingShape | None, *, enabled: bool, device: torch.device) -> RoutingReplay:
+    def for_full_model(
+        shape: RoutingShape | None, *, enabled: bool, device: torch.device, is_recomputed: bool = False
+    ) -> RoutingReplay:
         """Return the replay state of a rank that has every router of a model; `shape` None: it has no experts."""
         layers, top_k, experts = (shape.layers, shape.top_k, shape.num_experts) if shape else (0, 1, 1)
         return RoutingReplay(
@@ -270,6 +296,7 @@ class RoutingReplay:
             num_experts=experts,
             is_enabled=enabled,
             device=device,
+            is_recomputed=is_recomputed,
         )
 
     def slice_tokens(self, tokens: int) -> slice:
@@ -292,7 +319,7 @@ class RoutingReplay:
         `weights` float64 `[layers, experts]` are those of the whole model.
         """
         if weights is not None and self.moe_layer_indices:
-            self.aux_loss_weights = torch.from_numpy(weights[self.moe_layer_indices]).to(self.device, torch.float32)
+            self.aux_loss_weights = upload_array(weights[self.moe_layer_indices].astype(np.float32), self.device)
         try:
             yield
         finally:

@@ -45,6 +45,7 @@ from r3async.learner.advantages import assign_advantages
 from r3async.learner.backend import SINGLE_RANK, RankGroup
 from r3async.learner.batch import CostModel, MicroBatch, pack_for_ranks
 from r3async.learner.distillation import add_teacher_advantages
+from r3async.learner.kernels import upload_array
 from r3async.learner.loss import TokenBatch, compute_loss, compute_loss_weights, needs_whole_episodes, split_by_length
 from r3async.learner.metrics import (
     DRIFT_BINS,
@@ -808,18 +809,18 @@ class Minibatch:
         columns, is_in_micro_batch = self._select_loss_columns(index), None
         if self._global_columns and self._is_split(tokens.episode_index).any():
             columns, positions = select_episode_columns(self._global_columns, tokens.episode_index, tokens.token_index)
-            rows = torch.from_numpy(positions).to(device)
+            rows = upload_array(positions, device)
             is_in_micro_batch = torch.zeros(len(columns["episode"]), dtype=torch.bool, device=device)
             is_in_micro_batch.index_fill_(0, rows, True)
             logprobs, entropies = merge_logprobs(columns["logprobs"], rows, logprobs, entropies)
         episodes, episode_index = np.unique(columns["episode"], return_inverse=True)
         names = [name for name in (*LOSS_COLUMNS, "weights", "staleness") if name in columns]
         batch = TokenBatch(
-            **{name: torch.from_numpy(columns[name]).to(device) for name in names},
-            episode_index=torch.from_numpy(episode_index).to(device),
+            **{name: upload_array(columns[name], device) for name in names},
+            episode_index=upload_array(episode_index, device),
             num_episodes=len(episodes),
             in_micro_batch=is_in_micro_batch,
-            split_episode_ids=torch.from_numpy(np.where(self._is_split(episodes), episodes, -1)).to(device),
+            split_episode_ids=upload_array(np.where(self._is_split(episodes), episodes, -1), device),
         )
         return batch, logprobs, entropies
 
@@ -871,11 +872,11 @@ class Minibatch:
         table = micro_batch.table
 
         def as_int64(column: np.ndarray) -> Tensor:
-            return torch.from_numpy(column.astype(np.int64)).to(logprobs.device)
+            return upload_array(column.astype(np.int64), logprobs.device)
 
         return sum_drift(
             logprobs,
-            torch.from_numpy(table["rollout_logprobs"][rows]).to(logprobs.device),
+            upload_array(table["rollout_logprobs"][rows], logprobs.device),
             staleness=as_int64(self.version - table["policy_version"][rows]),
             turns=as_int64(table["turn"][rows]),
             positions=as_int64(micro_batch.positions[rows]),
@@ -888,7 +889,7 @@ class Minibatch:
         micro_batch, rows = self.micro_batches[index], self.trained_tokens[index].rows
         table = micro_batch.table
         probed = np.flatnonzero(table["probed"][rows]) if "probed" in table else np.zeros(0, np.int64)
-        probed_logprobs = logprobs[torch.from_numpy(probed).to(logprobs.device)]
+        probed_logprobs = logprobs[upload_array(probed, logprobs.device)]
         of_trained = self.measure_drift(micro_batch, rows, logprobs)
         of_probed = self.measure_drift(micro_batch, rows[probed], probed_logprobs)
         self._drift_sums.append(torch.stack([of_trained, of_probed]))
@@ -1007,6 +1008,6 @@ def merge_logprobs(everywhere: np.ndarray, rows: Tensor, logprobs: Tensor, entro
     `[M]`. So every micro-batch sees the same values, to the last bit, and decides alike. Entropies are 0 except at
     `rows`.
     """
-    before = torch.from_numpy(everywhere).to(logprobs.device, logprobs.dtype)
+    before = upload_array(everywhere, logprobs.device).to(logprobs.dtype)
     mine = before[rows] + (logprobs - logprobs.detach())
     return before.index_copy(0, rows, mine), torch.zeros_like(before).index_copy(0, rows, entropies)

@@ -36,6 +36,15 @@ def run_on_both(cases: Sequence[Case], out: Path) -> Found:
     return found
 
 
+def run_emulated(cases: Sequence[Case], out: Path) -> list[str]:
+    """Run the cases on the emulated device, and return the names of those that failed."""
+    need_emulated_device()
+    run_plan("emulated", cases, out).wait(timeout=800)
+    return [
+        case.name for case in cases if not all((out / f"{case.name}-{r}.json").exists() for r in range(case.num_ranks))
+    ]
+
+
 def describe_failure(out: Path) -> str:
     """Return the end of what the processes of a run printed, without those that said nothing."""
     logs = {log.name: log.read_text(errors="replace").strip() for log in sorted(out.glob("*.log"))}

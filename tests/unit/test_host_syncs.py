@@ -1,6 +1,6 @@
 """How often a step waits for its device. On a CPU nothing waits: what is counted is every call that would on CUDA, as far as
-Python and the dispatcher see it. Waits inside of a kernel, or of the allocator, are counted on a GPU only
-(`r3async doctor --gpu`, `waits` of a step)."""
+Python and the dispatcher see it. `tests/gpu/test_device_counts.py` counts uploads too, and several ranks. Waits inside of a
+kernel, or of the allocator, are counted on a GPU only (`r3async doctor --gpu`, `waits` of a step)."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -67,7 +67,7 @@ def micro_batches(count: int) -> list[MicroBatch]:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("backend", ["megatron", "torch"])
-def test_a_micro_batch_waits_for_the_device_at_most_once(learners, tmp_path, backend, recompute):
+def test_no_micro_batch_waits_for_the_device(learners, tmp_path, backend, recompute):
     config = settings(backend)
     config.learner.recompute = recompute
     learner = learners(config, hm.make_hf_model(tmp_path / "model", hidden_size=64, moe_intermediate_size=32))
@@ -79,8 +79,8 @@ def test_a_micro_batch_waits_for_the_device_at_most_once(learners, tmp_path, bac
     few, many = found
     assert few["_local_scalar_dense"], "a step asks for its norm: what is counted has to be seen"
     each = (many.total() - few.total()) / 6
-    assert each <= 1, f"{each:g} a micro-batch: {dict(many - few)}"
-    assert few.total() - 2 * each <= 12, f"of a step: {dict(few)}"
+    assert not each, f"{each:g} a micro-batch: {dict(many - few)}"
+    assert few.total() <= 12, f"of a step: {dict(few)}"
 
 
 def test_what_waits_is_counted():

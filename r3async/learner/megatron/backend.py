@@ -19,7 +19,7 @@ from r3async.config import Config
 from r3async.data.models import ModelShapeError
 from r3async.learner.backend import LearnerBackend, TokenScores
 from r3async.learner.batch import MicroBatch
-from r3async.learner.kernels import DeterministicGather, select_supports, token_logprobs
+from r3async.learner.kernels import DeterministicGather, select_supports, token_logprobs, upload_array
 from r3async.learner.lora import LoraAdapters
 from r3async.learner.megatron import cpu, parallel
 from r3async.learner.megatron.layers import (
@@ -84,6 +84,7 @@ class MegatronLearner(LearnerBackend):
             num_experts=shape.num_experts or 1,
             is_enabled=config.routing.replay != "off",
             device=device,
+            is_recomputed=config.learner.recompute != "none",
         )
         trained = build_adapter_mappings(adapters, mappings) if adapters else select_trained_mappings(mappings)
         learner = config.learner
@@ -199,7 +200,7 @@ class MegatronLearner(LearnerBackend):
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         """Copy an array to the device. It must be our own, not a table's column: columns may be read-only."""
-        return torch.from_numpy(array).to(self._device)
+        return upload_array(array, self._device)
 
     def run_schedule(
         self,

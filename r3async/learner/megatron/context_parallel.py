@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from r3async.learner.backend import TokenScores
+from r3async.learner.kernels import upload_array
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class ContextParallelGroup:
 
         Every rank gets all of them, and its own part of the gradient.
         """
-        at = torch.from_numpy(mine).to(scores[0].device)
+        at = upload_array(mine, scores[0].device)
         return _AllReduceScores.apply(*scores, at, total, self.group, entropy_gradient)
 
 

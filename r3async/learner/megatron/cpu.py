@@ -85,7 +85,6 @@ def _stub_transformer_engine() -> None:
 
 def _stub_cuda() -> None:
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import token_dispatcher
 
     cuda, cpu = torch.cuda, torch.device("cpu")
     # The router moves its weight to the current device; the tensor-parallel mappings allocate on it.
@@ -99,10 +98,6 @@ def _stub_cuda() -> None:
     torch.Tensor.cuda = lambda self, *a, **k: self
     # Pipeline communication synchronises the device after a batch of sends and receives.
     cuda.synchronize = lambda *a, **k: None
-    # The all-to-all dispatcher leaves CPU tensors as they are, but the collective wants sizes as integers.
-    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
-        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-    )
     # Activation recompute saves and restores the CUDA generator. Nothing here draws from it: dropout must be 0.
     state = torch.zeros(16, dtype=torch.uint8)
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *a, **k: state

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -15,6 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
+    all_to_all,
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -31,15 +33,17 @@ from torch.nn import Parameter
 from r3async.learner.batch import MicroBatch
 from r3async.learner.kernels import (
     AttentionPlan,
+    DeterministicGather,
     ExpertDispatch,
     WeightedSwiGLU,
     grouped_linear,
     packed_attention,
     plan_attention,
+    upload_array,
 )
 from r3async.learner.megatron.context_parallel import ContextParallelGroup
 from r3async.learner.model import MegatronModelShape, RotarySettings
-from r3async.learner.replay import RoutingReplay
+from r3async.learner.replay import RoutingReplay, RowExchange
 
 # Attention and norms, plugged into Megatron through its layer specifications: the same on CPU and CUDA.
 
@@ -70,7 +74,7 @@ def build_attention_params(
     frequency = torch.tensor(rotary.frequencies, dtype=torch.float32)
     here = context.local_rows(micro_batch.num_tokens) if context else slice(None)
     angle = torch.from_numpy(micro_batch.positions[here]).float()[:, None, None] * frequency
-    cu = torch.from_numpy(micro_batch.cu_seqlens.astype(np.int32)).to(device)
+    cu = upload_array(micro_batch.cu_seqlens.astype(np.int32), device)
     longest = int(micro_batch.segment_lengths.max())
     return PackedAttentionParams(
         qkv_format="thd",
@@ -80,8 +84,8 @@ def build_attention_params(
         max_seqlen_kv=longest,
         attention=plan_attention(micro_batch.cu_seqlens, device, micro_batch.prefixes),
         context_parallel=context,
-        cos=(angle.cos() * rotary.scale).to(device, dtype),
-        sin=(angle.sin() * rotary.scale).to(device, dtype),
+        cos=upload_array((angle.cos() * rotary.scale).to(dtype), device),
+        sin=upload_array((angle.sin() * rotary.scale).to(dtype), device),
     )
 
 
@@ -349,11 +353,73 @@ class LocalDispatcher(MoETokenDispatcher):
         return hidden_states.view(self._shape)
 
 
-def use_local_dispatcher(layers: Iterable[Any], config: TransformerConfig) -> None:
-    """Give the mixtures among `layers` our dispatcher, unless experts are divided among ranks."""
+class ExchangeDispatcher(LocalDispatcher):
+    """A dispatcher that sends tokens to the ranks that have their experts, by all-to-all.
+
+    The host has to know how many rows it sends and receives: once a layer, also if the layer is recomputed. Megatron's
+    dispatcher reads from the device five times a pass, and sums the results in no fixed order.
+
+    Rows are sent in the order of experts and then of tokens, and so leave in blocks, one for each rank. They arrive in
+    the order of ranks, experts and tokens, and are put into that of experts, ranks and tokens.
+    """
+
+    replay: RoutingReplay
+    router: int
+    """The number of the layer's router among those of this rank."""
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        routes = self.replay.current_routes
+        exchange = routes.exchanges.get(self.router) if routes is not None and routes.is_recomputing else None
+        self._exchange = exchange or self._plan_exchange(self._dispatch.expert_counts)
+        if routes is not None:
+            routes.exchanges[self.router] = self._exchange
+        self._to_experts, self._to_ranks = order_by_expert(self._exchange)
+        return self._send(hidden_states), self._send(probs)
+
+    def _plan_exchange(self, sent: Tensor) -> RowExchange:
+        """Agree with the other ranks on the rows that everyone sends, from those of each expert, int64 `[E]`."""
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.ep_group)
+        by_rank = (counts.view(self.ep_size, -1).sum(dim=1) for counts in (sent, received))
+        sizes = torch.cat([*by_rank]).tolist()
+        return RowExchange(sizes[: self.ep_size], sizes[self.ep_size :], received.view(self.ep_size, -1))
+
+    def _send(self, rows: Tensor) -> Tensor:
+        arrived: Tensor = all_to_all(self.ep_group, rows, self._exchange.received, self._exchange.sent)
+        return arrived
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        counts = self._exchange.received_by_expert.sum(dim=0)
+        return self._to_experts(hidden_states), counts, self._to_experts(probs)
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        return self._to_ranks(hidden_states)
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        returned: Tensor = all_to_all(self.ep_group, hidden_states, self._exchange.sent, self._exchange.received)
+        return returned
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        return super().combine_postprocess(self._dispatch.combine_outputs(hidden_states))
+
+
+def order_by_expert(exchange: RowExchange) -> tuple[DeterministicGather, DeterministicGather]:
+    """Return the gathers of received rows in the order of experts, and of these in the order in which they came."""
+    by_expert, total = exchange.received_by_expert, sum(exchange.received)
+    ranks, experts = by_expert.shape
+    expert_of_block = torch.arange(experts, device=by_expert.device).repeat(ranks)
+    expert_of_row = expert_of_block.repeat_interleave(by_expert.flatten(), output_size=total)
+    order = expert_of_row.argsort(stable=True)
+    back = torch.empty_like(order).index_copy_(0, order, torch.arange(total, device=order.device))
+    return DeterministicGather(order, back, None), DeterministicGather(back, order, None)
+
+
+def use_own_dispatchers(layers: Iterable[Any], config: TransformerConfig) -> None:
+    """Give the mixtures among `layers` our dispatchers."""
+    dispatcher = LocalDispatcher if config.expert_model_parallel_size == 1 else ExchangeDispatcher
     for layer in layers:
-        if isinstance(layer.mlp, MoELayer) and config.expert_model_parallel_size == 1:
-            layer.mlp.token_dispatcher = LocalDispatcher(config, get_default_pg_collection())
+        if isinstance(layer.mlp, MoELayer):
+            layer.mlp.token_dispatcher = dispatcher(config, get_default_pg_collection())
 
 
 # The model: layers of our modules through Megatron's specifications, without fork or patch; and replay in its routers.
@@ -409,7 +475,7 @@ def build_model(config: TransformerConfig, shape: MegatronModelShape) -> HiddenS
         position_embedding_type="none",
         share_embeddings_and_output_weights=shape.tied_embeddings,
     )
-    use_local_dispatcher(model.decoder.layers, config)
+    use_own_dispatchers(model.decoder.layers, config)
     return model
 
 
@@ -489,13 +555,14 @@ def attach_replay(
             `moe_layers[l]`.
         cp_size: The number of ranks among which the model's input tokens are divided.
     """
-    routers = {
-        layer.layer_number: layer.mlp.router for layer in model.decoder.layers if isinstance(layer.mlp, MoELayer)
-    }
-    columns = [list(moe_layers).index(number) for number in routers]
+    mixtures = {layer.layer_number: layer.mlp for layer in model.decoder.layers if isinstance(layer.mlp, MoELayer)}
+    columns = [list(moe_layers).index(number) for number in mixtures]
     replay = RoutingReplay(num_moe_layers=len(moe_layers), moe_layer_indices=columns, token_shard=shard, **settings)
-    for index, router in enumerate(routers.values()):
-        router.router_replay = RouterReplayAdapter(replay, index, pre_softmax=model.config.moe_router_pre_softmax)
+    for index, mixture in enumerate(mixtures.values()):
+        mixture.router.router_replay = RouterReplayAdapter(
+            replay, index, pre_softmax=model.config.moe_router_pre_softmax
+        )
+        mixture.token_dispatcher.replay, mixture.token_dispatcher.router = replay, index
     # Checked before any collective: ranks that wait for each other's tokens would wait forever.
     model.register_forward_pre_hook(lambda module, args: replay.check_token_count(cp_size * args[0].numel()))
     return replay

@@ -20,7 +20,7 @@ from r3async.config import Config, LearnerConfig
 from r3async.data.models import find_architecture
 from r3async.learner.backend import SINGLE_RANK, LearnerBackend, RankGroup, TokenScores
 from r3async.learner.batch import MicroBatch
-from r3async.learner.kernels import DeterministicGather, select_supports
+from r3async.learner.kernels import DeterministicGather, select_supports, upload_array
 from r3async.learner.lora import AdapterCandidate, LoraAdapters, ShardedDim, select_targets
 from r3async.learner.optimizer import ExpertBias, Gradients, MasterAdamW, compute_squared_norm, count_updates, to_local
 from r3async.learner.replay import MicroBatchRoutes, RoutingReplay
@@ -89,7 +89,10 @@ class TorchLearner(LearnerBackend):
         model = PackedModel(causal, described, max_total_tokens=config.episode.max_total_tokens)
         model.entropy_gradient = config.algorithm.entropy_coef != 0
         replay = RoutingReplay.for_full_model(
-            model.routing, enabled=config.routing.replay != "off", device=ranks.device
+            model.routing,
+            enabled=config.routing.replay != "off",
+            device=ranks.device,
+            is_recomputed=config.learner.recompute != "none",
         )
         if model.routing:
             known = find_architecture(described.get("model_type", ""))
@@ -119,9 +122,9 @@ class TorchLearner(LearnerBackend):
         m, device = micro_batch, self.ranks.device
         return self.model(
             PackedInputs.from_micro_batch(m, device),
-            torch.from_numpy(rows).to(device),
+            upload_array(rows, device),
             DeterministicGather.from_index(m.previous_rows(rows), m.num_tokens, device),
-            torch.from_numpy(m.token_temperatures[rows]).to(device),
+            upload_array(m.token_temperatures[rows], device),
             routes,
             select_supports(m.support, rows),
         )

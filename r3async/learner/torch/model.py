@@ -20,7 +20,14 @@ from r3async.data.models import EXPERT_BIAS_SUFFIX, ModelShapeError, RoutingShap
 from r3async.data.supports import SupportSets
 from r3async.data.tokens import Sample, TokenTable
 from r3async.learner.batch import MicroBatch, collate_samples
-from r3async.learner.kernels import AttentionPlan, DeterministicGather, packed_attention, plan_attention, token_logprobs
+from r3async.learner.kernels import (
+    AttentionPlan,
+    DeterministicGather,
+    packed_attention,
+    plan_attention,
+    token_logprobs,
+    upload_array,
+)
 from r3async.learner.replay import MicroBatchRoutes, RoutingReplay
 from r3async.learner.results import LearnerError
 
@@ -103,7 +110,7 @@ class PackedInputs:
     @staticmethod
     def from_micro_batch(micro_batch: MicroBatch, device: torch.device) -> PackedInputs:
         m = micro_batch
-        ids, at = (torch.from_numpy(x.astype(np.int64)).to(device) for x in (m.table["token_ids"], m.positions))
+        ids, at = (upload_array(x.astype(np.int64), device) for x in (m.table["token_ids"], m.positions))
         return PackedInputs(ids, at, plan_attention(m.cu_seqlens, device, m.prefixes))
 
     def to_model_inputs(self) -> dict[str, Any]:

@@ -1,0 +1,92 @@
+"""What a micro-batch asks of a CUDA device: launches, copies, and how often the host waits. Counted, and limited."""
+
+from collections import Counter
+from typing import NamedTuple
+
+import pytest
+
+from dev.gpu.runs import Case, read_counts
+from tests.helpers.emulated import describe_failure, run_emulated
+
+DEPTHS = (2, 4)
+LEARNERS = {
+    "megatron": {"recompute": "full"},
+    "megatron-none": {"recompute": "none"},
+    "megatron-ep": {"recompute": "full", "parallel": {"tp": 2, "ep": 2}},
+    "torch": {"backend": "torch", "recompute": "full"},
+}
+FAULTS = ("index-on-host", "item-in-loop")
+FORGOTTEN = Case("forgotten", LEARNERS["megatron-ep"], layers=2, task="counts", fault="forgotten-upload")
+
+
+def cases_of(name: str, fault: str = "") -> list[Case]:
+    learner = LEARNERS[name]
+    return [Case(f"{name}{fault}-{layers}", learner, layers=layers, task="counts", fault=fault) for layers in DEPTHS]
+
+
+class Counted(NamedTuple):
+    """Counts of one micro-batch: of each layer, and of all the rest."""
+
+    layer: Counter[str]
+    rest: Counter[str]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    out = tmp_path_factory.mktemp("counts")
+    cases = [case for name in LEARNERS for case in cases_of(name)]
+    cases += [case for fault in FAULTS for case in cases_of("megatron", fault)]
+    assert run_emulated([*cases, FORGOTTEN], out) == [FORGOTTEN.name], describe_failure(out)
+    return out
+
+
+def count_micro_batch(out, name: str, fault: str = "") -> Counted:
+    # Two equal micro-batches less one.
+    few, many = (
+        read_counts(case, out, "train-2") - read_counts(case, out, "train-1") for case in cases_of(name, fault)
+    )
+    names = ("launches", "waits", "uploads", "downloads", "collectives")
+    layer = Counter({n: (many[n] - few[n]) / (DEPTHS[1] - DEPTHS[0]) for n in names})
+    return Counted(layer, Counter({n: few[n] - DEPTHS[0] * layer[n] for n in names}))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", LEARNERS)
+def test_the_host_hardly_waits_in_a_micro_batch(out, name):
+    counted = count_micro_batch(out, name)
+    # Where experts are on several ranks, the host has to know how many rows each of them gets.
+    assert counted.layer["waits"] <= (name == "megatron-ep"), counted
+    assert counted.rest["waits"] == 0, counted
+    assert counted.layer["downloads"] == counted.layer["waits"], counted
+    assert counted.rest["downloads"] == 0, counted
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", LEARNERS)
+def test_a_micro_batch_is_uploaded_once(out, name):
+    """Each of its arrays goes to the device by itself, from pinned memory, and no layer uploads anything."""
+    counted = count_micro_batch(out, name)
+    assert counted.layer["uploads"] == 0, counted
+    assert counted.rest["uploads"] <= 28, counted
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("name", "launches"), [("megatron", 190), ("megatron-none", 135), ("megatron-ep", 210), ("torch", 320)]
+)
+def test_a_layer_launches_so_many_operators(out, name, launches):
+    assert count_micro_batch(out, name).layer["launches"] <= launches
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_makes_the_host_wait_is_found(out, fault):
+    assert count_micro_batch(out, "megatron").rest["waits"] == 0
+    assert count_micro_batch(out, "megatron", fault).rest["waits"] >= 1
+
+
+@pytest.mark.timeout(900)
+def test_a_tensor_that_one_rank_forgets_to_upload_is_found(out):
+    said = [(out / f"{FORGOTTEN.name}-{rank}.log").read_text() for rank in range(2)]
+    assert "found at least two devices, cuda:0 and cpu! (aten.embedding.default" in said[1]
+    assert "two devices" not in said[0]

@@ -38,7 +38,13 @@ def forget_upload() -> None:
     MegatronLearner._to_device = lambda self, array: torch.from_numpy(array)  # type: ignore[method-assign]
 
 
+def be_blackwell() -> None:
+    """Be a device on which torch leaves gradients of experts without a token unwritten."""
+    torch.cuda.get_device_capability = lambda device=None: (10, 0)
+
+
 FAULTS: dict[str, Callable[[], None]] = {
+    "blackwell": be_blackwell,
     "index-on-host": leave_index_on_host,
     "item-in-loop": read_every_loss,
     "forgotten-upload": forget_upload,

@@ -363,9 +363,36 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """
     if all(n * x.element_size() % GROUPED_ROW_BYTES == 0 for n in weight.shape[1:]):
         ends = counts.cumsum(0, dtype=torch.int32)
-        return F.grouped_mm(x, weight.mT, offs=ends)
+        return F.grouped_mm(x, zero_empty_gradients(weight, ends).mT, offs=ends)
     parts = zip(x.split(counts.tolist()), weight.unbind(), strict=True)
     return torch.cat([F.linear(part, matrix) for part, matrix in parts])
+
+
+def zero_empty_gradients(weight: Tensor, ends: Tensor) -> Tensor:
+    """Return `weight` `[E, ...]`, the matrices of a grouped product, with a gradient that is 0 for groups without a row.
+
+    `ends` int32 `[E]` are the ends of the groups' rows. On Blackwell torch leaves these gradients unwritten
+    (github.com/pytorch/pytorch, issues 172439 and 193633). Elsewhere this does nothing: it takes a pass over the gradient.
+    """
+    return _ZeroEmptyGradients.apply(weight, ends) if _leaves_gradients_unwritten(weight.device) else weight
+
+
+@cache
+def _leaves_gradients_unwritten(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
+
+
+class _ZeroEmptyGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(ends)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (ends,) = ctx.saved_tensors
+        empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+        return grads[0].masked_fill(empty.view(-1, *(1 for _ in grads[0].shape[1:])), 0.0), None
 
 
 class WeightedSwiGLU(torch.autograd.Function):

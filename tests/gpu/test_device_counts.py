@@ -35,7 +35,7 @@ class Counted(NamedTuple):
 def out(tmp_path_factory):
     out = tmp_path_factory.mktemp("counts")
     cases = [case for name in LEARNERS for case in cases_of(name)]
-    cases += [case for fault in FAULTS for case in cases_of("megatron", fault)]
+    cases += [case for fault in ("blackwell", *FAULTS) for case in cases_of("megatron", fault)]
     assert run_emulated([*cases, FORGOTTEN], out) == [FORGOTTEN.name], describe_failure(out)
     return out
 
@@ -59,6 +59,14 @@ def test_the_host_hardly_waits_in_a_micro_batch(out, name):
     assert counted.rest["waits"] == 0, counted
     assert counted.layer["downloads"] == counted.layer["waits"], counted
     assert counted.rest["downloads"] == 0, counted
+
+
+@pytest.mark.timeout(900)
+def test_gradients_of_experts_without_a_token_are_zeroed_without_waiting(out):
+    before, counted = count_micro_batch(out, "megatron"), count_micro_batch(out, "megatron", "blackwell")
+    assert before.layer["launches"] < counted.layer["launches"] <= before.layer["launches"] + 10
+    assert not counted.layer["waits"]
+    assert not counted.rest["waits"]
 
 
 @pytest.mark.timeout(900)

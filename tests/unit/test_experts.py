@@ -6,7 +6,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from r3async.learner import kernels
 from r3async.learner.kernels import ExpertDispatch, WeightedSwiGLU, grouped_linear
+from r3async.learner.trainer import train_minibatch
+from tests.helpers import models as hm
+from tests.helpers.checkpoint import batches
+from tests.helpers.checkpoint import settings as learner_settings
 
 
 def loop(x, w1, w2, gates, chosen):
@@ -76,3 +81,60 @@ def test_no_tokens_are_no_rows():
     out.sum().backward()
     assert out.shape == (0, 8)
     assert not inputs[1].grad.any()
+
+
+class Unwritten(torch.autograd.Function):
+    """The weight of a grouped product whose backward pass does not write the gradients of groups without a row."""
+
+    @staticmethod
+    def forward(ctx, weight, ends):
+        ctx.save_for_backward(ends)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (ends,) = ctx.saved_tensors
+        sizes = ends.diff(prepend=ends.new_zeros(1))
+        return torch.where(sizes[:, None, None] == 0, torch.nan, grad), None
+
+
+@pytest.fixture
+def on_blackwell(monkeypatch):
+    """Return a function that makes torch's grouped product as it is on B200 (pytorch#172439, #193633)."""
+    product = F.grouped_mm
+
+    def multiply(x, weight, *, offs):
+        return product(x, Unwritten.apply(weight, offs), offs=offs)
+
+    def begin(is_masked: bool) -> None:
+        monkeypatch.setattr(F, "grouped_mm", multiply)
+        monkeypatch.setattr(kernels, "_leaves_gradients_unwritten", lambda device: is_masked)
+
+    return begin
+
+
+def test_experts_without_a_token_have_no_gradient_on_blackwell(on_blackwell):
+    inputs, chosen, grad = made(2, 3, 9, 2, 8, 8, torch.float32)
+    assert not chosen.any(dim=0).all(), "some expert has no token"
+    exact = passed(loop, inputs, chosen, grad)
+    for is_masked in (False, True):
+        on_blackwell(is_masked)
+        found = passed(stacks, inputs, chosen, grad)
+        assert [bool(torch.isfinite(x).all()) for x in found[2:4]] == [is_masked] * 2
+    for ours, right in zip(found, exact, strict=True):
+        assert (ours - right).norm() <= 1e-6 * max(1e-3, right.norm())
+
+
+@pytest.mark.parametrize("backend", ["megatron", "torch"])
+def test_a_learner_is_the_same_on_blackwell(learners, tmp_path, on_blackwell, backend):
+    model = hm.make_hf_model(tmp_path / "model", num_experts=64, hidden_size=64, moe_intermediate_size=32)
+    config, found = learner_settings(backend), []
+    (step,) = batches(1)
+    for is_masked in (None, False, True):
+        if is_masked is not None:
+            on_blackwell(is_masked)
+        learner = learners(config, model)
+        found.append([train_minibatch(learner, step[:1]).metrics["optimizer/skipped"], learner.export_weights()])
+    (_, right), (broken, _), (skipped, ours) = found
+    assert (broken, skipped) == (1, 0)
+    assert all(torch.equal(ours[name], right[name]) for name in right)

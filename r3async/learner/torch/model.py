@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.integrations import moe
 
 from r3async.data.models import EXPERT_BIAS_SUFFIX, ModelShapeError, RoutingShape, read_moe_layers
 from r3async.data.supports import SupportSets
@@ -27,6 +28,7 @@ from r3async.learner.kernels import (
     plan_attention,
     token_logprobs,
     upload_array,
+    zero_empty_gradients,
 )
 from r3async.learner.replay import MicroBatchRoutes, RoutingReplay
 from r3async.learner.results import LearnerError
@@ -73,6 +75,16 @@ def _packed_attention_forward(
 
 
 AttentionInterface.register(ATTENTION_NAME, _packed_attention_forward)
+_grouped_product = moe._grouped_mm
+
+
+def _multiply_groups(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """Multiply as transformers does, with gradients that are right on Blackwell too."""
+    product: Tensor = _grouped_product(input, zero_empty_gradients(weight, offs), offs)
+    return product
+
+
+moe._grouped_mm = _multiply_groups
 
 
 def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from r3async.learner import kernels
 from r3async.learner.kernels import ExpertDispatch, WeightedSwiGLU, grouped_linear
+from r3async.learner.megatron.layers import order_by_expert
+from r3async.learner.replay import RowExchange
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import models as hm
 from tests.helpers.checkpoint import batches
@@ -71,6 +73,26 @@ def test_stacks_in_bf16_are_as_near_as_the_loop(sizes):
     for ours, theirs, right in pairs:
         assert ours.dtype == theirs.dtype
         assert (ours.float() - right).norm() <= 1.2 * (theirs.float() - right).norm() + 1e-3 * right.norm()
+
+
+@given(
+    st.integers(1, 4).flatmap(
+        lambda experts: st.lists(
+            st.lists(st.integers(0, 3), min_size=experts, max_size=experts), min_size=1, max_size=4
+        )
+    )
+)
+def test_received_rows_are_put_in_the_order_of_experts_and_back(counts):
+    """They come in the order of ranks; the rows of an expert stay in it."""
+    received = torch.tensor(counts)
+    came = [(expert, rank, i) for rank, row in enumerate(counts) for expert, n in enumerate(row) for i in range(n)]
+    to_experts, to_ranks = order_by_expert(RowExchange([], received.sum(dim=1).tolist(), received))
+    rows = torch.arange(len(came), dtype=torch.float32).requires_grad_()
+    put = to_experts(rows)
+    assert [came[int(i)] for i in put] == sorted(came)
+    assert torch.equal(to_ranks(put), rows)
+    (gradient,) = torch.autograd.grad(put, rows, put.detach() + 1)
+    assert torch.equal(gradient, rows + 1)
 
 
 def test_no_tokens_are_no_rows():

@@ -16,6 +16,7 @@ from r3async.data.wire import decode_trajectory, encode_trajectory
 from r3async.learner import LearnerError
 from r3async.learner.batch import collate_samples, pack_samples
 from r3async.learner.megatron.backend import MegatronLearner
+from r3async.learner.replay import RoutingReplay
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import learner as megatron
@@ -305,3 +306,27 @@ def test_a_step_of_the_megatron_learner(tmp_path):
     path = models.make_hf_model(tmp_path / "model", num_experts_per_tok=TOP_K)
     samples = megatron.fully_recorded(models.make_samples(3, megatron.LENGTHS))
     check_every_form(lambda: MegatronLearner.from_pretrained(megatron.settings(), path), of_four(samples))
+
+
+def test_a_recomputed_pass_replays_what_the_forward_pass_did():
+    """Also for a token without a record, whose router may find other scores when it computes them again."""
+    replay = RoutingReplay(
+        num_moe_layers=hm.LAYERS,
+        moe_layer_indices=range(hm.LAYERS),
+        top_k=hm.TOP_K,
+        num_experts=hm.EXPERTS,
+        is_enabled=True,
+        device=torch.device("cpu"),
+        is_recomputed=True,
+    )
+    (sample,) = hm.make_samples(5, [9])  # its last token has no record
+    first, again = (
+        torch.from_numpy(hm.random_routes(np.random.default_rng(s), 9)[:, 1].astype(np.int64)) for s in (1, 2)
+    )
+    with replay.bind_routes(collate_samples([sample])) as routes:
+        used = routes.choose_experts(1, first)
+        assert torch.equal(used[-1], first[-1])
+        load = replay.counts.expert_load.clone()
+        routes.is_recomputing = True
+        assert torch.equal(routes.choose_experts(1, again), used)
+    assert torch.equal(replay.counts.expert_load, load)

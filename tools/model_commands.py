@@ -166,7 +166,9 @@ def diagnose(
 
 
 def doctor(
-    gpu: Annotated[bool, typer.Option("--gpu", help="measure what no CPU knows: kernels, memory and speed on a GPU")] = False,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="measure what no CPU knows: kernels, memory and speed on a GPU")
+    ] = False,
     small: Annotated[bool, typer.Option("--small", help="with --gpu: small shapes, which a CPU does too")] = False,
     only: Annotated[list[str] | None, typer.Option(help="with --gpu: parts whose names begin so")] = None,
     minutes: Annotated[float, typer.Option(help="with --gpu: the same command continues with what is left")] = 9.5,

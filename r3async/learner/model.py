@@ -157,10 +157,10 @@ def _is_extra_layer(name: str, layers: int) -> bool:
 def open_model_files(directory: Path) -> dict[str, Any]:
     """Return, for each tensor of a directory's safetensors files, by name, the open file that has it.
 
-    Raises `LearnerError`.
+    The files are read, not mapped: what was read of them does not stay in the process's memory. Raises `LearnerError`.
     """
     try:
-        opened = [safe_open(path, framework="pt") for path in sorted(directory.glob("*.safetensors"))]
+        opened = [safe_open(path, framework="pt", backend="pread") for path in sorted(directory.glob("*.safetensors"))]
     except (OSError, SafetensorError) as error:
         raise LearnerError(f"{directory}: its weights cannot be read: {error}") from error
     if not opened:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from r3async.config import Config
 
@@ -68,15 +67,12 @@ def megatron_rank(config: Config, path: Path, rank: int) -> Iterator[Any]:
 def torch_rank(config: Config, path: Path, rank: int) -> Iterator[Any]:
     """Yield the learner that `TorchLearner.from_pretrained` makes on that rank."""
     from r3async.learner.torch import backend
-    from r3async.learner.torch.model import ATTENTION_NAME
-
-    def built(source: Path, dtype: torch.dtype) -> Any:
-        with torch.device("meta"):
-            loaded = AutoConfig.from_pretrained(source, local_files_only=True)
-            return AutoModelForCausalLM.from_config(loaded, dtype=dtype, attn_implementation=ATTENTION_NAME).eval()
+    from r3async.learner.torch.model import PackedModel, build_empty_model
 
     with alone_of(config.learner.parallel.world_size, rank), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "load_model", built)
+        patch.setattr(backend, "load_model", build_empty_model)
+        patch.setattr(backend, "fill_sharded_model", lambda *args: None)
+        patch.setattr(PackedModel, "find_routers", lambda model, device: None)  # nothing has a value
         learner = backend.TorchLearner.from_pretrained(config, path)
         try:
             yield learner

@@ -76,7 +76,7 @@ def test_what_is_refused_by_name_this_backend_would_refuse_when_it_looks(kind):
         causal = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
     why = {"gemma2": "uses soft-capping", "phimoe": "routes of this model cannot"}
     with pytest.raises(LearnerError, match=why.get(kind, "calls attention 0 times instead of once")):
-        PackedModel(causal.eval(), config.to_dict(), max_total_tokens=64)
+        PackedModel(causal.eval(), config.to_dict(), max_total_tokens=64).find_routers(torch.device("meta"))
 
 
 @pytest.mark.parametrize("variant", ["gpt_oss", "deepseek_v3", "qwen2_moe", "glm4_moe"])

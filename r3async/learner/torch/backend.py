@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from r3async.checkpoint.tensors import TensorSlice
@@ -26,16 +26,24 @@ from r3async.learner.optimizer import ExpertBias, Gradients, MasterAdamW, comput
 from r3async.learner.replay import MicroBatchRoutes, RoutingReplay
 from r3async.learner.results import LearnerError
 from r3async.learner.state import ShardSlice
-from r3async.learner.torch.described import first_error_line, load_transformers_config, read_model_config
-from r3async.learner.torch.model import PackedInputs, PackedModel, attach_replay, load_model
+from r3async.learner.torch.described import read_model_config
+from r3async.learner.torch.model import (
+    PackedInputs,
+    PackedModel,
+    attach_replay,
+    build_empty_model,
+    fill_sharded_model,
+    load_model,
+    return_freed_blocks,
+)
 
 
 class TorchLearner(LearnerBackend):
     """A learner backend whose model is built by transformers.
 
     One process trains alone. With `learner.parallel.dp` processes, in the default process group (gloo or nccl), every
-    parameter is divided among them by FSDP2, in float32: the shards are the master weights. While it loads, each
-    process holds the whole model in host memory.
+    parameter is divided among them by FSDP2, in float32: the shards are the master weights. Each process reads its
+    shards alone.
     """
 
     name = "torch"
@@ -85,8 +93,17 @@ class TorchLearner(LearnerBackend):
             torch.set_num_threads(config.learner.threads)
         dtype = getattr(torch, config.learner.dtype)
         described = read_model_config(source)
-        causal = load_model(source, torch.float32 if ranks.world_size > 1 else dtype)
+        shared = ranks.world_size > 1
+        causal = build_empty_model(source, torch.float32) if shared else load_model(source, dtype)
         model = PackedModel(causal, described, max_total_tokens=config.episode.max_total_tokens)
+        if shared:
+            shard_model(model, ranks, dtype)
+            with return_freed_blocks():
+                fill_sharded_model(causal, source, ranks.device)
+                model.find_routers(ranks.device)
+        else:
+            model.find_routers(torch.device("cpu"))
+            model.to(ranks.device)
         model.entropy_gradient = config.algorithm.entropy_coef != 0
         replay = RoutingReplay.for_full_model(
             model.routing,
@@ -102,10 +119,6 @@ class TorchLearner(LearnerBackend):
         chosen = freeze_parameters(model, config.learner)
         if frozen:
             model.requires_grad_(False)
-        if ranks.world_size > 1:
-            shard_model(model, ranks, dtype)
-        else:
-            model.to(ranks.device)
         adapters = None
         if config.learner.lora.rank:
             adapters = LoraAdapters(
@@ -241,6 +254,8 @@ def compute_sharded_norm(ranks: RankGroup, is_replicated: Sequence[bool], gradie
 def shard_model(model: PackedModel, ranks: RankGroup, dtype: torch.dtype) -> None:
     """Divide every parameter, held in float32, among the ranks; each layer is gathered in `dtype` while it runs.
 
+    Parameters without memory stay without.
+
     Gradients are summed over ranks, not averaged, in float32: the loss is already divided by the global denominator.
     """
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
@@ -248,6 +263,7 @@ def shard_model(model: PackedModel, ranks: RankGroup, dtype: torch.dtype) -> Non
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
+    register_fsdp_forward_method(model, PackedModel._trial_forward.__name__)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -275,17 +291,6 @@ def check_buildable(config: Config, path: Path) -> None:
     Raises `LearnerError` for a model that this backend would train wrongly. What only values show (changed logits,
     masked scores) is not detected, and files of weights are not read.
     """
-    described, loaded = read_model_config(path), load_transformers_config(path)
-
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from r3async.learner.torch.model import ATTENTION_NAME, PackedModel
-
-    try:
-        with torch.device("meta"):
-            # Without values, this is the only precision with a kernel for matrices of experts.
-            causal = AutoModelForCausalLM.from_config(loaded, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
-    except Exception as error:  # many kinds: numbers that do not fit
-        raise LearnerError(f"transformers cannot build it: {first_error_line(error)}") from error
-    PackedModel(causal.eval(), described, max_total_tokens=config.episode.max_total_tokens)
+    # Without values, bfloat16 is the only precision with a kernel for matrices of experts.
+    described, causal = read_model_config(path), build_empty_model(path, torch.bfloat16)
+    PackedModel(causal, described, max_total_tokens=config.episode.max_total_tokens).find_routers(torch.device("meta"))

@@ -349,7 +349,7 @@ class Conductor:
         self._processes["learner"] = info["pid"], info["host"]
         self.fleet.check_generators(infos, self.admission.slots)
         self.task_source.set_task_counts(infos[0]["tasks"])
-        hosts = {i["host"] for i in infos} | {info["host"]}
+        hosts = {i["host"] for i in infos} | {info["host"], *info["rank_hosts"]}
         backend = choose_weight_backend(config, hosts, info["gpus"], [i["gpus"] for i in infos])
         probe_tokens = await self.fleet.encode_probe_text()
         listening = await self.learner.call("start_listening", infos[0]["routing"], backend, probe_tokens)

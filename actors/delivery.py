@@ -4,6 +4,7 @@ transport they travel."""
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ from r3async.config.rollout import bracket_ipv6
 from r3async.data.versions import Lineage
 from r3async.learner import LearnerError
 from r3async.record.timeline import Timeline
-from r3async.weights.fetch import TcpReceiver, TcpServer
+from r3async.weights.fetch import PartServer, TcpReceiver, TcpServer
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.nccl import NcclReceiver, NcclSender
 from r3async.weights.probe import make_probe_pair
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
     from .ranks import LocalRank, RemoteRanks
 
 _WILDCARD_HOSTS = ("*", "0.0.0.0", "::")
+SENDER_HINT = (
+    "a host of the learner sends its part of a version to nobody: a sender that does not answer there is replaced, and a "
+    "network that carries nothing is waited for"
+)
 WRITE_DISK_HINT = "the run waits, and nothing is lost: free bytes there, or file descriptors of this process"
 
 
@@ -76,6 +81,7 @@ class VersionWriter:
             probe.
         write_seconds: Seconds that writing one version may take.
         server: Serves what is written to other hosts, if there are any.
+        remote_ranks: The ranks, if they are on several hosts, which serve what is written there.
         report_event: Called when the wait for a disk begins and ends.
     """
 
@@ -89,6 +95,7 @@ class VersionWriter:
     probe_tokens: np.ndarray | None
     write_seconds: float
     server: TcpServer | None = None
+    remote_ranks: RemoteRanks | None = None
     report_event: EventReporter = ignore_event
 
     def __post_init__(self) -> None:
@@ -104,6 +111,7 @@ class VersionWriter:
         """Version of the copy; -1 before the first."""
         self._copied_scores: np.ndarray | None = None
         """Scores of the probe's text with the copy; None if they were not requested."""
+        self._watching: asyncio.Task[None] | None = None
         self._write_done = asyncio.Event()
         self._write_done.set()
 
@@ -171,18 +179,48 @@ class VersionWriter:
     async def _offer_to_hosts(self, manifest: WeightManifest, parts: list[Any]) -> list[Any]:
         return parts if self.server is None else [self.server.offer_version(manifest, *parts)]
 
+    def begin_watching(self) -> None:
+        """Begin to watch the senders on the learner's other hosts, if there are any."""
+        if self.server is not None and self.remote_ranks is not None:
+            self._watching = asyncio.create_task(self._watch_senders(self.server, self.remote_ranks))
+
+    async def _watch_senders(self, server: TcpServer, ranks: RemoteRanks) -> None:
+        """Replace senders that send nothing and do not answer. Engines wait meanwhile."""
+        while True:
+            silent = await server.silent_parts.get()
+            parts = server.list_remote_parts(silent.endpoint)
+            if not parts:  # replaced, or no longer needed
+                continue
+            self.report_event("weights_stalled", sender=silent.endpoint, hint=SENDER_HINT)
+            try:
+                host, endpoint = await self.writer_lane.run(ranks.revive_sender, parts)
+            except LearnerError:  # its rank was lost, which ends the step
+                return
+            server.move_parts(silent.endpoint, endpoint)
+            self.report_event("weights_go_on", host=host, sender=endpoint, replaced=endpoint != silent.endpoint)
+
     async def save_model_directory(self, manifest: WeightManifest, model: Path, directory: Path) -> None:
-        """Write a version whose file is on this host as a model directory, with the configuration and tokenizer of the
-        start `model`. Raises `OSError` or `TimeoutError`."""
+        """Write a version whose file is on the learner's hosts as a model directory, with the configuration and
+        tokenizer of the start `model`. Raises `OSError` or `TimeoutError`."""
         from r3async.learner.state import save_version_as_model  # loads torch, which this process has by now
 
+        parts = [] if self.server is None else self.server.list_parts(manifest)
+
+        def copy_version(target: Path) -> None:
+            if self.remote_ranks is not None:
+                self.remote_ranks.join_parts(parts, target)
+            else:
+                shutil.copyfile(manifest.path, target)
+
         writing = self.writer_lane.run(
-            save_version_as_model, directory, model, Path(manifest.path), self.config.generator.dtype
+            save_version_as_model, directory, model, copy_version, self.config.generator.dtype
         )
         await asyncio.wait_for(writing, self.write_seconds)
 
     async def close(self) -> None:
         """Stop serving versions. Idempotent."""
+        if self._watching is not None:
+            self._watching.cancel()
         if self.server is not None:
             await self.server.close()
 
@@ -236,6 +274,15 @@ def with_loopback_host(config: Config) -> Config:
     if config.transport.host:
         return config
     return msgspec.structs.replace(config, transport=msgspec.structs.replace(config.transport, host=LOOPBACK_HOST))
+
+
+def build_part_server(config: Config, keys: ServerKeys, world: World = REAL_WORLD) -> PartServer:
+    """Return the server of another host of the learner, from which engines fetch its parts of versions."""
+
+    def reached_at(bound: str) -> str:
+        return f"tcp://{bracket_ipv6(world.actors.host_address(config.cluster.interface))}:{bound.rpartition(':')[2]}"
+
+    return PartServer("0.0.0.0", keys, world, public_endpoint=reached_at)
 
 
 def resolve_endpoint(config: Config, world: World, endpoint: str) -> str:

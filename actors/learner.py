@@ -543,7 +543,13 @@ class LearnerActor:
             lineage=self.lineage.number,
         )
         sees = shares_run_directory(self.run_dir, self.lineage.number, self.world.files)
-        return {**describe_process(self.world), "gpus": gpus, "sees_run": sees, "written": self._write_sizes}
+        return {
+            **describe_process(self.world),
+            "gpus": gpus,
+            "rank_hosts": sorted({host for _, host in model.ranks.processes}),
+            "sees_run": sees,
+            "written": self._write_sizes,
+        }
 
     def _load_model(self) -> LearnerModel:
         path, schedule = self.model_path, self.config.schedule
@@ -598,11 +604,17 @@ class LearnerActor:
             probe_tokens=None if probe_tokens is None else np.asarray(probe_tokens, np.int32),
             write_seconds=config.weights.resolve_write_timeout(self._write_sizes.version_bytes),
             server=build_weight_server(config, transport, inbox.keys, world),
+            remote_ranks=model.ranks if isinstance(model.ranks, RemoteRanks) and not model.ranks.is_one_host else None,
             report_event=self.events.warning,
         )
         await version_writer.disk_wait.run_with_retries(
-            WRITE_DISK_HINT, self._torch_lane.run, model.ranks.set_weight_transport, transport
+            WRITE_DISK_HINT,
+            self._torch_lane.run,
+            model.ranks.set_weight_transport,
+            transport,
+            sender_keys=inbox.keys,
         )
+        version_writer.begin_watching()
         next_step = NextStep(inbox, self._packer_lane, trainer.prepare_step)
         self._components = LearnerComponents(inbox, trainer, next_step, checkpoints, version_writer)
         endpoint = await inbox.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +21,12 @@ from r3async.config import Config, config_from_dict, config_to_dict
 from r3async.data.models import UNKNOWN_SIZES, WriteSizes, read_write_sizes
 from r3async.learner import LearnerError, MinibatchResult, sum_stage_digests
 from r3async.learner.batch import MicroBatch
+from r3async.weights.fetch import PartServer
 from r3async.weights.manifest import TensorEntry, WeightManifest
 from r3async.weights.publish import (
     HostWeights,
+    PartFolder,
+    PublishedPart,
     SafetensorsEncoder,
     ShardedVersionStore,
     ShareDescription,
@@ -38,9 +42,10 @@ from r3async.world.cluster import find_interface, use_interface
 from r3async.world.files import is_disk_error
 from r3async.world.processes import pause_garbage_collector
 from r3async.world.real import REAL_WORLD
+from r3async.world.sockets import ServerKeys
 from r3async.world.stages import stage
 
-from .delivery import UnsetSender, build_weight_sender, get_weights_directory
+from .delivery import UnsetSender, build_part_server, build_weight_sender, get_weights_directory
 from .placement import CHECKPOINT_LANE, WRITE_LANE, rank_placement
 from .process import ActorNotLoaded, prepare_process
 
@@ -129,10 +134,14 @@ class LocalRank:
         with stage("probe"):
             return self.backend.score_sequence(token_ids, temperature)
 
-    def set_weight_transport(self, backend: str, write_together: bool = False) -> None:
+    def set_weight_transport(
+        self, backend: str, write_together: bool = False, sender_keys: ServerKeys | None = None
+    ) -> None:
         """Set the transport to which `write_version` gives the weights; see `delivery.build_weight_sender`. With
-        `write_together`, the ranks of one host write one file."""
-        self._sender, self._writes_share = build_weight_sender(self._config, backend, self._world), write_together
+        `write_together`, several ranks write a version. One alone needs no `sender_keys`: the learner serves it."""
+        self._writes_share = write_together
+        if not write_together or backend == "nccl":  # otherwise the learner offers what they wrote
+            self._sender = build_weight_sender(self._config, backend, self._world)
 
     def snapshot_weights(self, version: int) -> None:
         """Copy the weights to host memory as `version`, for `write_version`. Collective. Later steps do not change the
@@ -146,9 +155,9 @@ class LocalRank:
                 self._snapshot_memory = copy_share_to_host(
                     self.backend.iter_full_weights, self._snapshot_memory, self._config.weights.bucket_bytes
                 )
-            elif tensors := self.backend.export_weights(copy=False):  # one rank hands them in
-                self._snapshot_memory = copy_to_host(tensors, self._snapshot_memory)
-            self._snapshot = None if self._snapshot_memory is None else (version, self._snapshot_memory)
+            else:
+                self._snapshot_memory = copy_to_host(self.backend.export_weights(copy=False), self._snapshot_memory)
+            self._snapshot = version, self._snapshot_memory
 
     def discard_snapshot(self) -> None:
         """Drop the snapshot, if there is one: it is written already."""
@@ -177,11 +186,9 @@ class LocalRank:
             else {}
         )
 
-    def write_delta_part(
-        self, before: WeightManifest, manifest: WeightManifest, first: int, last: int, path: str
-    ) -> None:
+    def write_delta_part(self, before: str, path_now: str, first: int, last: int, path: str) -> None:
         """Write a part of a delta; see `publish.write_delta_part`."""
-        write_delta_part(before, manifest, first, last, path, self._world)
+        write_delta_part(before, path_now, first, last, path, self._world)
 
     def announce_version(self, manifest: WeightManifest) -> TransferOffer:
         """Announce a version that the ranks wrote, to be sent from this rank's GPU."""
@@ -252,6 +259,11 @@ class RankActor:
         self._rank, self._config, self._model_path = rank, config_from_dict(config), Path(model_path)
         self._stores: list[Any] = []
         """Store over which the ranks meet, if it was made here."""
+        self._run_dir = run_dir
+        self._folder: PartFolder | None = None
+        """Folder of this host's parts of versions, if this rank is the first one of its host."""
+        self._sender: ActorRef | None = None
+        """The actor that serves these parts."""
         self._loaded: LocalRank | None = None
 
     @property
@@ -308,6 +320,65 @@ class RankActor:
         in the lane `WRITE_LANE`, and `write_checkpoint` in `CHECKPOINT_LANE`."""
         return getattr(self._learner, name)(*args, **kwargs)
 
+    def call_part_folder(self, name: str, *args: Any) -> Any:
+        """Call a method of the folder of this host's parts, in the lane `WRITE_LANE`."""
+        if self._folder is None:
+            self._folder = PartFolder(get_weights_directory(self._config), self.world)
+        return getattr(self._folder, name)(*args)
+
+    def serve_parts(self, keys: ServerKeys, paths: dict[str, str]) -> str:
+        """Have this host's sender serve files by the names of their streams, in the lane `WRITE_LANE`.
+
+        A sender that does not answer is replaced by a new one, which does not serve what the other one did. Returns its
+        address.
+        """
+        actors = self.world.actors
+        if self._sender is not None:
+            try:
+                return self._call_sender(paths, SENDER_ANSWER_SECONDS)
+            except (ActorLostError, TimeoutError):
+                actors.kill_actor(self._sender)
+        self._sender = actors.spawn_actor(
+            PartSenderActor,
+            config_to_dict(self._config),
+            keys,
+            self._run_dir,
+            self._rank,
+            name=f"learner-sender-{self._rank}",
+            actor_options=SENDER_OPTIONS,
+        )
+        return self._call_sender(paths, self._config.learner.start_timeout)
+
+    def _call_sender(self, paths: dict[str, str], timeout: float) -> str:
+        assert self._sender is not None
+        actors = self.world.actors
+        return actors.get(actors.begin_call(self._sender, "serve_files", paths), timeout)
+
+
+SENDER_OPTIONS = ActorOptions(0, same_node=True)
+"""The options of a sender, beside the rank that starts it."""
+SENDER_ANSWER_SECONDS = 10.0
+"""Seconds in which a sender has to answer: it opens files, and does nothing else at that time."""
+
+
+class PartSenderActor:
+    """The actor that sends a host's parts of versions to other hosts. It has them from files, and no model.
+
+    It is a process of its own, so that sending neither waits for a step nor holds one up, and its loss is not a rank's.
+    """
+
+    def __init__(self, world: World, config: dict[str, Any], keys: ServerKeys, run_dir: str, rank: int):
+        self._world, self._config, self._keys = world, config_from_dict(config), keys
+        self._lock = prepare_process(world, Path(run_dir), f"learner-sender-{rank}")
+        self._server: PartServer | None = None
+
+    async def serve_files(self, paths: dict[str, str]) -> str:
+        """Serve files by the names of their streams. Returns the address."""
+        if self._server is None:
+            self._server = build_part_server(self._config, self._keys, self._world)
+        self._server.serve_files(paths)
+        return self._server.bind_socket()
+
 
 # The learner's ranks as actors, which are called as one, and started again if one is lost.
 
@@ -353,6 +424,11 @@ class RemoteRanks:
         self._version_write_seconds = config.weights.resolve_write_timeout(write_sizes.version_bytes)
         self._checkpoint_write_seconds = config.checkpoint.resolve_write_timeout(write_sizes.checkpoint_bytes)
         self._publisher: ShardedVersionStore | None = None
+        self._folder: PartFolder | None = None
+        """Folder of this host's parts of versions."""
+        self._sender_keys: ServerKeys | None = None
+        self._sender_ranks: dict[str, int] = {}
+        """Rank that has started the sender with each address."""
         self._transport = ""
         self._recovery_log = RecoveryLog(
             config.supervise.copy_steps if start_ranks is not None and ranks.is_one_host else 0
@@ -394,6 +470,10 @@ class RemoteRanks:
     @property
     def processes(self) -> Sequence[tuple[int, str]]:
         return self._ranks.processes
+
+    @property
+    def is_one_host(self) -> bool:
+        return self._ranks.is_one_host
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
@@ -495,20 +575,24 @@ class RemoteRanks:
         change = RankCall(LocalRank.stage_checkpoint)
         self._call_with_restarts(lambda calls: self._make_call(calls, change), change)
 
-    def set_weight_transport(self, backend: str) -> None:
-        """Set the transport of the weights like `LocalRank.set_weight_transport`. Ranks that are all on this host write
-        one file together. If they are on several hosts, the first rank gathers all weights and writes them."""
-        together = self._ranks.is_one_host
-        self._transport = backend
+    def set_weight_transport(self, backend: str, sender_keys: ServerKeys | None = None) -> None:
+        """Set the transport of the weights like `LocalRank.set_weight_transport`. The ranks of each host write one file
+        together. Those of other hosts than this one have them served with `sender_keys`. Raises `LearnerError` for a
+        transport that does not reach these hosts."""
+        if backend != "tcp" and not self._ranks.is_one_host:
+            raise LearnerError(
+                f'weights.backend="{backend}" takes weights from one host, and the learner\'s ranks are on '
+                f'{", ".join(dict.fromkeys(host for _, host in self.processes))}: set weights.backend="tcp"'
+            )
+        self._transport, self._sender_keys = backend, sender_keys
         if backend == "nccl":  # engines would wait for what lost ranks should have sent
             with self._lock:
                 self._recovery_log.disable()
-        self._call_all(LocalRank.set_weight_transport, backend, together)
-        if together:
-            folder, deltas = get_weights_directory(self._config), backend == "tcp"
-            self._publisher = ShardedVersionStore(
-                folder, self._call_writers, len(self.processes), deltas=deltas, world=self._world
-            )
+        self._call_all(LocalRank.set_weight_transport, backend, True)
+        self._folder = PartFolder(get_weights_directory(self._config), self._world)
+        self._publisher = ShardedVersionStore(
+            self._call_hosts, self._call_writers, self._ranks.ranks_by_host, deltas=backend == "tcp"
+        )
 
     def write_version(self, versions_in_use: Sequence[int] = ()) -> TransferOffer:
         """Write a version like `LocalRank.write_version`: each rank writes its part. With NCCL, the first rank sends it
@@ -522,22 +606,69 @@ class RemoteRanks:
 
     def _write_version(self, calls: RankCalls, versions_in_use: Sequence[int]) -> TransferOffer:
         if self._publisher is None:
+            # The first rank refuses it: there is no transport yet.
             writing = calls.begin_local_rank(0, LocalRank.write_version, versions_in_use, lane=WRITE_LANE)
             return calls.wait_all([writing], self._version_write_seconds, independent=True)[0]
         publication = self._publisher.publish_shares(versions_in_use)
+        if not self._ranks.is_one_host:
+            publication = msgspec.structs.replace(publication, transport_data=self._serve_parts(publication))
         if self._transport == "nccl":
             announcing = calls.begin_local_rank(0, LocalRank.announce_version, publication.manifest, lane=WRITE_LANE)
             (publication,) = calls.wait_all([announcing])
         return publication
 
-    def _call_writers(self, name: str, args_by_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call the method `name` of every rank, in its thread for writing, each with arguments of its own."""
+    def _call_writers(self, name: str, args_by_rank: Sequence[tuple[Any, ...] | None]) -> list[Any]:
+        """Call the method `name` of every rank with arguments, in its thread for writing; see `publish.CallRanks`."""
+        chosen = {rank: ("call_method", name, *args) for rank, args in enumerate(args_by_rank) if args is not None}
+        answers = self._call_in_write_lane(chosen)
+        return [answers.get(rank) for rank in range(len(args_by_rank))]
+
+    def _call_hosts(self, name: str, args_by_host: Sequence[tuple[Any, ...] | None]) -> list[Any]:
+        """Call the method `name` of the `PartFolder` of every host with arguments; see `publish.CallHosts`. That of
+        this host is in this process, and outlives a rank."""
+        first_ranks = [ranks[0] for ranks in self._ranks.ranks_by_host]
+        pairs = list(zip(first_ranks, args_by_host, strict=True))[1:]
+        answers = self._call_in_write_lane(
+            {r: ("call_part_folder", name, *args) for r, args in pairs if args is not None}
+        )
+        if (args := args_by_host[0]) is not None:
+            answers[first_ranks[0]] = getattr(self._folder, name)(*args)
+        return [answers.get(rank) for rank in first_ranks]
+
+    def _call_in_write_lane(self, calls_by_rank: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+        """Call a method of the actors of some ranks, in their threads for writing, and return the results by rank."""
         calls = self._ranks.calls
-        begun = [
-            calls.begin_call(rank, "call_method", name, *args, lane=WRITE_LANE)
-            for rank, args in enumerate(args_by_rank)
-        ]
-        return calls.wait_all(begun, self._version_write_seconds, independent=True)
+        begun = [calls.begin_call(rank, *call, lane=WRITE_LANE) for rank, call in calls_by_rank.items()]
+        answers = calls.wait_all(begun, self._version_write_seconds, independent=True)
+        return dict(zip(calls_by_rank, answers, strict=True))
+
+    def _serve_parts(self, publication: TransferOffer) -> list[PublishedPart]:
+        """Have the other hosts serve their parts, and return all parts with the addresses."""
+        own, *others = publication.transport_data
+        ranks = [ranks[0] for ranks in self._ranks.ranks_by_host[1:]]
+        endpoints = self._call_in_write_lane(
+            {rank: ("serve_parts", self._sender_keys, p.file_paths) for rank, p in zip(ranks, others, strict=True)}
+        )
+        self._sender_ranks |= {endpoint: rank for rank, endpoint in endpoints.items()}
+        return [own, *(msgspec.structs.replace(p, endpoint=endpoints[r]) for r, p in zip(ranks, others, strict=True))]
+
+    def revive_sender(self, parts: Sequence[PublishedPart]) -> tuple[str, str]:
+        """Have the sender of one host, which serves these parts, replaced by a new one if it does not answer. Returns
+        the host, and the sender's address."""
+        rank = self._sender_ranks[parts[0].endpoint]
+        paths = {name: path for part in parts for name, path in part.file_paths.items()}
+        endpoint: str = self._call_in_write_lane({rank: ("serve_parts", self._sender_keys, paths)})[rank]
+        self._sender_ranks[endpoint] = rank
+        return self.processes[rank][1], endpoint
+
+    def join_parts(self, parts: Sequence[PublishedPart], path: Path) -> None:
+        """Have all hosts write their parts of a version into one file, of a directory that they share."""
+        *starts, nbytes = [0, *itertools.accumulate(part.nbytes for part in parts)]
+        with self._world.files.open(path, exclusive=True) as file:
+            file.truncate(nbytes)
+        self._call_hosts(
+            "copy_part", [(part.path, str(path), start) for part, start in zip(parts, starts, strict=True)]
+        )
 
     def write_checkpoint(self, directory: Path) -> list[FileEntry]:
         """Write a checkpoint like `LocalRank.write_checkpoint`: each rank writes its own file."""
@@ -560,11 +691,12 @@ class RemoteRanks:
                 self._recovery_log.mark_written(LocalRank.stage_checkpoint)
 
     def close(self) -> None:
-        """End the ranks' processes."""
+        """End the ranks' processes, and remove the versions from their hosts."""
         self._closed = True
-        self._ranks.calls.kill_ranks()
         if self._publisher is not None:
-            self._publisher.close()
+            with contextlib.suppress(LearnerError, OSError):  # what is left, the next run there removes
+                self._call_hosts("close", [()] * len(self._ranks.ranks_by_host))
+        self._ranks.calls.kill_ranks()
 
     # -- after the loss of a rank ----------------------------------------------------------------------------------
 
@@ -795,8 +927,16 @@ class RankProcesses:
     processes: Sequence[tuple[int, str]]
 
     @property
+    def ranks_by_host(self) -> list[list[int]]:
+        """The ranks of each host, those of the first rank's host first."""
+        by_host: dict[str, list[int]] = {}
+        for rank, (_, host) in enumerate(self.processes):
+            by_host.setdefault(host, []).append(rank)
+        return list(by_host.values())
+
+    @property
     def is_one_host(self) -> bool:
-        return len({host for _, host in self.processes}) == 1
+        return len(self.ranks_by_host) == 1
 
 
 def start_ranks(

@@ -166,14 +166,18 @@ class ProcessPool:
         for _, far in pairs:
             far.close()
 
-    def call_processes(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call as many processes as `arguments` has elements, and return their answers. Raises `BenchError` if one ends
-        or takes too long."""
-        pipes = self._pipes[: len(arguments)]
-        for pipe, args in zip(pipes, arguments, strict=True):
-            pipe.send((name, args))
-        out = []
-        for pipe in pipes:
+    def call_processes(self, name: str, arguments: Sequence[tuple[Any, ...] | None]) -> list[Any]:
+        """Call as many processes as `arguments` has elements, except where they are None, and return their answers.
+        Raises `BenchError` if one ends or takes too long."""
+        called = list(zip(self._pipes, arguments, strict=False))
+        for pipe, args in called:
+            if args is not None:
+                pipe.send((name, args))
+        out = list[Any]()
+        for pipe, args in called:
+            if args is None:
+                out.append(None)
+                continue
             if not pipe.poll(ANSWER_SECONDS):
                 raise BenchError(f"{name} took longer than {ANSWER_SECONDS:g} s")
             try:
@@ -224,11 +228,16 @@ async def _measure_layouts(
     import torch  # noqa: F401
 
     from r3async.weights.fetch import TcpServer
-    from r3async.weights.publish import ShardedVersionStore
+    from r3async.weights.publish import PartFolder, ShardedVersionStore
     from r3async.world.sockets import generate_keys
 
     server_keys, client_keys = generate_keys()
-    publisher = ShardedVersionStore(scratch / "learner", ranks.call_processes, job.ranks, deltas=True)
+    folder = PartFolder(scratch / "learner")
+
+    def call_host(name: str, args_by_host: Sequence[tuple[Any, ...] | None]) -> list[Any]:
+        return [args if args is None else getattr(folder, name)(*args) for args in args_by_host]
+
+    publisher = ShardedVersionStore(call_host, ranks.call_processes, [list(range(job.ranks))], deltas=True)
     server, peak, measured = TcpServer("127.0.0.1", server_keys), MemoryPeak(), Measurements()
     version, nbytes, memory = 0, 0, {"an engine": 0, "the learner": 0}
     try:
@@ -263,7 +272,7 @@ async def _measure_layouts(
         extra = max(await asyncio.to_thread(ranks.call_processes, "extra", [()] * job.ranks))
     finally:
         await server.close()
-        publisher.close()
+        folder.close()
     share, buckets = nbytes // job.ranks, 2 * DEFAULT_BUCKET_BYTES
     limits = {"a rank": (extra, int(1.2 * share) + buckets), **{who: (most, buckets) for who, most in memory.items()}}
     for who, (most, limit) in limits.items():

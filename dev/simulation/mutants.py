@@ -493,9 +493,9 @@ def _version_files(receiver: TcpReceiver) -> list[Path]:
 
 
 def _apply_to_any(apply: Any) -> Any:
-    def apply_to_last(self: TcpReceiver, base: Any, difference: Any, path: Path) -> bool:
+    def apply_to_last(self: TcpReceiver, base: Any, difference: Any, path: Path, *part: int) -> bool:
         with self._files.open(_version_files(self)[-1]) as before:
-            write_atomically(path, delta.apply_delta(base, before, difference), fsync=False, files=self._files)
+            write_atomically(path, delta.apply_delta(base, before, difference, *part), fsync=False, files=self._files)
         return True
 
     return apply_to_last

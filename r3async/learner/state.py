@@ -250,10 +250,10 @@ def save_model(directory: Path, source: Path, tensors: Mapping[str, Tensor], dty
         save_torch_state_dict({k: v.cpu() for k, v in tensors.items()}, aside, metadata={"format": "pt"})
 
 
-def save_version_as_model(directory: Path, source: Path, weights: Path, dtype: str) -> None:
-    """Write `weights`, the file of a published version, as a model directory, like `save_model`."""
+def save_version_as_model(directory: Path, source: Path, copy_version: Callable[[Path], object], dtype: str) -> None:
+    """Write a published version, whose file `copy_version` copies to a path, as a model directory, like `save_model`."""
     with _stage_model_directory(directory, source, dtype) as aside:
-        shutil.copyfile(weights, aside / "model.safetensors")
+        copy_version(aside / "model.safetensors")
 
 
 @contextmanager

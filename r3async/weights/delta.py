@@ -217,8 +217,10 @@ def is_delta_worthwhile(before: File, after: File) -> bool:
     return sum(raw) < len(raw) / 2
 
 
-def apply_delta(base: VersionDigest, before: File, delta: File) -> Iterator[Buffer]:
-    """Apply a delta to the file of `base` and yield the resulting file block by block.
+def apply_delta(
+    base: VersionDigest, before: File, delta: File, start: int = 0, nbytes: int | None = None
+) -> Iterator[Buffer]:
+    """Apply a delta to the file of `base`, or to `nbytes` of it from `start` on, and yield the result block by block.
 
     Raises `WeightError` if the delta changes another version, or if either file is corrupt.
     """
@@ -226,13 +228,14 @@ def apply_delta(base: VersionDigest, before: File, delta: File) -> Iterator[Buff
     head, at = decode_delta_header(data)
     if head.base != base:
         raise WeightError(f"a delta to version {head.base.version} was to be applied to version {base.version}")
-    if before.size() != head.nbytes:
-        raise WeightError(f"a delta changes a file of {head.nbytes} bytes, and was to change one of {before.size()}")
-    for start, length in iter_blocks(head.nbytes, head.block_bytes):
+    changed = before.size() - start if nbytes is None else min(nbytes, before.size() - start)
+    if changed != head.nbytes:
+        raise WeightError(f"a delta changes a file of {head.nbytes} bytes, and was to change one of {changed}")
+    for offset, length in iter_blocks(head.nbytes, head.block_bytes):
         end = at + (read_record_length(data[at:]) if len(data) - at >= MIN_RECORD_BYTES else MIN_RECORD_BYTES)
         if end > len(data):
-            raise WeightError(f"a delta ends at byte {start} of {head.nbytes}")
-        yield decode_delta_block(before.map_bytes(start, length), data[at:end])
+            raise WeightError(f"a delta ends at byte {offset} of {head.nbytes}")
+        yield decode_delta_block(before.map_bytes(start + offset, length), data[at:end])
         at = end
     if at != len(data):
         raise WeightError(f"a delta has {len(data) - at} bytes too many")

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,8 @@ from r3async.data.container import SAFETENSORS_DTYPES, decode_safetensors_header
 from r3async.untrusted import MalformedError, decode_msgpack, decode_utf8
 from r3async.weights.delta import VersionDigest, apply_delta, digest_version
 from r3async.weights.manifest import TensorEntry, WeightError, WeightManifest
-from r3async.weights.publish import LOCK_FILE, check_free_space, claim_directory, delta_path
+from r3async.weights.publish import LOCK_FILE, PublishedPart, check_free_space, claim_directory, delta_name
 from r3async.world import MAX_FRAME, File, Files, MessageSocket, World
-from r3async.world.files import write_atomically
 from r3async.world.real import REAL_WORLD
 from r3async.world.sockets import ClientKeys, ServerKeys, decode_key, derive_public_key
 
@@ -266,11 +265,15 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     avoid: tuple[str, ...] = ()
 
 
-class Place(msgspec.Struct, frozen=True, tag=True):
-    """The learner's answer to `Join`: the address that serves the stream, `ROOT_ADDRESS` for the learner itself."""
+class Place(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """The learner's answer to `Join`: the address that serves the stream, `ROOT_ADDRESS` for the learner itself.
+
+    `is_learner`: another host of the learner serves it, which has the learner's keys.
+    """
 
     stream: str
     parent: str
+    is_learner: bool = False
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
@@ -331,10 +334,21 @@ class RelayNode:
 
 
 class RelayTree:
-    """The tree of hosts that pass on one stream. The name of a node is its host's; the learner's is `ROOT_ADDRESS`."""
+    """The tree of hosts that pass on one stream. The name of a node is its host's; that of the root is `ROOT_ADDRESS`.
 
-    def __init__(self) -> None:
-        self._nodes = {ROOT_ADDRESS: RelayNode(ROOT_ADDRESS, ROOT_ADDRESS, 0)}
+    `root_address` is the address of the host of the learner that has the stream, if it is not that of the tree.
+    """
+
+    def __init__(self, root_address: str = ROOT_ADDRESS) -> None:
+        self._nodes = {ROOT_ADDRESS: RelayNode(root_address, ROOT_ADDRESS, 0)}
+
+    @property
+    def root_address(self) -> str:
+        return self._nodes[ROOT_ADDRESS].address
+
+    def move_root(self, address: str) -> None:
+        """Set the address of the root, which a new process serves."""
+        self._nodes[ROOT_ADDRESS].address = address
 
     def place_node(self, name: str, address: str, avoid: Collection[str] = ()) -> str:
         """Place `name` near the top of the tree, where a place is free, and return the address of its parent.
@@ -388,15 +402,28 @@ class RelayTrees:
 
     def __init__(self) -> None:
         self._trees: dict[str, RelayTree] = {}
+        self._roots: dict[str, str] = {}
+        """Address of the root of each stream that another of the learner's hosts has."""
         self._failed: Counter[str] = Counter()
+
+    def set_root(self, stream: str, address: str) -> None:
+        """Set the address of the learner's host that has a stream."""
+        self._roots[stream] = address
+        if stream in self._trees:
+            self._trees[stream].move_root(address)
+
+    def has_failed_root(self, message: Join) -> bool:
+        """Return True if the root of the stream has failed the sender, which asks for another place."""
+        return bool(message.avoid) and message.avoid[-1] == self._roots.get(message.stream)
 
     def handle_join(self, name: str, message: Join) -> Place:
         """Return the place at which `name` gets the stream. A host asks again when a parent failed it."""
         for address in message.avoid[-1:]:
             self._failed[address] += 1
         avoid = {*message.avoid, *(a for a, times in self._failed.items() if times >= MAX_PARENT_FAILURES)}
-        tree = self._trees.setdefault(message.stream, RelayTree())
-        return Place(message.stream, tree.place_node(name, message.address, avoid))
+        tree = self._trees.setdefault(message.stream, RelayTree(self._roots.get(message.stream, ROOT_ADDRESS)))
+        address = tree.place_node(name, message.address, avoid)
+        return Place(message.stream, address, address != ROOT_ADDRESS and address == tree.root_address)
 
     def handle_received(self, name: str, message: Done) -> None:
         self._failed.pop(message.parent, None)
@@ -405,18 +432,21 @@ class RelayTrees:
 
     def forget_stream(self, stream: str) -> None:
         self._trees.pop(stream, None)
+        self._roots.pop(stream, None)
 
 
 @dataclass
 class RelayStream:
     """A stream in a file that grows, or is complete.
 
-    `checksums` has an entry for each chunk in the file; None if it is not computed yet.
+    `checksums` has an entry for each chunk in the file; None if it is not computed yet. The stream begins at byte
+    `start` of the file.
     """
 
     file: File
     nbytes: int
     checksums: list[int | None]
+    start: int = 0
 
 
 class ChunkServer:
@@ -436,12 +466,12 @@ class ChunkServer:
         nbytes = file.size()
         self._streams[name] = RelayStream(file, nbytes, [None] * count_chunks(nbytes))
 
-    def add_growing_stream(self, name: str, file: File, nbytes: int) -> None:
-        """Add a stream of which nothing is here yet.
+    def add_growing_stream(self, name: str, file: File, nbytes: int, start: int) -> None:
+        """Add a stream of which nothing is here yet, and which will be in the file from byte `start` on.
 
         Its file stays open until `remove_stream`, even if its name is removed.
         """
-        self._streams[name] = RelayStream(file, nbytes, [])
+        self._streams[name] = RelayStream(file, nbytes, [], start)
 
     def add_chunks(self, name: str, checksums: Sequence[int], socket: MessageSocket) -> None:
         """Record that the next chunks were written, and send them to the peers that wait for them."""
@@ -475,7 +505,7 @@ class ChunkServer:
 
     def _send_chunk(self, socket: MessageSocket, peer: bytes, name: str, stream: RelayStream, index: int) -> None:
         start = index * CHUNK_BYTES
-        data = stream.file.map_bytes(start, min(CHUNK_BYTES, stream.nbytes - start))
+        data = stream.file.map_bytes(stream.start + start, min(CHUNK_BYTES, stream.nbytes - start))
         checksum = stream.checksums[index]
         if checksum is None:
             checksum = stream.checksums[index] = xxhash.xxh3_64_intdigest(data)
@@ -502,33 +532,48 @@ MAX_SILENCE_SECONDS = 5.0
 MAX_DAMAGED_CHUNKS = 3
 """Number of damaged copies of a chunk from one host after which another place is requested."""
 MAX_RELAYED_STREAMS = 3
-"""Number of streams that a host passes on: the newest ones."""
+"""Number of streams of each part of a version that a host passes on: the newest ones."""
 CACHE_POLL_SECONDS = 0.05
 """Seconds between two checks of what another process of the host fetches."""
 
 
-class TcpSource(msgspec.Struct, frozen=True):
-    """The source of a version on the learner's host.
+class TcpPart(msgspec.Struct, frozen=True):
+    """A part of a version's file, which one of the learner's hosts has.
 
     Attributes:
-        endpoint: Address of the learner's `TcpServer`.
-        name: Name of the version's stream.
-        nbytes: Size of the version's file.
-        base: The version that the delta changes; None if there is no delta.
+        name: Name of the part's stream.
+        nbytes: Size of the part.
+        base: The version of which the delta changes this part; None if there is no delta.
         delta_bytes: Size of the delta.
-        host: The host that has the file.
     """
 
-    endpoint: str
     name: str
     nbytes: int
     base: VersionDigest | None = None
     delta_bytes: int = 0
+
+
+class TcpSource(msgspec.Struct, frozen=True):
+    """The source of a version on the learner's hosts.
+
+    Attributes:
+        endpoint: Address of the learner's `TcpServer`.
+        parts: The parts of the version's file, in order.
+        host: The host that has the first part, which is the whole file if there is no other.
+    """
+
+    endpoint: str
+    parts: tuple[TcpPart, ...]
     host: str = ""
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the version's file."""
+        return sum(part.nbytes for part in self.parts)
 
-class TcpServer:
-    """The learner's end of the TCP transport, which serves the files on its host. It belongs to one event loop.
+
+class PartServer:
+    """A server of files on one of the learner's hosts. It belongs to one event loop.
 
     `public_endpoint(endpoint)` returns the address at which others reach a bound endpoint.
     """
@@ -541,10 +586,10 @@ class TcpServer:
         public_endpoint: Callable[[str], str] = lambda bound: bound,
     ):
         self._address, self._keys, self._files = f"tcp://{host}:*", keys, world.files
-        self._public_endpoint, self._host = public_endpoint, world.processes.host
+        self._public_endpoint = public_endpoint
         self._sockets = world.open_sockets()
         self._open_sockets: list[MessageSocket] = []
-        self._chunk_server, self._trees = ChunkServer(), RelayTrees()
+        self._chunk_server = ChunkServer()
         self._paths: dict[str, Path] = {}
         self.refused_peers: Counter[str] = Counter()
         """Number of peers refused for lack of a known key, by reason."""
@@ -554,46 +599,36 @@ class TcpServer:
         """The bytes of all chunks sent so far."""
         return self._chunk_server.sent_bytes
 
-    def offer_version(self, manifest: WeightManifest, base: VersionDigest | None) -> TcpSource:
-        """Serve a version, and its delta from `base` beside it. Versions removed from the host are no longer served."""
-        socket = self._ensure_socket()
-        for name, path in list(self._paths.items()):
-            if self._files.stat(path) is None:
-                del self._paths[name]
-                self._chunk_server.remove_stream(name)
-                self._trees.forget_stream(name)
-        path, name = Path(manifest.path), f"{manifest.lineage}-{manifest.version}"
-        nbytes = self._serve_file(name, path)
-        delta_bytes = self._serve_file(f"{name}-delta", delta_path(path)) if base is not None else 0
-        return TcpSource(self._public_endpoint(socket.endpoint), name, nbytes, base, delta_bytes, self._host)
-
-    def _serve_file(self, name: str, path: Path) -> int:
-        self._chunk_server.remove_stream(name)  # from an earlier attempt
-        file = self._files.open(path)
-        self._chunk_server.add_complete_stream(name, file)
-        self._paths[name] = path
-        return file.size()
-
-    def _ensure_socket(self) -> MessageSocket:
+    def bind_socket(self) -> str:
+        """Bind the server's socket, unless this was done before, and return the address at which others reach it."""
         if not self._open_sockets:
             router = self._sockets.bind_router(
                 self._address, self._handle_message, keys=self._keys, refused_peers=self.refused_peers
             )
             self._open_sockets.append(router)
-        return self._open_sockets[0]
+        return self._public_endpoint(self._open_sockets[0].endpoint)
+
+    def serve_files(self, paths: Mapping[str, str]) -> None:
+        """Serve files by the names of their streams, and those no longer that were removed from the host."""
+        for name, path in list(self._paths.items()):
+            if self._files.stat(path) is None:
+                self._forget_file(name)
+        for name, served in paths.items():
+            self._chunk_server.remove_stream(name)  # from an earlier attempt
+            self._chunk_server.add_complete_stream(name, self._files.open(Path(served)))
+            self._paths[name] = Path(served)
+
+    def _forget_file(self, name: str) -> None:
+        del self._paths[name]
+        self._chunk_server.remove_stream(name)
 
     def _handle_message(self, frames: list[Any]) -> None:
-        socket, peer = self._open_sockets[0], frames[0].bytes
         with contextlib.suppress(MalformedError, IndexError):  # not one of ours, or damaged
-            message = decode_relay_message(frames[1].bytes)
-            if isinstance(message, Join):
-                known = message.stream in self._paths
-                answer = self._trees.handle_join(decode_utf8(peer), message) if known else Gone(message.stream)
-                socket.send([peer, encode_relay_message(answer)])
-            elif isinstance(message, Done):
-                self._trees.handle_received(decode_utf8(peer), message)
-            elif isinstance(message, Get):
-                self._chunk_server.answer_request(socket, peer, message)
+            self._handle_request(frames[0].bytes, decode_relay_message(frames[1].bytes))
+
+    def _handle_request(self, peer: bytes, message: RelayMessage) -> None:
+        if isinstance(message, Get):
+            self._chunk_server.answer_request(self._open_sockets[0], peer, message)
 
     async def close(self) -> None:
         """Close the sockets and files. Idempotent."""
@@ -602,20 +637,96 @@ class TcpServer:
             self._chunk_server.remove_stream(name)
 
 
+class TcpServer(PartServer):
+    """The learner's end of the TCP transport. It serves the files on its host, and knows who serves those of the others.
+
+    Its other hosts serve their parts with a `PartServer` each.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        keys: ServerKeys,
+        world: World = REAL_WORLD,
+        public_endpoint: Callable[[str], str] = lambda bound: bound,
+    ):
+        super().__init__(host, keys, world, public_endpoint)
+        self._host = world.processes.host
+        self._trees = RelayTrees()
+        self._parts: dict[str, list[PublishedPart]] = {}
+        """The parts of each version, by the name of the first one, which is on this host."""
+        self._remote_streams: dict[str, PublishedPart] = {}
+        """The other parts by the names of their streams."""
+        self.silent_parts: asyncio.Queue[PublishedPart] = asyncio.Queue()
+        """Parts of which an engine's host, which had asked for them, got nothing."""
+
+    def offer_version(self, manifest: WeightManifest, *parts: PublishedPart) -> TcpSource:
+        """Serve a version, and the deltas of its parts. Versions removed from the host are no longer served."""
+        endpoint, first = self.bind_socket(), parts[0]
+        self.serve_files(first.file_paths)
+        self._parts[first.name] = list(parts)
+        for part in parts[1:]:
+            self._set_root(part)
+        described = tuple(TcpPart(part.name, part.nbytes, part.base, part.delta_bytes) for part in parts)
+        return TcpSource(endpoint, described, self._host)
+
+    def list_parts(self, manifest: WeightManifest) -> list[PublishedPart]:
+        """Return the parts of a version that was offered, in order; none if it is not served any more."""
+        return next((parts for parts in self._parts.values() if parts[0].path == manifest.path), [])
+
+    def list_remote_parts(self, endpoint: str) -> list[PublishedPart]:
+        """Return the parts of all versions that the host with that address serves."""
+        return [part for parts in self._parts.values() for part in parts if part.endpoint == endpoint]
+
+    def move_parts(self, before: str, endpoint: str) -> None:
+        """Set the address of a host at which a new process serves its parts."""
+        for parts in self._parts.values():
+            for index, part in enumerate(parts):
+                if part.endpoint == before:
+                    parts[index] = msgspec.structs.replace(part, endpoint=endpoint)
+                    self._set_root(parts[index])
+
+    def _set_root(self, part: PublishedPart) -> None:
+        for stream in part.file_paths:
+            self._remote_streams[stream] = part
+            self._trees.set_root(stream, part.endpoint)
+
+    def _forget_file(self, name: str) -> None:
+        super()._forget_file(name)
+        self._trees.forget_stream(name)
+        for part in self._parts.pop(name, [])[1:]:
+            for stream in part.file_paths:
+                self._remote_streams.pop(stream, None)
+                self._trees.forget_stream(stream)
+
+    def _handle_request(self, peer: bytes, message: RelayMessage) -> None:
+        if isinstance(message, Join):
+            stream = message.stream
+            if self._trees.has_failed_root(message):
+                self.silent_parts.put_nowait(self._remote_streams[stream])
+            known = stream in self._paths or stream in self._remote_streams
+            answer = self._trees.handle_join(decode_utf8(peer), message) if known else Gone(stream)
+            self._open_sockets[0].send([peer, encode_relay_message(answer)])
+        elif isinstance(message, Done):
+            self._trees.handle_received(decode_utf8(peer), message)
+        else:
+            super()._handle_request(peer, message)
+
+
 @dataclass
 class IncomingStream:
     """A stream that this host is receiving.
 
     Attributes:
         written_chunks: Number of chunks in its file.
-        parent: The address that serves it, once known.
+        place: The place at which it is served, once known.
         is_gone: True if the peer answered that it does not have the stream.
     """
 
     name: str
     chunk_count: int
     written_chunks: int = 0
-    parent: str | None = None
+    place: Place | None = None
     is_gone: bool = False
 
     def __post_init__(self) -> None:
@@ -674,6 +785,7 @@ class TcpReceiver:
         self._chunk_server = ChunkServer()
         self._address = ""
         self._incoming = IncomingStream("", 0)
+        self._relayed_streams = MAX_RELAYED_STREAMS
         self.refused_peers: Counter[str] = Counter()
         self.received_bytes = self.damaged_chunks = self.parent_changes = 0
         """Bytes received, chunks that arrived damaged, and number of times that this host asked for another place."""
@@ -684,8 +796,9 @@ class TcpReceiver:
         One process of the host fetches, and the others wait for its file.
         """
         source, wanted = parts[0], digest_version(manifest)
-        if source.host == self._host_name and self._files.stat(Path(manifest.path)) is not None:
-            return manifest  # the learner's host
+        is_here = source.host == self._host_name and self._files.stat(Path(manifest.path)) is not None
+        if is_here and len(source.parts) == 1:
+            return manifest  # the learner's host, which has the whole version
         try:
             async with asyncio.timeout(timeout):
                 while (path := await self._run_in_thread(self._cache.acquire_version, wanted)) is None:
@@ -715,35 +828,48 @@ class TcpReceiver:
         return await self._world.threads.run(function, *args)
 
     async def _fetch_to_cache(self, source: TcpSource, wanted: VersionDigest, manifest: WeightManifest) -> None:
-        base = source.base if source.base is not None and self._has_version(source.base) else None
+        bases = {part.base for part in source.parts if part.base is not None and self._has_version(part.base)}
+        base = bases.pop() if bases else None  # all parts change the same version
         await self._run_in_thread(self._cache.remove_unused_versions, base)
         beside = source.nbytes if base is not None else 0
         check_free_space(self._cache.path, source.nbytes, manifest.version, self._files, beside)
         self._connect_sockets(source.endpoint)
         path = self._cache.version_path(wanted)
-        if base is not None:
-            aside = path.with_name(f".{path.name}.delta")
-            delta = await self._receive_stream(f"{source.name}-delta", source.delta_bytes, aside)
-            self._files.remove(aside)  # the open file is still passed on
-            if await self._run_in_thread(self._apply_delta, base, delta, path):
-                return
-        aside = path.with_name(f".{path.name}")
-        await self._receive_stream(source.name, source.nbytes, aside)
+        aside, start = path.with_name(f".{path.name}"), 0
+        self._relayed_streams = MAX_RELAYED_STREAMS * len(source.parts)
+        for part in source.parts:
+            await self._fetch_part(part, base if part.base == base else None, aside, start)
+            start += part.nbytes
         self._files.rename(aside, path)
+
+    async def _fetch_part(self, part: TcpPart, base: VersionDigest | None, path: Path, start: int) -> None:
+        """Append a part to the file of a version, which begins with the `start` bytes of those before it."""
+        if base is not None:
+            aside = path.with_name(f"{path.name}.delta")
+            delta = await self._receive_stream(delta_name(part.name), part.delta_bytes, aside)
+            self._files.remove(aside)  # the open file is still passed on
+            if await self._run_in_thread(self._apply_delta, base, delta, path, start, part.nbytes):
+                return
+        await self._receive_stream(part.name, part.nbytes, path, start)
 
     def _has_version(self, base: VersionDigest) -> bool:
         return self._files.stat(self._cache.version_path(base)) is not None
 
-    def _apply_delta(self, base: VersionDigest, delta: File, path: Path) -> bool:
-        """Apply a delta and return True if it produced the file.
+    def _apply_delta(self, base: VersionDigest, delta: File, path: Path, start: int, nbytes: int) -> bool:
+        """Apply the delta of a part, append the result to the file, and return True if it is the part.
 
-        If not, the delta or its base is corrupt, and the whole file is needed.
+        If not, the delta or its base is corrupt, and the whole part is needed.
         """
-        try:
-            with self._files.open(self._cache.version_path(base)) as before:
-                write_atomically(path, apply_delta(base, before, delta), fsync=False, files=self._files)
-        except WeightError:
-            return False
+        with (
+            self._files.open(self._cache.version_path(base)) as before,
+            self._files.open(path, create=True, mode=0o600) as file,
+        ):
+            try:
+                for block in apply_delta(base, before, delta, start, nbytes):
+                    file.append([block])
+            except WeightError:
+                file.truncate(start)
+                return False
         return True
 
     # -- one stream ------------------------------------------------------------------------------------------------
@@ -782,7 +908,7 @@ class TcpReceiver:
         if message.stream != expected.name:
             return
         if isinstance(message, Place):
-            expected.parent = message.parent
+            expected.place = message
         elif isinstance(message, Gone):
             expected.is_gone = True
         elif isinstance(message, Chunk) and message.index == expected.next_chunk:
@@ -791,47 +917,51 @@ class TcpReceiver:
             return
         expected.activity.set()
 
-    async def _receive_stream(self, name: str, nbytes: int, path: Path) -> File:
-        """Receive a stream into a new file, and pass it on meanwhile. Returns the file, which `ChunkServer` closes."""
-        for old in [name, *self._chunk_server.stream_names[:-MAX_RELAYED_STREAMS]]:
+    async def _receive_stream(self, name: str, nbytes: int, path: Path, start: int = 0) -> File:
+        """Receive a stream into a new file, or one of `start` bytes, and pass it on meanwhile.
+
+        Returns the file, which `ChunkServer` closes.
+        """
+        for old in [name, *self._chunk_server.stream_names[: -self._relayed_streams]]:
             self._chunk_server.remove_stream(old)
-        file = self._files.open(path, exclusive=True, mode=0o600)
-        self._chunk_server.add_growing_stream(name, file, nbytes)
+        file = self._files.open(path, create=True, mode=0o600)
+        self._chunk_server.add_growing_stream(name, file, nbytes, start)
         expected = self._incoming = IncomingStream(name, count_chunks(nbytes))
         avoid: list[str] = []
         try:
             while not expected.is_complete:
-                parent = await self._request_parent(expected, avoid)
-                if await self._receive_from_parent(parent, expected, file):
-                    self._root_sockets[0].send([encode_relay_message(Done(name, parent))])
-                elif parent != ROOT_ADDRESS:
-                    avoid.append(parent)
+                place = await self._request_place(expected, avoid)
+                if await self._receive_from_parent(place, expected, file):
+                    self._root_sockets[0].send([encode_relay_message(Done(name, place.parent))])
+                elif place.parent != ROOT_ADDRESS:
+                    avoid.append(place.parent)
                     self.parent_changes += 1
         except BaseException:
             self._chunk_server.remove_stream(name)  # hosts that request it here then look elsewhere
             raise
         return file
 
-    async def _request_parent(self, expected: IncomingStream, avoid: Sequence[str]) -> str:
-        """Ask the learner for a parent and return its address.
+    async def _request_place(self, expected: IncomingStream, avoid: Sequence[str]) -> Place:
+        """Ask the learner for a parent and return where it is.
 
         Raises `WeightError` if the learner does not have the stream.
         """
-        expected.parent, expected.is_gone = None, False
-        while expected.parent is None:
+        expected.place, expected.is_gone = None, False
+        while expected.place is None:
             self._root_sockets[0].send([encode_relay_message(Join(expected.name, self._address, tuple(avoid)))])
             await expected.wait_for_activity()
             if expected.is_gone:
                 raise WeightError(f"the learner does not keep {expected.name} of the weights any more")
-        return expected.parent
+        return expected.place
 
-    async def _receive_from_parent(self, parent: str, expected: IncomingStream, file: File) -> bool:
+    async def _receive_from_parent(self, place: Place, expected: IncomingStream, file: File) -> bool:
         """Connect to a parent and receive from it as `_receive_chunks` does."""
-        if parent == ROOT_ADDRESS:
+        if place.parent == ROOT_ADDRESS:
             return await self._receive_chunks(expected, file, self._root_sockets[0])
-        keys = ClientKeys(self._keys.secret_key, derive_public_key(self._keys.secret_key))
+        client_public = derive_public_key(self._keys.secret_key)
+        keys = self._keys if place.is_learner else ClientKeys(self._keys.secret_key, client_public)
         try:
-            socket = self._sockets.connect_dealer(parent, self._peer_id, self._handle_message, keys=keys)
+            socket = self._sockets.connect_dealer(place.parent, self._peer_id, self._handle_message, keys=keys)
         except OSError:  # that is no address
             return False
         try:

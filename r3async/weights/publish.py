@@ -26,6 +26,7 @@ from r3async.data.container import encode_safetensors_header, tensor_bytes, torc
 from r3async.data.models import EXPERT_BIAS_SUFFIX
 from r3async.weights.delta import (
     DELTA_BLOCK_BYTES,
+    VersionDigest,
     digest_version,
     encode_delta,
     encode_records,
@@ -47,6 +48,38 @@ DEFAULT_BUCKET_BYTES = 64 * 2**20
 ENLARGE_HINT = "enlarge /dev/shm (docker run --shm-size) or set weights.directory to a larger file system"
 LOCK_FILE = "lock"
 """Name of the file in each folder that its owner locks."""
+
+
+class PublishedPart(msgspec.Struct, frozen=True):
+    """The part of a version's file that one of the learner's hosts has, as a file of its own.
+
+    A version's file is its parts, one after the other. With one host it is one part.
+
+    Attributes:
+        path: The part's file on its host.
+        nbytes: Size of that file.
+        base: The version that the delta beside it changes into this one; None if there is no delta.
+        delta_bytes: Size of the delta.
+        endpoint: Address at which a sender of that host serves the part; empty on the learner's own host.
+    """
+
+    path: str
+    nbytes: int
+    base: VersionDigest | None = None
+    delta_bytes: int = 0
+    endpoint: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the part among all parts: its folder has a name of its own."""
+        path = Path(self.path)
+        return f"{path.parent.name}/{path.stem}"
+
+    @property
+    def file_paths(self) -> dict[str, str]:
+        """The files with the part's bytes, and its delta's if there is one, by name."""
+        delta = {delta_name(self.name): str(delta_path(Path(self.path)))} if self.base is not None else {}
+        return {self.name: self.path, **delta}
 
 
 class TransferOffer(msgspec.Struct, frozen=True):
@@ -139,6 +172,11 @@ def check_free_space(path: Path, nbytes: int, version: int, files: Files, kept_b
         raise WeightError(f"{needs} but {path} can hold {whole / 2**30:.2f} GiB; {ENLARGE_HINT}")
     if wanted > free:
         raise OSError(errno.ENOSPC, f"{needs} but {path} has {free / 2**30:.2f} GiB free; {ENLARGE_HINT}")
+
+
+def delta_name(name: str) -> str:
+    """Return the name of the delta of a part of that name."""
+    return f"{name}-delta"
 
 
 def delta_path(path: Path) -> Path:
@@ -501,13 +539,18 @@ class SafetensorsEncoder:
         return WeightManifest(version=self._version, path=path, tensors=self.entries, nbytes=self.nbytes)
 
 
-# Versions on the learner's host: one file, which one process or several ranks together write, and the delta beside it.
+# Versions on the learner's hosts: one file on each, which one process or several ranks together write, and the delta
+# beside it.
 #
-# No rank has more than its own part: each writes its tensors to its region of the file, and returns their checksums.
+# No rank has more than its own part: each writes its tensors to its region of its host's file, and returns their
+# checksums. No host has more than its ranks: the version's file is that of all hosts, one after the other.
 
 
-CallRanks = Callable[[str, Sequence[tuple[Any, ...]]], list[Any]]
-"""Function that calls a method of every rank, with different arguments each, and returns the results in rank order."""
+CallRanks = Callable[[str, Sequence[tuple[Any, ...] | None]], list[Any]]
+"""Function that calls a method of every rank with arguments, which are its own, and returns the results in rank order,
+None for the others."""
+CallHosts = CallRanks
+"""The same with a method of the `PartFolder` of each of the learner's hosts."""
 
 
 class ShareDescription(msgspec.Struct, frozen=True):
@@ -520,7 +563,7 @@ class ShareDescription(msgspec.Struct, frozen=True):
 class DeltaVersionStore(VersionStore):
     """A `VersionStore` for hosts that fetch. It writes a version's delta from the one before beside it, if worthwhile.
 
-    An offer's only transport data is the identity of the version that the delta changes, or None.
+    An offer's only transport data is the `PublishedPart` that is the whole version.
     """
 
     def __init__(self, directory: Path, bucket_bytes: int = DEFAULT_BUCKET_BYTES, world: World = REAL_WORLD):
@@ -528,20 +571,18 @@ class DeltaVersionStore(VersionStore):
         self._last_manifest: WeightManifest | None = None
 
     def announce_version(self, manifest: WeightManifest) -> TransferOffer:
-        """Publish a version, offering the identity of the version that the delta beside the file changes, or None.
-
-        If the disk does not accept the delta, hosts fetch the whole version.
-        """
+        """Publish a version. If the disk does not accept its delta, hosts fetch the whole version."""
         before, self._last_manifest = self._last_manifest, manifest
         made = False
         with contextlib.suppress(OSError):
             made = before is not None and self._write_delta(before, manifest)
-        return TransferOffer(manifest, [digest_version(before) if before is not None and made else None])
+        base = digest_version(before) if before is not None and made else None
+        return TransferOffer(manifest, [describe_part(Path(manifest.path), base, self._files)])
 
     def _write_delta(self, before: WeightManifest, manifest: WeightManifest) -> bool:
         """Write the delta, if worthwhile, and return True if it was written."""
         with contextlib.ExitStack() as opened:
-            pair = open_delta_pair(opened, before, manifest, self._files.open)
+            pair = open_delta_pair(opened, Path(before.path), Path(manifest.path), self._files.open)
             if pair is None:
                 return False
             pieces = encode_delta(digest_version(before), digest_version(manifest), *pair)
@@ -549,96 +590,193 @@ class DeltaVersionStore(VersionStore):
         return True
 
 
+def describe_part(path: Path, base: VersionDigest | None, files: Files) -> PublishedPart:
+    """Describe the file of a part, and its delta if it has a `base`."""
+    sizes = [found.size for each in (path, delta_path(path)) if (found := files.stat(each)) is not None]
+    return PublishedPart(str(path), sizes[0], base, sizes[1] if base is not None else 0)
+
+
 def open_delta_pair(
-    stack: contextlib.ExitStack, before: WeightManifest, manifest: WeightManifest, open_file: Callable[[Path], File]
+    stack: contextlib.ExitStack, before: Path, path: Path, open_file: Callable[[Path], File]
 ) -> tuple[File, File] | None:
     """Open the files of two versions, if both exist and a delta between them is worthwhile; else return None."""
     try:
-        old, new = (stack.enter_context(open_file(Path(m.path))) for m in (before, manifest))
+        old, new = (stack.enter_context(open_file(each)) for each in (before, path))
     except FileNotFoundError:
         return None
     return (old, new) if is_delta_worthwhile(old, new) else None
 
 
-class ShardedVersionStore(VersionFolder):
-    """A folder of versions that ranks of this host write together. `deltas` adds deltas as in `DeltaVersionStore`."""
+class PartFolder(VersionFolder):
+    """The folder of one of the learner's hosts: the parts of versions that the ranks of this host write together."""
 
-    def __init__(self, directory: Path, call_ranks: CallRanks, ranks: int, *, deltas: bool, world: World = REAL_WORLD):
+    def __init__(self, directory: Path, world: World = REAL_WORLD):
         super().__init__(directory, keep=2, world=world)
-        self._call_ranks, self._ranks, self._deltas = call_ranks, ranks, deltas
-        self._last_manifest: WeightManifest | None = None
+
+    def begin_part(self, version: int, head: bytes, nbytes: int, versions_in_use: Collection[int] = ()) -> str:
+        """Make a file aside of `nbytes`, which begins with `head`, and return its path.
+
+        A version that is here already was not finished on another host, and is written again. Raises the errors of
+        `VersionFolder.write_version`.
+        """
+        while self._versions and self._versions[-1][0] == version:
+            self._files.remove(self._versions.pop()[1])
+        path = self.reserve_version(version, nbytes, versions_in_use)
+        aside = path.with_name(f".{path.name}")
+        self._files.remove(aside)
+        try:
+            with self._files.open(aside, exclusive=True, mode=0o600) as file:
+                file.append([head])
+                file.truncate(nbytes)
+        except BaseException:
+            self.abandon_part(str(aside))
+            raise
+        return str(aside)
+
+    def finish_part(self, version: int, aside: str, versions_in_use: Collection[int] = ()) -> str:
+        """Give the part's file its name, which is returned, and remove old versions."""
+        path = Path(aside).with_name(Path(aside).name.removeprefix("."))
+        self._files.rename(Path(aside), path)
+        self.add_version(version, path, versions_in_use)
+        return str(path)
+
+    def abandon_part(self, aside: str) -> None:
+        """Remove a file that will not be finished: its space is needed for the next attempt."""
+        with contextlib.suppress(OSError):
+            self._files.remove(Path(aside))
+
+    def count_delta_blocks(self, before: str, path: str) -> int | None:
+        """Return the number of blocks of a delta between two of the files here; None if it is not worthwhile."""
+        with contextlib.ExitStack() as opened:
+            pair = open_delta_pair(opened, Path(before), Path(path), self._files.open)
+            return None if pair is None else len(list(iter_blocks(pair[1].size(), DELTA_BLOCK_BYTES)))
+
+    def join_delta(self, path: str, base: VersionDigest, made: VersionDigest, pieces: Sequence[str]) -> PublishedPart:
+        """Join what the ranks wrote of the delta beside `path`, and describe the part."""
+        found = self._files.stat(Path(path))
+        assert found is not None
+        head = make_delta_header(base, made, found.size)
+        joined = self._join_pieces(head, [Path(piece) for piece in pieces])
+        write_atomically(delta_path(Path(path)), joined, fsync=False, files=self._files)
+        return describe_part(Path(path), base, self._files)
+
+    def copy_part(self, path: str, target: str, start: int) -> None:
+        """Write a part into a file from byte `start` on."""
+        with self._files.open(Path(path)) as file:
+            write_at(Path(target), start, [file.map_bytes()])
+
+    def _join_pieces(self, head: bytes, pieces: Iterable[Path]) -> Iterable[Buffer]:
+        yield head
+        for piece in pieces:
+            with self._files.open(piece) as file:
+                yield file.map_bytes()
+            self._files.remove(piece)
+
+
+class ShardedVersionStore:
+    """Versions that the ranks of the learner's hosts write together, each host a part of its own.
+
+    The parts are one file of the version, which begins with the first host's: its part has the header. `deltas` adds
+    deltas as in `DeltaVersionStore`, one beside each part.
+
+    Args:
+        call_hosts: `call_hosts(name, args_by_host)` calls a method of the `PartFolder` of every host for which there
+            are arguments, and returns the results, None for the others.
+        ranks_by_host: The ranks of each host, the learner's own host first.
+    """
+
+    def __init__(
+        self, call_hosts: CallHosts, call_ranks: CallRanks, ranks_by_host: Sequence[Sequence[int]], *, deltas: bool
+    ):
+        self._call_hosts, self._call_ranks, self._deltas = call_hosts, call_ranks, deltas
+        self._ranks_by_host = ranks_by_host
+        self._rank_count = sum(map(len, ranks_by_host))
+        self._last_version: tuple[VersionDigest, list[PublishedPart]] | None = None
 
     def publish_shares(self, versions_in_use: Collection[int] = ()) -> TransferOffer:
         """Have the ranks write their snapshots; see `VersionFolder.write_version`."""
-        parts: list[ShareDescription] = self._call_ranks("describe_snapshot", [()] * self._ranks)
-        version = parts[0].version
-        names = [name for part in parts for name, _, _ in part.tensors]
-        if any(part.version != version for part in parts):
-            raise WeightError(f"the ranks hold versions {sorted({p.version for p in parts})} of the weights")
+        shares: list[ShareDescription] = self._call_ranks("describe_snapshot", [()] * self._rank_count)
+        version = shares[0].version
+        names = [name for share in shares for name, _, _ in share.tensors]
+        if any(share.version != version for share in shares):
+            raise WeightError(f"the ranks hold versions {sorted({s.version for s in shares})} of the weights")
         if len(set(names)) != len(names) or not names:
             raise WeightError(f"version {version}: {len(names)} tensors of {len(set(names))} names")
-        manifest = self._write_shares(version, parts, versions_in_use)
-        before, self._last_manifest = self._last_manifest, manifest
+        manifest, parts = self._write_shares(version, shares, versions_in_use)
+        before, self._last_version = self._last_version, (digest_version(manifest), parts)
         if not self._deltas:
             return TransferOffer(manifest)
-        try:
-            return TransferOffer(manifest, [before and self._write_delta(before, manifest)])
-        except (ActorLostError, OSError):  # of a rank, or of the disk; hosts fetch the whole version instead
-            return TransferOffer(manifest, [None])
+        if before is not None:
+            with contextlib.suppress(ActorLostError, OSError):  # of a rank, or of the disk; hosts fetch the whole then
+                parts = self._write_deltas(before, self._last_version)
+        return TransferOffer(manifest, parts)
 
     def _write_shares(
-        self, version: int, parts: Sequence[ShareDescription], versions_in_use: Collection[int]
-    ) -> WeightManifest:
+        self, version: int, shares: Sequence[ShareDescription], versions_in_use: Collection[int]
+    ) -> tuple[WeightManifest, list[PublishedPart]]:
         import torch
 
-        described = [(name, getattr(torch, dtype), shape) for part in parts for name, dtype, shape in part.tensors]
-        header = encode_safetensors_header(described)
-        starts = [len(header)]
-        for part in parts:
-            starts.append(starts[-1] + sum(math.prod(s) * getattr(torch, d).itemsize for _, d, s in part.tensors))
-        path = self.reserve_version(version, starts[-1], versions_in_use)
-        aside = path.with_name(f".{path.name}")
-        try:
-            self._files.remove(aside)
-            with self._files.open(aside, exclusive=True, mode=0o600) as file:
-                file.append([header])
-                file.truncate(starts[-1])
-            written = self._call_ranks("write_snapshot", [(str(aside), start) for start in starts[:-1]])
-            self._files.rename(aside, path)
-        except BaseException:
-            with contextlib.suppress(OSError):  # its space is needed for the next attempt
-                self._files.remove(aside)
-            raise
-        self.add_version(version, path, versions_in_use)
-        entries: dict[str, TensorEntry] = {}
-        for each in written:
-            entries |= each
-        return WeightManifest(version=version, path=str(path), tensors=entries, nbytes=starts[-1] - len(header))
-
-    def _write_delta(self, before: WeightManifest, manifest: WeightManifest) -> Any:
-        with contextlib.ExitStack() as opened:
-            pair = open_delta_pair(opened, before, manifest, self._files.open)
-            if pair is None:
-                return None
-            nbytes = pair[1].size()
-        count = len(list(iter_blocks(nbytes, DELTA_BLOCK_BYTES)))
-        path = delta_path(Path(manifest.path))
-        bounds = [count * rank // self._ranks for rank in range(self._ranks + 1)]
-        parts = [path.with_name(f".{path.name}.{rank}") for rank in range(self._ranks)]
-        self._call_ranks(
-            "write_delta_part",
-            [(before, manifest, bounds[r], bounds[r + 1], str(parts[r])) for r in range(self._ranks)],
+        in_order = [tensor for ranks in self._ranks_by_host for rank in ranks for tensor in shares[rank].tensors]
+        header = encode_safetensors_header((name, getattr(torch, dtype), shape) for name, dtype, shape in in_order)
+        regions: dict[int, tuple[int, int]] = {}
+        """Host and offset in its file, by rank."""
+        part_bytes = []
+        for host, ranks in enumerate(self._ranks_by_host):
+            at = 0 if host else len(header)
+            for rank in ranks:
+                regions[rank] = host, at
+                at += count_share_bytes(shares[rank])
+            part_bytes.append(at)
+        heads = [b"" if host else header for host in range(len(part_bytes))]
+        asides: list[str] = self._call_hosts(
+            "begin_part",
+            [(version, head, nbytes, versions_in_use) for head, nbytes in zip(heads, part_bytes, strict=True)],
         )
-        head = make_delta_header(digest_version(before), digest_version(manifest), nbytes)
-        write_atomically(path, self._join_delta_parts(head, parts), fsync=False, files=self._files)
-        return digest_version(before)
+        try:
+            written = self._call_ranks(
+                "write_snapshot",
+                [(asides[host], start) for host, start in map(regions.__getitem__, range(len(shares)))],
+            )
+        except BaseException:
+            with contextlib.suppress(ActorLostError, OSError):
+                self._call_hosts("abandon_part", [(aside,) for aside in asides])
+            raise
+        paths = self._call_hosts("finish_part", [(version, aside, versions_in_use) for aside in asides])
+        entries: dict[str, TensorEntry] = {}
+        for ranks in self._ranks_by_host:
+            for rank in ranks:
+                entries |= written[rank]
+        nbytes = sum(part_bytes) - len(header)
+        parts = [PublishedPart(*each) for each in zip(paths, part_bytes, strict=True)]
+        return WeightManifest(version=version, path=paths[0], tensors=entries, nbytes=nbytes), parts
 
-    def _join_delta_parts(self, head: bytes, parts: Iterable[Path]) -> Iterable[Buffer]:
-        yield head
-        for part in parts:
-            with self._files.open(part) as file:
-                yield file.map_bytes()
-            self._files.remove(part)
+    def _write_deltas(
+        self, before: tuple[VersionDigest, list[PublishedPart]], now: tuple[VersionDigest, list[PublishedPart]]
+    ) -> list[PublishedPart]:
+        """Write the delta of each part for which it is worthwhile, and return the parts with their deltas."""
+        pairs = [(old.path, new.path) for old, new in zip(before[1], now[1], strict=True)]
+        counts: list[int | None] = self._call_hosts("count_delta_blocks", pairs)
+        pieces: list[list[str]] = []
+        args: list[tuple[Any, ...] | None] = [None] * self._rank_count
+        for (old, new), count, ranks in zip(pairs, counts, self._ranks_by_host, strict=True):
+            path = delta_path(Path(new))
+            pieces.append([])
+            if count is None:
+                continue
+            for number, rank in enumerate(ranks):
+                first, last = (count * n // len(ranks) for n in (number, number + 1))
+                pieces[-1].append(str(path.with_name(f".{path.name}.{number}")))
+                args[rank] = old, new, first, last, pieces[-1][-1]
+        self._call_ranks("write_delta_part", args)
+        joins = [(new, before[0], now[0], each) if each else None for (_, new), each in zip(pairs, pieces, strict=True)]
+        return [made or part for made, part in zip(self._call_hosts("join_delta", joins), now[1], strict=True)]
+
+
+def count_share_bytes(share: ShareDescription) -> int:
+    """Return the size of a rank's region of the file."""
+    import torch
+
+    return sum(math.prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape in share.tensors)
 
 
 def write_share_region(path: str, start: int, encoded: SafetensorsEncoder) -> dict[str, TensorEntry]:
@@ -647,9 +785,7 @@ def write_share_region(path: str, start: int, encoded: SafetensorsEncoder) -> di
     return encoded.entries
 
 
-def write_delta_part(
-    before: WeightManifest, manifest: WeightManifest, first: int, last: int, path: str, world: World = REAL_WORLD
-) -> None:
-    """Write the blocks `first` to `last` of a delta to a separate file."""
-    with world.files.open(Path(before.path)) as old, world.files.open(Path(manifest.path)) as new:
+def write_delta_part(before: str, path_now: str, first: int, last: int, path: str, world: World = REAL_WORLD) -> None:
+    """Write the blocks `first` to `last` of the delta between two files to a separate file."""
+    with world.files.open(Path(before)) as old, world.files.open(Path(path_now)) as new:
         write_atomically(Path(path), encode_records(old, new, first, last), fsync=False, files=world.files)

@@ -12,7 +12,7 @@ from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.torch.backend import TorchLearner
 from r3async.weights.delta import apply_delta, digest_version
 from r3async.weights.fetch import verify_version_file
-from r3async.weights.publish import ShardedVersionStore, delta_path
+from r3async.weights.publish import PartFolder, ShardedVersionStore, delta_path
 from r3async.world.disk import SystemFiles
 from tests.helpers.parity import config
 
@@ -60,8 +60,12 @@ def test_the_file_is_what_rank_0_would_export_and_every_rank_copies_its_part(
     settings = config(**layout)
     four_ranks.call(opened, kind, model_path, settings)
     try:
+        folder = PartFolder(tmp_path)
         publisher = ShardedVersionStore(
-            tmp_path, lambda name, given: four_ranks.call(each, given, name), 4, deltas=True
+            lambda name, given: [args and getattr(folder, name)(*args) for args in given],
+            lambda name, given: four_ranks.call(each, given, name),
+            [list(range(4))],
+            deltas=True,
         )
         before = None
         for version, by in enumerate((0.0, 1e-3, 1e-3)):
@@ -76,14 +80,13 @@ def test_the_file_is_what_rank_0_would_export_and_every_rank_copies_its_part(
             copied = [nbytes for nbytes, _ in answers]
             assert sum(copied) == sum(t.nbytes for t in exported.values())
             assert max(copied) < sum(copied) / 2
-            (base,) = publication.transport_data
-            if base is not None:
+            if publication.transport_data[0].base is not None:
                 files = SystemFiles()
                 with files.open(Path(before.path)) as old, files.open(delta_path(Path(manifest.path))) as delta:
                     made = b"".join(map(bytes, apply_delta(digest_version(before), old, delta)))
                 assert made == Path(manifest.path).read_bytes()
             before = manifest
-        assert not [name for name in SystemFiles().list_names(publisher.path) if name.startswith(".")]
-        publisher.close()
+        assert not [name for name in SystemFiles().list_names(folder.path) if name.startswith(".")]
+        folder.close()
     finally:
         four_ranks.call(closed)

@@ -57,7 +57,9 @@ def test_divided_gradients_make_the_same_steps(ranks_of, model_path, layout, dty
                 if count == 1:
                     assert torch.equal(tensor, after[name]), name
                 else:
-                    torch.testing.assert_close(tensor, after[name], rtol=2e-2 if dtype == "bfloat16" else 1e-4, atol=1e-4)
+                    torch.testing.assert_close(
+                        tensor, after[name], rtol=2e-2 if dtype == "bfloat16" else 1e-4, atol=1e-4
+                    )
             assert kept, "gradients of shares alone, wherever there are copies"
 
 

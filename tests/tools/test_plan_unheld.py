@@ -91,7 +91,9 @@ def test_divided_gradients_are_held_as_the_plan_says(tmp_path):
     config.learner.shard_gradients = False
     experts = shape.num_layers * shape.expert_parameters // 4
     rest = planned.parameters - experts
-    assert estimate_rank_memory(shape, config).optimizer - planned.optimizer == pytest.approx(4 * rest * 3 / 4, rel=1e-6)
+    assert estimate_rank_memory(shape, config).optimizer - planned.optimizer == pytest.approx(
+        4 * rest * 3 / 4, rel=1e-6
+    )
     config.learner.shard_gradients = True
     with megatron_rank(config, tmp_path / "model", 1) as made:
         found = updated(made.optimizer)

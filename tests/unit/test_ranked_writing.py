@@ -82,7 +82,8 @@ def test_every_rank_writes_its_part_and_the_learner_says_what_is_there(ranked):
         for name, tensor in {**exact[0], **exact[1]}.items():
             kept = torch.float32 if "bias" in name else torch.bfloat16
             assert torch.equal(read[name], tensor.to(kept)), name
-        assert publication.transport_data == [before and digest_version(before)]
+        (part,) = publication.transport_data
+        assert (part.path, part.base) == (manifest.path, before and digest_version(before))
         assert delta_path(Path(manifest.path)).exists() == (before is not None)
         for each in ranked.locals:
             each.backend.step()

@@ -1,0 +1,184 @@
+"""A learner whose ranks are on two hosts: each host has its part of a version's file, and engines fetch from both.
+
+With Ray and namespaces: `ray/test_ranks_on_hosts.py`.
+"""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from r3async.actors.ranks import LocalRank, RankCalls, RankProcesses, RemoteRanks
+from r3async.config import load_config
+from r3async.learner import LearnerError
+from r3async.weights import fetch as relay
+from r3async.weights.delta import digest_version
+from r3async.weights.fetch import PartServer, TcpReceiver, TcpServer, iter_verified_tensors, verify_version_file
+from r3async.weights.publish import PartFolder
+from tests.helpers.transport import CLIENT_KEYS, SERVER_KEYS
+from tests.unit.test_ranked_writing import Backend, Called
+
+HOSTS = ("here", "there", "there")
+"""Host of each rank."""
+
+
+class Rank:
+    """A rank's actor, with its host's part folder and sender in this process."""
+
+    def __init__(self, config, rank, directory):
+        self.local, self._directory = LocalRank(config, Backend(rank)), directory
+        self.folder = None
+        self.servers = []
+        """The senders that were started; the last one serves."""
+
+    def call_method(self, name, *args):
+        return getattr(self.local, name)(*args)
+
+    def call_part_folder(self, name, *args):
+        if self.folder is None:
+            self.folder = PartFolder(self._directory)
+        return getattr(self.folder, name)(*args)
+
+    def serve_parts(self, keys, paths):
+        if not self.servers:
+            self.servers.append(PartServer("127.0.0.1", keys))
+        self.servers[-1].serve_files(paths)
+        return self.servers[-1].bind_socket()
+
+
+class Actors(Called):
+    def begin_call(self, actor, method, *args, concurrency_group="", **kwargs):
+        return SimpleNamespace(value=getattr(actor, method)(*args, **kwargs))
+
+
+class Learner:
+    def __init__(self, directory: Path):
+        overrides = ["learner.parallel.dp=3", "generator.dtype=bfloat16", f"weights.directory={directory / 'here'}"]
+        config = load_config("quickstart", overrides)
+        self.ranks = [Rank(config, rank, directory / host) for rank, host in enumerate(HOSTS)]
+        processes = list(enumerate(HOSTS))
+        self.remote = RemoteRanks(config, RankProcesses(RankCalls(Actors(), self.ranks), 7, processes))
+        self.remote.set_weight_transport("tcp", SERVER_KEYS)
+        self.server = TcpServer("127.0.0.1", SERVER_KEYS)
+        self.sender_rank = self.ranks[1]
+
+    def publish(self, version):
+        for rank in self.ranks:
+            rank.local.snapshot_weights(version)
+        offer = self.remote.write_version()
+        return offer.manifest, [self.server.offer_version(offer.manifest, *offer.transport_data)]
+
+    def step(self):
+        for rank in self.ranks:
+            rank.local.backend.step()
+
+    async def close(self):
+        for server in (self.server, *self.sender_rank.servers):
+            await server.close()
+        self.remote.close()
+
+
+@pytest.fixture
+async def learner(tmp_path):
+    learner = Learner(tmp_path)
+    yield learner
+    await learner.close()
+
+
+@pytest.fixture
+async def make(tmp_path):
+    opened = []
+
+    def make(host, name="g0"):
+        opened.append(TcpReceiver(tmp_path / host, "run", name, CLIENT_KEYS, host="127.0.0.1", name="127.0.0.1"))
+        return opened[-1]
+
+    yield make
+    for receiver in opened:
+        await receiver.close()
+
+
+def whole(learner):
+    return {name: t for rank in learner.ranks for name, t in rank.local.backend.iter_full_weights()}
+
+
+async def test_engines_put_the_parts_of_all_hosts_together_and_their_deltas_too(learner, make, tmp_path):
+    receivers = [make(f"engines{i}") for i in range(3)]
+    for version in range(3):
+        manifest, parts = learner.publish(version)
+        found = await asyncio.gather(*(r.fetch_version(manifest, parts, 20.0) for r in receivers))
+        for each in found:
+            verify_version_file(each)
+            assert digest_version(each) == digest_version(manifest)
+            exact = whole(learner)
+            read = dict(iter_verified_tensors(each))
+            assert read.keys() == exact.keys()
+            assert all((read[name] == t.to(read[name].dtype)).all() for name, t in exact.items())
+        assert [part.base is not None for part in parts[0].parts] == [version > 0] * 2
+        learner.step()
+    # A host writes and keeps its own ranks' part alone, of the last two versions.
+    for host, ranks in (("here", learner.ranks[:1]), ("there", learner.ranks[1:])):
+        own = sum(t.nbytes for r in ranks for t in r.local._snapshot_memory.values())
+        files = sorted(tmp_path.glob(f"{host}/weights-*/version-*.safetensors"))
+        assert [path.stem for path in files] == ["version-1", "version-2"]
+        assert all(path.stat().st_size < own for path in files)  # the copy is in float32
+    whole_bytes = parts[0].nbytes
+    assert [r.received_bytes < 1.3 * whole_bytes for r in receivers] == [True] * 3
+
+
+async def test_a_part_whose_delta_is_missing_is_fetched_whole(learner, make):
+    receiver = make("engines")
+    await receiver.fetch_version(*learner.publish(0), 20.0)
+    learner.step()
+    manifest, (source,) = learner.publish(1)
+    broken = [source.parts[0], msgspec.structs.replace(source.parts[1], base=None)]
+    before = receiver.received_bytes
+    found = await receiver.fetch_version(manifest, [msgspec.structs.replace(source, parts=tuple(broken))], 20.0)
+    verify_version_file(found)
+    assert receiver.received_bytes - before == broken[0].delta_bytes + broken[1].nbytes
+
+
+async def test_a_delta_that_does_not_fit_costs_its_part_alone(learner, make):
+    receiver = make("engines")
+    await receiver.fetch_version(*learner.publish(0), 20.0)
+    (file,) = receiver._cache.path.glob("version-*")
+    with file.open("r+b") as held:  # damaged in the second part
+        held.seek(-1, 2)
+        held.write(b"!")
+    learner.step()
+    manifest, (source,) = learner.publish(1)
+    before = receiver.received_bytes
+    verify_version_file(await receiver.fetch_version(manifest, [source], 20.0))
+    assert receiver.received_bytes - before == sum(p.delta_bytes for p in source.parts) + source.parts[1].nbytes
+
+
+async def test_a_sender_that_sends_nothing_is_reported_and_its_successor_serves_the_rest(learner, make, monkeypatch):
+    monkeypatch.setattr(relay, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(relay, "MAX_SILENCE_SECONDS", 0.2)
+    manifest, parts = learner.publish(0)
+    (sender,) = learner.sender_rank.servers
+    await sender.close()
+    fetching = asyncio.create_task(make("engines").fetch_version(manifest, parts, 20.0))
+    silent = await asyncio.wait_for(learner.server.silent_parts.get(), 10.0)
+    assert not fetching.done()
+    learner.sender_rank.servers.append(PartServer("127.0.0.1", SERVER_KEYS))
+    host, endpoint = learner.remote.revive_sender(learner.server.list_remote_parts(silent.endpoint))
+    assert (host, endpoint != silent.endpoint) == ("there", True)
+    learner.server.move_parts(silent.endpoint, endpoint)
+    verify_version_file(await fetching)
+
+
+async def test_a_failed_version_is_joined_from_all_hosts(learner, tmp_path):
+    manifest, _ = learner.publish(0)
+    learner.remote.join_parts(learner.server.list_parts(manifest), tmp_path / "joined")
+    verify_version_file(msgspec.structs.replace(manifest, path=str(tmp_path / "joined")))
+
+
+@pytest.mark.parametrize("backend", ["nccl", "shared_memory"])
+def test_transports_from_one_host_are_refused_by_name(learner, backend):
+    with pytest.raises(
+        LearnerError, match=rf'weights.backend="{backend}".* are on here, there: set weights.backend="tcp"'
+    ):
+        learner.remote.set_weight_transport(backend)

@@ -7,8 +7,9 @@ the weight in the compute dtype, an fp32 master copy if that is not fp32 already
 moments. So 2 + 4 + 4 + 8 = 18 bytes in bfloat16, 4 + 4 + 8 = 16 in float32: the count of ZeRO (arXiv 1910.02054,
 section 3.1: 16 with a 2-byte gradient), with the gradient accumulated in fp32. Megatron ranks hold
 `ModelShape.rank_parameters` parameters; with `shard_optimizer`, replicas of the same parameters shard masters and
-moments among them, and with `shard_gradients` gradients. With `backend = "torch"` and dp > 1, FSDP2 divides 16 bytes per parameter by dp (its shards are the
-fp32 masters), and holds the vocabulary and two full layers in the compute dtype, with one layer's fp32 gradient.
+moments among them, and with `shard_gradients` gradients. With `backend = "torch"` and dp > 1, FSDP2 divides 16 bytes
+per parameter by dp (its shards are the fp32 masters), and holds the vocabulary and two full layers in the compute
+dtype, with one layer's fp32 gradient.
 
 The teacher of `algorithm.distillation` has weights only, sharded in the same way.
 
@@ -38,7 +39,8 @@ and in the compute dtype, and the gradient of the output matrix, summed in fp32.
 adapters, a parameter of the start model and its merged values, one matrix at a time in fp32.
 
 **Context**: on a GPU `CONTEXT_BYTES` for CUDA, NCCL and cuBLAS, assumed: no GPU has measured it yet. Not included: the
-allocator's fragmentation, and ranks that get more than their share of routed tokens.
+allocator's fragmentation, and ranks that get more than their share of routed tokens. With `weights.backend = "nccl"` the first
+rank's GPU has another context, and up to four buckets, for each generator.
 
 **Engine**: weights divided by `tensor_parallel_size`, and 2 · layers · key-value heads · head size values of KV cache
 per token; with latent attention layers · (rank of keys and values + rotated values).
@@ -80,6 +82,8 @@ GRAPHS_BYTES = 1.5 * GIB
 """CUDA graphs of an engine. Assumed: vLLM reported 1.34 GiB for Qwen3.5-35B-A3B over four GPUs (vllm#50722)."""
 ENGINE_BATCH_TOKENS = 2048
 """Tokens of an engine's step at most, unless `max_num_batched_tokens` sets another number (vLLM 0.30)."""
+SENDER_BUCKETS = 4
+"""Buckets that a process holds at most while it sends weights with NCCL (`weights.nccl`)."""
 
 
 _QWEN3_MOE = {
@@ -225,12 +229,15 @@ class RankMemory(msgspec.Struct, frozen=True):
     """Memory of the device before any tensor; assumed."""
     teacher: int = 0
     """Weights of `algorithm.distillation.teacher`."""
+    senders: int = 0
+    """Processes on the first rank's GPU that send weights, with `weights.backend = "nccl"`: their contexts, assumed,
+    and their buckets."""
 
     @property
     def total_bytes(self) -> int:
         """The total at its peak: during forward and backward passes or during the update, whichever needs more."""
         passing = max(self.activations + self.logits, self.temporary)
-        return self.context + self.weights + self.optimizer + passing + self.teacher
+        return self.context + self.weights + self.optimizer + passing + self.teacher + self.senders
 
 
 class EngineMemory(msgspec.Struct, frozen=True):
@@ -255,6 +262,9 @@ class EngineMemory(msgspec.Struct, frozen=True):
 def estimate_rank_memory(shape: ModelShape, config: Config) -> RankMemory:
     """Estimate the learner's rank that needs most. Raises `ConfigError` for a teacher whose numbers are unknown."""
     own = _estimate_without_teacher(shape, config)
+    if config.weights.backend == "nccl":
+        each = int(CONTEXT_BYTES) + SENDER_BUCKETS * config.weights.bucket_bytes
+        own = msgspec.structs.replace(own, senders=config.generator.count * each)
     if not (path := config.algorithm.distillation.teacher):
         return own
     teacher, _ = _find_shape_at(path, "algorithm.distillation.teacher")

@@ -372,6 +372,7 @@ def describe_plan(plan: RunPlan, config: Config) -> str:
         + f", or {format_bytes(rank.temporary)} of copies while it updates" * (rank.temporary > 0)
         + f" + context {format_bytes(rank.context)} (assumed)" * (rank.context > 0)
         + f" + teacher {format_bytes(rank.teacher)}" * bool(rank.teacher)
+        + f" + senders of weights {format_bytes(rank.senders)} (assumed)" * bool(rank.senders)
         + f" = {format_bytes(rank.total_bytes)}",
         "host memory of the learner" + (": " + ", ".join(plan.host)),
         *(f"between ranks, a step: {line}" for line in plan.traffic),

@@ -15,6 +15,9 @@ from r3async.data.models import DTYPE_BYTES, ModelShape
 from .adapted import count_adapters
 from .memory import count_replicas
 
+RANK_PROCESS_BYTES = 445 * 10**6
+"""Memory of a rank's process before it loads anything, with torch and transformers, measured on CPU (D-240)."""
+
 
 def format_bytes(count: float) -> str:
     """Format a number of bytes for display."""
@@ -25,11 +28,14 @@ def format_bytes(count: float) -> str:
 
 
 def describe_host_memory(shape: ModelShape, config: Config) -> list[str]:
-    """Describe the memory of all the learner's hosts, besides the processes themselves and /dev/shm, in lines."""
-    learner, version = config.learner, shape.num_parameters * DTYPE_BYTES[config.generator.dtype]
+    """Describe the memory of all the learner's hosts, besides weights and optimizer on CPU and /dev/shm, in lines."""
+    learner = config.learner
     ranks = learner.parallel.world_size
+    # The copy has the learner's dtype, and is converted a bucket at a time.
+    copied = shape.num_parameters * DTYPE_BYTES[learner.dtype] + ranks * config.weights.bucket_bytes
     lines = [
-        f"{format_bytes(version)} of weights that are being published",
+        f"{format_bytes(copied)} of weights that are being published, with a bucket of each rank",
+        f"{format_bytes(ranks * RANK_PROCESS_BYTES)} of the ranks' processes, measured without CUDA",
         f"{format_bytes(config.transport.credit_bytes)} at most of trajectories that wait (transport.credit_bytes)",
     ]
     if learner.offload_moments:

@@ -77,6 +77,7 @@ class LocalRank:
         self._snapshot_memory: HostWeights | None = None
         """Memory that snapshots are copied into; the first snapshot allocates it."""
         self._staged_checkpoint: RankState | None = None
+        self._staged_recovery_copy: RankCopy | None = None
 
     @classmethod
     def load(cls, config: Config, model_path: Path, world: World = REAL_WORLD) -> LocalRank:
@@ -223,17 +224,24 @@ class LocalRank:
         )
 
     def estimate_copy_bytes(self) -> int:
-        """Estimate the bytes of `copy_for_recovery`: a weight and two moments in float32."""
+        """Estimate the bytes of `take_recovery_copy`: a weight and two moments in float32."""
         places = [place for held in self.backend.trained_slices() if held.is_writer for place in held.places]
         return sum(12 * math.prod(place.size) for place in places)
 
-    def copy_for_recovery(self) -> RankCopy:
-        """Return a copy of what `stage_checkpoint` copies, for ranks that are started in place of this one and the
-        others."""
+    def stage_recovery_copy(self) -> None:
+        """Copy what `stage_checkpoint` copies, for `take_recovery_copy`."""
         from r3async.checkpoint.tensors import RankCopy
 
         with stage("checkpoint"):
-            return RankCopy.from_state(self.backend.capture_state())
+            self._staged_recovery_copy = RankCopy.from_state(self.backend.capture_state())
+
+    def take_recovery_copy(self) -> RankCopy:
+        """Hand over the copy, for ranks that are started in place of this one and the others. May be called from any
+        thread, beside a step."""
+        held, self._staged_recovery_copy = self._staged_recovery_copy, None
+        if held is None:
+            raise LearnerError("nothing is held for a restart")
+        return held
 
     def restore_from_copies(self, *parts: RankCopy) -> None:
         """Continue from the copies that every rank made after the same step."""
@@ -436,6 +444,8 @@ class RemoteRanks:
         self._lock = world.threads.new_lock()
         """Lock on the log and on the present ranks. It is held while the ranks start again: who waits for it has to
         wait for them."""
+        self._begun_copies: list[Any] = []
+        """The calls that hand over the ranks' copies, while these are not all here."""
         self._closed = self._writing_checkpoint = False
         """Flags; `_writing_checkpoint` is True while the state that the ranks staged for a checkpoint is being
         written."""
@@ -562,9 +572,10 @@ class RemoteRanks:
         # written.
         if self._recovery_log.has_pending_copy and not self._writing_checkpoint:
             with self._lock:
-                self._recovery_log.mark_written(LocalRank.stage_checkpoint)
+                self._recovery_log.mark_written(LocalRank.stage_checkpoint, before_copy=True)
+        self._finish_copy()
         if self._recovery_log.is_copy_due:
-            self._copy_state()
+            self._begin_copy()
         return answers
 
     def snapshot_weights(self, version: int) -> None:
@@ -700,20 +711,39 @@ class RemoteRanks:
 
     # -- after the loss of a rank ----------------------------------------------------------------------------------
 
-    def _copy_state(self) -> None:
-        """Have every rank copy its state to where it outlives the rank: the result of an actor's call belongs to the
-        caller, and is in shared memory of the actor's host."""
+    def _begin_copy(self) -> None:
+        """Have every rank copy its state, and hand the copy over beside the next steps to where it outlives the rank:
+        the result of an actor's call belongs to the caller, and is in shared memory of the actor's host."""
         ranks, calls = self._ranks, self._ranks.calls
         try:
             if not self._copies_fit(calls):
                 return
-            begun = [calls.begin_local_rank(rank, LocalRank.copy_for_recovery) for rank in range(len(ranks.processes))]
-            calls.wait_all(begun)
+            calls.call_local_ranks(LocalRank.stage_recovery_copy)
         except RankLost as lost:
             return self._restart_ranks(ranks, lost)  # the next step is followed by a copy
         with self._lock:
             if ranks is self._ranks:
-                self._recovery_log.set_copies(begun)
+                self._recovery_log.begin_copy()
+                self._begun_copies = [
+                    calls.begin_local_rank(rank, LocalRank.take_recovery_copy, lane=CHECKPOINT_LANE)
+                    for rank in range(len(ranks.processes))
+                ]
+
+    def _finish_copy(self) -> None:
+        """Keep the copies that are being handed over, if all of them are here."""
+        ranks, waiting = self._ranks, list(self._begun_copies)
+        while waiting:
+            ready, waiting = self._world.actors.wait_for_call(waiting, 0.0)
+            if not ready:
+                return
+        try:
+            ranks.calls.wait_all(self._begun_copies)
+        except RankLost as lost:
+            return self._restart_ranks(ranks, lost)
+        with self._lock:
+            if ranks is self._ranks and self._begun_copies:
+                copies, self._begun_copies = self._begun_copies, []
+                self._recovery_log.set_copies(copies)
 
     def _copies_fit(self, calls: RankCalls) -> bool:
         """Return True if the host's object store can hold two copies. It is checked until there is a copy."""
@@ -757,6 +787,8 @@ class RemoteRanks:
                 except LearnerError as error:
                     lost = RankLost(f"{reason}; and the ranks could not be started again: {error}")
             self._ranks = ranks
+            self._begun_copies = []
+            log.give_up_copy()
             self.restarts += 1
             self._report_event(
                 "ranks_restarted",
@@ -1011,9 +1043,9 @@ class RecoveryLog:
         self.copy_steps = copy_steps
         self.base: Path | tuple[Any, ...] | None = None
         self.calls: list[RankCall[Any]] = []
-        self._pending_copy: tuple[int, tuple[Any, ...]] | None = None
-        """Number of changes after which a copy of the state was made, and that copy, while the base cannot move to
-        it."""
+        self._pending_copy: tuple[int, tuple[Any, ...] | None] | None = None
+        """Number of changes after which a copy of the state was made, and that copy, while the base cannot move to it;
+        None as long as it is not here."""
 
     @property
     def repeated_steps(self) -> int:
@@ -1039,15 +1071,26 @@ class RecoveryLog:
         self.base, self._pending_copy = checkpoint, None
         self.calls.clear()
 
-    def set_copies(self, copies: Sequence[Any]) -> None:
-        """Add copies of the state after all changes so far, and move the base to them as soon as that is possible."""
-        self._pending_copy = len(self.calls), tuple(copies)
-        self._advance_base()
+    def begin_copy(self) -> None:
+        """Expect copies of the state after all changes so far."""
+        self._pending_copy = len(self.calls), None
 
-    def mark_written(self, method: Callable[..., object]) -> None:
-        """Remove the oldest call of a method that copies: its copy is written, or never will be."""
+    def set_copies(self, copies: Sequence[Any]) -> None:
+        """Add the copies that were expected, and move the base to them as soon as that is possible."""
+        if self._pending_copy is not None:
+            self._pending_copy = self._pending_copy[0], tuple(copies)
+            self._advance_base()
+
+    def give_up_copy(self) -> None:
+        """Expect no copies any more, unless they are here."""
+        if self._pending_copy is not None and self._pending_copy[1] is None:
+            self._pending_copy = None
+
+    def mark_written(self, method: Callable[..., object], *, before_copy: bool = False) -> None:
+        """Remove the oldest call of a method that copies: its copy is written, or never will be. With `before_copy`,
+        only if the pending copy of the state came after it."""
         index = next((i for i, call in enumerate(self.calls) if call.method == method), None)
-        if index is None:
+        if index is None or (before_copy and (self._pending_copy is None or index >= self._pending_copy[0])):
             return
         del self.calls[index]
         if self._pending_copy is not None and index < self._pending_copy[0]:
@@ -1058,7 +1101,7 @@ class RecoveryLog:
         if self._pending_copy is None:
             return
         count, copies = self._pending_copy
-        if not any(change.needs_write for change in self.calls[:count]):
+        if copies is not None and not any(change.needs_write for change in self.calls[:count]):
             self.base, self._pending_copy = copies, None
             del self.calls[:count]
 

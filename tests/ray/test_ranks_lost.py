@@ -24,7 +24,7 @@ STEPS = 6
 KILLS = [
     {"rank": 1, "call": "train_minibatches", "at": "forward"},
     {"rank": 0, "call": "train_minibatches", "at": "all_reduce"},
-    {"rank": 1, "call": "copy_for_recovery", "at": "begin"},
+    {"rank": 1, "call": "stage_recovery_copy", "at": "begin"},
     {"rank": 0, "call": "snapshot_weights", "at": "begin"},
     {"rank": 1, "call": "write_snapshot", "at": "begin"},
     {"rank": 0, "call": "write_checkpoint", "at": "begin"},

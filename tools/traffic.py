@@ -16,7 +16,7 @@ from .adapted import count_adapters
 from .memory import count_replicas
 
 RANK_PROCESS_BYTES = 445 * 10**6
-"""Memory of a rank's process before it loads anything, with torch and transformers, measured on CPU (D-240)."""
+"""Memory of a rank's process before it loads anything, with torch and transformers, measured on CPU (D-206)."""
 
 
 def format_bytes(count: float) -> str:

@@ -1,5 +1,8 @@
 """What leaves vLLM's engine core whole is what would have left it token by token, and what is used of vLLM is there."""
 
+import ast
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
@@ -28,6 +31,7 @@ from r3async.rollout.vllm import core as vllm_core
 from r3async.rollout.vllm import messages as vllm_messages
 from r3async.rollout.vllm.core import AnswerBufferingMixin, check_vllm_interface
 from r3async.rollout.vllm.messages import CoreOutputDecoder, CoreRequest, EngineLoad, build_sampling_params
+from r3async.rollout.vllm.names import VLLM_NAMES, check_vllm_names, find_missing_names
 
 pytestmark = pytest.mark.engine
 NAMES = ("a", "b", "c")
@@ -187,13 +191,24 @@ def test_the_load_is_sent_now_and_then_and_when_the_engine_is_idle(monkeypatch):
     assert whole.update_from_output()[0].scheduler_stats is not None
 
 
-def test_the_installed_vllm_has_what_is_used_of_it(monkeypatch):
+def test_the_installed_vllm_has_every_name_that_is_used(monkeypatch):
+    """The contract with vLLM: a name that a version lacks is reported with the feature that needs it."""
+    assert find_missing_names() == []
     check_vllm_interface()
-    monkeypatch.setitem(vllm_core._REQUIRED_NAMES, EngineCoreOutput, "request_id routes_of_tomorrow")
-    with pytest.raises(
-        EngineError, match=r"has no EngineCoreOutput\.routes_of_tomorrow: r3async is made for vLLM 0\.30"
-    ):
-        check_vllm_interface()
+    tomorrow = {"vllm.v1.engine:EngineCoreOutput": "request_id routes_of_tomorrow", "vllm.v1.nowhere": "x"}
+    monkeypatch.setitem(VLLM_NAMES, "routes", tomorrow)
+    missing = r"vLLM \d.* has no EngineCoreOutput\.routes_of_tomorrow \(routes\), vllm\.v1\.nowhere \(routes\): r3async is made"
+    with pytest.raises(EngineError, match=missing):
+        check_vllm_names()
+
+
+def test_the_contract_has_what_our_files_import_of_vllm():
+    named = {place.partition(":")[0] for places in VLLM_NAMES.values() for place in places}
+    for path in Path(vllm_core.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm."):
+                modules = {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
+                assert modules & named, f"{path.name} imports {node.module}, which names.VLLM_NAMES lacks"
 
 
 def test_a_field_that_moved_or_a_value_that_changed_is_found(monkeypatch):

@@ -36,6 +36,7 @@ from r3async.rollout.vllm.messages import (
     CoreSamplingParams,
     EngineLoad,
 )
+from r3async.rollout.vllm.names import check_vllm_names
 from r3async.untrusted import decode_msgpack
 from r3async.world.processes import exit_with_owner, hide_main_module, pause_garbage_collector
 
@@ -267,6 +268,7 @@ def _run_core_process(
     exit_with_owner(owner_pid)
     try:
         with pause_garbage_collector():
+            check_vllm_names()
             from r3async.rollout.vllm.core import run_core
 
         run_core(args, address, OwnerBoundConfig(owner_pid), kv_cache_bytes if is_cpu_vllm() else None)

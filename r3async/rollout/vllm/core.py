@@ -17,7 +17,6 @@ from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.sampling_params import SamplingParams
 from vllm.tool_parsers import ToolParserManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -27,14 +26,12 @@ from vllm.v1.engine import (
     EngineCoreEventType,
     EngineCoreOutput,
     EngineCoreOutputs,
-    EngineCoreReadyResponse,
     EngineCoreRequest,
     EngineCoreRequestType,
     UtilityOutput,
 )
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.executor import Executor
-from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import RequestStatus
 from vllm.v1.serial_utils import CUSTOM_TYPE_RAW_VIEW
@@ -44,6 +41,7 @@ from r3async.data.supports import SupportSets
 from r3async.rollout.engine import EngineError
 from r3async.rollout.vllm import messages as vllm_messages
 from r3async.rollout.vllm.messages import STOP_STRINGS_KEY
+from r3async.rollout.vllm.names import SUPPORTED_VERSIONS
 from r3async.world.processes import pause_garbage_collector
 
 # Stop strings in vLLM's engine core: an answer ends with the token that completes one.
@@ -120,7 +118,8 @@ class StopStringsMixin:
 #
 # `AsyncLLM` handles every token of every request in the caller's process: it decodes, counts and copies it, and keeps
 # statistics. Here an answer stays in the engine's process until it ends (`AnswerBufferingMixin`), and crosses the
-# boundary as arrays, in one message. Made for vLLM 0.30: `check_vllm_interface` reports what another version lacks.
+# boundary as arrays, in one message. `check_vllm_interface` reports what another version of vLLM has otherwise, and
+# `names.VLLM_NAMES` has every name of vLLM that is used.
 
 
 LOAD_INTERVAL_SECONDS = 0.1
@@ -131,22 +130,6 @@ CPU_BLOCK_TOKENS = 32
 SAMPLING_MASK_KEY = "r3async_masks"
 """Key in vLLM's `additional_config` whose value is True if supports are recorded."""
 _NO_IDS = np.empty((0, 0), np.int32)
-_REQUIRED_NAMES: dict[type, str] = {
-    EngineCoreProc: "run_engine_core pause_scheduler resume_scheduler collective_rpc ENGINE_CORE_DEAD",
-    AsyncScheduler: "update_from_output _update_request_with_output finish_requests set_pause_state pause_state "
-    "has_requests make_stats",
-    Executor: "get_class",
-    EngineCoreReadyResponse: "max_model_len block_size",
-    SchedulerStats: "num_waiting_reqs kv_cache_usage",
-    PrefillStats: "num_cached_tokens",
-    SamplingParams: " ".join(vllm_messages.CoreSamplingParams.__struct_fields__),
-    EngineCoreEventType: "PREEMPTED",
-    PauseState: "PAUSED_ALL",
-    ModelRunnerOutput: "logprobs sampling_masks",
-    SamplingMaskLists: "slice_request",
-    RequestStatus: "FINISHED_ABORTED",
-}
-"""Classes of vLLM, each with its names that are used here."""
 _POSITIONAL_TYPES: dict[type, type] = {
     EngineCoreRequest: vllm_messages.CoreRequest,
     EngineCoreOutput: vllm_messages.CoreOutput,
@@ -169,15 +152,7 @@ _EXPECTED_VALUES = (
 
 
 def check_vllm_interface() -> None:
-    """Raise `EngineError` if the installed vLLM lacks something that is used here, with the names."""
-    lacking = [
-        f"{kind.__name__}.{name}"
-        for kind, names in _REQUIRED_NAMES.items()
-        for name in names.split()
-        if not _has_name(kind, name)
-    ]
-    if lacking:
-        raise EngineError(f"vLLM {vllm.__version__} has no {', '.join(lacking)}: r3async is made for vLLM 0.30")
+    """Raise `EngineError` if the installed vLLM has fields in another order, or other values, than are used here."""
     moved = [
         kind.__name__
         for kind, ours in _POSITIONAL_TYPES.items()
@@ -185,11 +160,9 @@ def check_vllm_interface() -> None:
     ]
     moved += [str(theirs) for assumed, theirs in _EXPECTED_VALUES if assumed != theirs]
     if moved:
-        raise EngineError(f"vLLM {vllm.__version__} has another {', '.join(moved)}: r3async is made for vLLM 0.30")
-
-
-def _has_name(kind: type, name: str) -> bool:
-    return hasattr(kind, name) or name in getattr(kind, "__dataclass_fields__", ())
+        raise EngineError(
+            f"vLLM {vllm.__version__} has another {', '.join(moved)}: r3async is made for vLLM {SUPPORTED_VERSIONS}"
+        )
 
 
 def _field_names(kind: Any) -> tuple[str, ...]:

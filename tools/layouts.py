@@ -9,19 +9,37 @@ import msgspec
 from r3async.config import Config, LearnerConfig, ParallelConfig
 from r3async.data.models import ModelShape, ModelShapeError
 
-from .memory import GIB, RankMemory, estimate_rank_memory
+from .memory import GIB, RankMemory, count_replicas, estimate_rank_memory
+from .speed import estimate_speed
 
 MEMORY_HEADROOM = 0.95
 """Share of a GPU's memory that a recommended layout may use; memory outside the estimate needs the rest."""
+AS_FAST = 0.97
+"""Share of the highest speed from which a layout counts as fast as that one: the estimate is no better."""
 
 
-def find_fitting_layouts(shape: ModelShape, config: Config, gpus: int) -> Iterator[tuple[LearnerConfig, RankMemory]]:
-    """Yield settings with which a Megatron rank fits, the fastest first as far as known without measuring.
+class FittingLayout(msgspec.Struct, frozen=True):
+    """Settings of the learner with which a rank fits, its memory, and the tokens a second of each GPU."""
 
-    Expensive choices come last. From the most expensive on, they are: moments in host memory, then recomputed
-    activations (a third of the computing), then pipeline stages (idle when a step begins and ends), then
-    tensor-parallel ranks (they exchange activations in every layer). Expert-parallel ranks exchange tokens in every
-    layer, however many they are. Optimizer state is always sharded, because that costs nothing.
+    learner: LearnerConfig
+    memory: RankMemory
+    tokens_per_second: float
+
+    def describe_settings(self) -> str:
+        """Return the settings as they are written under `[learner]`."""
+        learner, p = self.learner, self.learner.parallel
+        told = [f"parallel = {{ dp = {p.dp}, tp = {p.tp}, pp = {p.pp}, ep = {p.ep} }}"]
+        told += [f'recompute = "{learner.recompute}"']
+        flags = ("offload_moments", "shard_optimizer", "shard_gradients")
+        return ", ".join([*told, *(f"{name} = true" for name in flags if getattr(learner, name))])
+
+
+def find_fitting_layouts(shape: ModelShape, config: Config, gpus: int, tokens: int) -> Iterator[FittingLayout]:
+    """Yield settings with which a Megatron rank fits, for steps of `tokens`, the simplest first.
+
+    From the least simple on, they have: moments in host memory, then recomputed activations, then pipeline stages,
+    then tensor-parallel ranks. Optimizer state is always sharded, because that costs nothing, and gradients are where
+    a rank fits with that alone.
     """
     kinds = [(o, r) for o in (False, True) for r in ("none", "selective", "full")]
     layouts = [(pp, tp) for pp in _list_divisors(gpus) for tp in _list_divisors(gpus // pp)]
@@ -40,14 +58,28 @@ def find_fitting_layouts(shape: ModelShape, config: Config, gpus: int) -> Iterat
                     recompute=recompute,
                     offload_moments=offload,
                     shard_optimizer=parallel.world_size > 1,
+                    shard_gradients=False,
                 )
-                found = estimate_rank_memory(shape, msgspec.structs.replace(config, learner=learner))
-                if found.total_bytes <= MEMORY_HEADROOM * config.cluster.gpu_gib * GIB:
-                    yield learner, found
+                may_divide = max(count_replicas(learner)) > 1 and not learner.lora.rank
+                for divide in (False, True) if may_divide else (False,):
+                    learner = msgspec.structs.replace(learner, shard_gradients=divide)
+                    changed = msgspec.structs.replace(config, learner=learner)
+                    memory = estimate_rank_memory(shape, changed)
+                    if memory.total_bytes <= MEMORY_HEADROOM * config.cluster.gpu_gib * GIB:
+                        speed = estimate_speed(shape, changed, tokens)
+                        yield FittingLayout(learner, memory, speed.tokens_per_second)
+                        break
 
 
-def recommend_layout(shape: ModelShape, config: Config) -> str:
-    """Recommend the first layout that fits, in a sentence.
+def choose_layout(shape: ModelShape, config: Config, gpus: int, tokens: int) -> FittingLayout | None:
+    """Return the simplest layout that is as fast as the fastest that fits, or None if none does."""
+    found = list(find_fitting_layouts(shape, config, gpus, tokens))
+    fastest = max((layout.tokens_per_second for layout in found), default=0.0)
+    return next((layout for layout in found if layout.tokens_per_second >= AS_FAST * fastest), None)
+
+
+def recommend_layout(shape: ModelShape, config: Config, tokens: int) -> str:
+    """Recommend a layout that fits, for steps of `tokens`, in a sentence.
 
     It uses the GPUs of `learner.parallel`, or the fewest more, found by doubling, up to 64 times as many.
     """
@@ -55,14 +87,10 @@ def recommend_layout(shape: ModelShape, config: Config) -> str:
         return '`learner.backend` = "megatron" divides a model in more ways'
     gpus = config.learner.parallel.world_size
     for count in (gpus << n for n in range(7)):
-        for learner, memory in find_fitting_layouts(shape, config, count):
-            p = learner.parallel
-            told = [f"parallel = {{ dp = {p.dp}, tp = {p.tp}, pp = {p.pp}, ep = {p.ep} }}"]
-            told += [f'recompute = "{learner.recompute}"']
-            told += ["offload_moments = true"] * learner.offload_moments
-            told += ["shard_optimizer = true"] * learner.shard_optimizer
+        if (layout := choose_layout(shape, config, count, tokens)) is not None:
             return (
-                f"With {count} GPU(s) this takes {memory.total_bytes / GIB:.0f} GiB each: [learner] {', '.join(told)}"
+                f"With {count} GPU(s) this takes {layout.memory.total_bytes / GIB:.0f} GiB each: [learner] "
+                f"{layout.describe_settings()}"
             )
     return f"No layout of up to {gpus << 6} such GPUs holds it"
 

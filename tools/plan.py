@@ -18,7 +18,7 @@ from r3async.schedule.admission import compute_staleness_bound, count_slots
 from r3async.schedule.groups import TRAJECTORY_HEADER_BYTES, max_buffer_bytes
 
 from .adapted import count_adapters
-from .layouts import recommend_layout
+from .layouts import AS_FAST, choose_layout, recommend_layout
 from .memory import (
     GIB,
     GPU_PARAMETERS,
@@ -29,6 +29,7 @@ from .memory import (
     estimate_rank_memory,
     find_model_shape,
 )
+from .speed import PUBLISHED_SPEEDS, TrainingSpeed, estimate_speed
 from .traffic import describe_host_memory, describe_step_traffic, format_bytes
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -85,6 +86,8 @@ class RunPlan(msgspec.Struct, frozen=True):
     """Contents of the memory of the learner's hosts, one line each."""
     traffic: list[str]
     """Data that ranks exchange in a step, one line each."""
+    speed: TrainingSpeed | None
+    """Estimated speed of the learner's GPUs; None for a model that is not planned for GPUs."""
     hosts: list[str]
     """Placement of the processes, one line per host, if they are on GPUs: on hosts of `cluster.gpus_per_node`."""
     notes: list[str]
@@ -166,11 +169,27 @@ def make_run_plan(config: Config, import_code: bool = True) -> RunPlan:
         shared=shared,
         host=describe_host_memory(shape, config),
         traffic=describe_step_traffic(shape, config, episodes * tokens),
+        speed=estimate_speed(shape, config, episodes * tokens) if on_gpus else None,
         hosts=hosts,
         notes=[*notes, *_make_notes(config, shape, engine, on_gpus), *across],
     )
     _check_plan(config, shape, plan, on_gpus)
+    if plan.speed and (faster := _note_faster_layout(config, shape, plan.speed, plan.tokens_per_step)):
+        plan.notes.append(faster)
     return plan
+
+
+def _note_faster_layout(config: Config, shape: ModelShape, speed: TrainingSpeed, tokens: int) -> str:
+    """Return a note if another layout on the same GPUs would train faster by the estimate."""
+    if config.learner.backend != "megatron":
+        return ""
+    found = choose_layout(shape, config, config.learner.parallel.world_size, tokens)
+    if found is None or speed.tokens_per_second >= AS_FAST * found.tokens_per_second:
+        return ""
+    return (
+        f"{found.tokens_per_second:,.0f} tokens/s a GPU, in {found.memory.total_bytes / GIB:.0f} GiB, by the same estimate: "
+        f"[learner] {found.describe_settings()}"
+    )
 
 
 def _plan_placement(config: Config) -> tuple[int, bool, list[str], list[str]]:
@@ -240,7 +259,7 @@ def _check_plan(config: Config, shape: ModelShape, plan: RunPlan, on_gpus: bool)
             f"{(plan.rank.weights + plan.rank.optimizer) / GIB:.0f}, activations {plan.rank.activations / GIB:.0f}"
             f"{f', teacher {plan.rank.teacher / GIB:.0f}' * bool(plan.rank.teacher)}) of "
             f"`cluster.gpu_gib` = {config.cluster.gpu_gib:g}: raise `learner.parallel`, set `learner.recompute`, or lower "
-            f"`learner.max_tokens_per_micro_batch`. {recommend_layout(shape, config)}"
+            f"`learner.max_tokens_per_micro_batch`. {recommend_layout(shape, config, plan.tokens_per_step)}"
         )
     engine = plan.engine
     if (cache := config.generator.engine_args.get("kv_cache_memory_bytes")) and (
@@ -376,6 +395,7 @@ def describe_plan(plan: RunPlan, config: Config) -> str:
         + f" = {format_bytes(rank.total_bytes)}",
         "host memory of the learner" + (": " + ", ".join(plan.host)),
         *(f"between ranks, a step: {line}" for line in plan.traffic),
+        *_describe_speed(plan, config),
         f"memory, an engine{f', each of {engine.devices} GPUs' if engine.devices > 1 else ''}",
         f"  weights {format_bytes(engine.weights)}, a step {format_bytes(engine.step)}"
         + f", {'' if config.generator.engine_args.get('enforce_eager') else 'CUDA graphs and '}context "
@@ -385,6 +405,19 @@ def describe_plan(plan: RunPlan, config: Config) -> str:
         *(f"note: {note}" for note in plan.notes),
     ]
     return "\n".join(lines)
+
+
+def _describe_speed(plan: RunPlan, config: Config) -> list[str]:
+    if plan.speed is None:
+        return []
+    each, count = plan.speed.tokens_per_second, config.learner.parallel.world_size
+    basis = "four layers of Qwen3-30B-A3B on one H200" if plan.active < plan.parameters else "assumed rates"
+    published = f"; {PUBLISHED_SPEEDS[plan.model]}" if plan.model in PUBLISHED_SPEEDS else ""
+    return [
+        f"training    some {each:,.0f} tokens/s a GPU, {each * count:,.0f} on {count}, a step of "
+        f"{sum(plan.speed.seconds.values()):.0f} s: {plan.speed.describe_parts()}",
+        f"            by {basis} (docs/benchmarks.md#one-gpu){published}",
+    ]
 
 
 def plan_to_json(plan: RunPlan) -> dict[str, Any]:

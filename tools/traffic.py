@@ -39,7 +39,7 @@ def describe_host_memory(shape: ModelShape, config: Config) -> list[str]:
         f"{format_bytes(config.transport.credit_bytes)} at most of trajectories that wait (transport.credit_bytes)",
     ]
     if learner.offload_moments:
-        lines.append(f"{format_bytes(8 * _count_updated(shape, config) * ranks)} of moments (learner.offload_moments)")
+        lines.append(f"{format_bytes(8 * count_updated(shape, config) * ranks)} of moments (learner.offload_moments)")
     if config.algorithm.reference_kl.coef and not learner.lora.rank:
         held = DTYPE_BYTES[learner.dtype] * _count_rank_parameters(shape, config) * ranks
         lines.append(f"{format_bytes(held)} of the reference model (algorithm.reference_kl)")
@@ -48,27 +48,42 @@ def describe_host_memory(shape: ModelShape, config: Config) -> list[str]:
 
 def describe_step_traffic(shape: ModelShape, config: Config, tokens: int) -> list[str]:
     """Describe the data that ranks exchange in a step of `tokens`, in lines."""
-    learner, p = config.learner, config.learner.parallel
-    width = DTYPE_BYTES[learner.dtype]
     lines = []
-    updates = config.schedule.updates_per_step
-    many, of_experts = count_replicas(learner)
-    if learner.backend == "megatron" and max(many, of_experts) > 1 and not learner.lora.rank:
-        rest, experts = _count_parameters(shape, config)
-        shares = ((rest, many), (experts, of_experts))
-        # Sums in float32, to each rank its share; then the sums, or the updated weights, to all.
-        summed = 4 * (count_micro_batches(config, tokens) if learner.shard_gradients else updates)
-        gathered = (width if learner.shard_optimizer else 4) * updates
-        each = sum(held * (summed + gathered) * (n - 1) / n for held, n in shares)
+    if config.learner.backend == "megatron" and (each := count_copy_bytes(shape, config, tokens)):
         lines.append(f"{format_bytes(each)} from each rank to those that hold copies: gradients, and what they become")
-    if p.ep > 1 and shape.moe_layers:
-        passes = 2 * (2 if learner.recompute == "none" else 3)  # there and back; forward, backward, and a recomputation
-        sent = tokens / (p.dp * p.cp * p.tp) * len(shape.moe_layers) / p.pp * shape.top_k * shape.hidden_size * width
-        sent *= passes * (p.ep - 1) / p.ep * config.schedule.epochs_per_step
+    if sent := count_expert_bytes(shape, config, tokens):
         lines.append(
             f"{format_bytes(sent)} from each rank to those that have other experts, if all tokens are trained once"
         )
     return lines
+
+
+def count_copy_bytes(shape: ModelShape, config: Config, tokens: int) -> float:
+    """Count the bytes of gradients and weights that a rank sends in a step of `tokens` to those that hold copies."""
+    learner, width = config.learner, DTYPE_BYTES[config.learner.dtype]
+    updates, passes = config.schedule.updates_per_step, count_micro_batches(config, tokens)
+    if learner.lora.rank or learner.backend == "scripted":
+        return 0.0
+    if learner.backend == "torch":
+        # FSDP: shards of weights for both passes and the recomputation, and gradients in float32, of every micro-batch.
+        n, gathers = learner.parallel.dp, 3 if learner.recompute == "full" else 2
+        return passes * shape.num_parameters * (gathers * width + 4) * (n - 1) / n
+    many, of_experts = count_replicas(learner)
+    rest, experts = _count_parameters(shape, config)
+    # Sums in float32, to each rank its share; then the sums, or the updated weights, to all.
+    summed = 4 * (passes if learner.shard_gradients else updates)
+    gathered = (width if learner.shard_optimizer else 4) * updates
+    return sum(held * (summed + gathered) * (n - 1) / n for held, n in ((rest, many), (experts, of_experts)))
+
+
+def count_expert_bytes(shape: ModelShape, config: Config, tokens: int) -> float:
+    """Count the bytes of tokens that a rank sends in a step of `tokens` to those that have other experts."""
+    learner, p = config.learner, config.learner.parallel
+    if p.ep == 1 or not shape.moe_layers:
+        return 0.0
+    passes = 2 * (2 if learner.recompute == "none" else 3)  # there and back; forward, backward, and a recomputation
+    sent = tokens / (p.dp * p.cp * p.tp) * len(shape.moe_layers) / p.pp * shape.top_k * shape.hidden_size
+    return sent * DTYPE_BYTES[learner.dtype] * passes * (p.ep - 1) / p.ep * config.schedule.epochs_per_step
 
 
 def count_micro_batches(config: Config, tokens: int) -> int:
@@ -96,7 +111,7 @@ def _count_rank_parameters(shape: ModelShape, config: Config) -> int:
     return -(-shape.num_parameters // config.learner.parallel.dp)
 
 
-def _count_updated(shape: ModelShape, config: Config) -> int:
+def count_updated(shape: ModelShape, config: Config) -> int:
     """Count the values of a rank that have moments."""
     learner = config.learner
     many, of_experts = count_replicas(learner)

@@ -243,6 +243,7 @@ def test_the_job_for_kuberay_has_pods_that_hold_what_its_plan_says():
             assert objects >= 3 * plan.checkpoint_bytes / GIB
         # On the learner's host: the copies that a version and a checkpoint are written from, and what was received.
         copies = (plan.version_bytes + plan.checkpoint_bytes + config.transport.credit_bytes) / GIB
+        copies += 8 * plan.parameters / GIB * config.learner.offload_moments
         processes = PROCESS_GIB * (gpus + 3)
         assert count_gib(limits["memory"]) >= in_shared + copies + processes
     assert len(nodes) == len(plan.hosts)

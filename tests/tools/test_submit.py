@@ -130,9 +130,9 @@ def test_what_can_not_fit_is_refused_with_what_to_change():
     spread = check_cluster_fit(plan, config, parse_nodes([node(str(i), **small) for i in range(4)]))
     assert spread.problems == []  # a tensor-parallel group has a host, and the learner has two
     assert spread.layout.rank_hosts() == [*"00001111"]
-    narrow = small | {"GPU": 2}
-    narrow = check_cluster_fit(plan, config, parse_nodes([node(str(i), **narrow) for i in range(8)]))
-    assert "4 tensor-parallel ranks of the learner need 4 GPUs of one host" in narrow.problems[0]
+    narrow = small | {"GPU": 1}
+    narrow = check_cluster_fit(plan, config, parse_nodes([node(str(i), **narrow) for i in range(16)]))
+    assert "2 tensor-parallel ranks of the learner need 2 GPUs of one host" in narrow.problems[0]
     weak = big | {"accelerator_type:A10G": 1}
     del weak["accelerator_type:H100"]
     assert any(

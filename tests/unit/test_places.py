@@ -133,8 +133,8 @@ def test_engines_share_a_gpu_with_a_rank_only_where_that_is_asked_for_and_needed
 
 REFUSED = [
     ("moe_30b_r3", 1, 8, ("0 of 8 engines", "host 1: 8 GPUs", "generator.count")),
-    ("moe_30b_r3", 1, 2, ("4 tensor-parallel ranks", "learner.parallel.tp")),
-    ("moe_30b_r3", 1, 1, ("4 tensor-parallel ranks", "learner.parallel.tp")),
+    ("moe_30b_r3", 1, 2, ("8 ranks need 8 GPUs", "learner.parallel")),
+    ("moe_30b_r3", 1, 1, ("2 tensor-parallel ranks", "learner.parallel.tp")),
     ("moe_235b_r3", 2, 8, ("64 ranks need 64 GPUs", "host 1, host 2: 8 GPUs", "learner.parallel")),
     ("moe_235b_r3", 8, 8, ("0 of 4 engines of 8 GPUs on one host", "and 5 more: 8 GPUs", "tensor_parallel_size")),
     ("dense_7b", 1, 2, ("4 ranks need 4 GPUs", "learner.parallel")),

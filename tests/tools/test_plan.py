@@ -192,11 +192,11 @@ def test_engine_arguments_that_change_its_memory_are_planned():
 
     plain, free, text = planned()
     assert plain.graphs == 3 * GIB
-    assert free == ["13.5 GiB"]
+    assert free == ["12.6 GiB"]
     assert "CUDA graphs and context 3.0 GiB (assumed)" in text
     eager, free, text = planned("enforce_eager=true")
     assert eager.graphs == plain.graphs - 1.5 * GIB
-    assert free == ["15.0 GiB"]
+    assert free == ["14.1 GiB"]
     assert ", context 1.5 GiB" in text
     halved, free, _ = planned("kv_cache_dtype=fp8")
     assert (2 * halved.kv_per_token, free) == (plain.kv_per_token, [])

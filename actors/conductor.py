@@ -350,7 +350,7 @@ class Conductor:
         self.fleet.check_generators(infos, self.admission.slots)
         self.task_source.set_task_counts(infos[0]["tasks"])
         hosts = {i["host"] for i in infos} | {info["host"], *info["rank_hosts"]}
-        backend = choose_weight_backend(config, hosts, info["gpus"], [i["gpus"] for i in infos])
+        backend = choose_weight_backend(config, hosts, info["gpus"], [i["gpus"] for i in infos], info["rank_hosts"])
         probe_tokens = await self.fleet.encode_probe_text()
         listening = await self.learner.call("start_listening", infos[0]["routing"], backend, probe_tokens)
         learner_address = LearnerAddress(listening["endpoint"], backend, listening["keys"])

@@ -317,7 +317,11 @@ def get_weights_directory(config: Config) -> Path:
 
 
 def choose_weight_backend(
-    config: Config, hosts: Collection[str], learner_gpus: Sequence[str] = (), engine_gpus: Sequence[Sequence[str]] = ()
+    config: Config,
+    hosts: Collection[str],
+    learner_gpus: Sequence[str] = (),
+    engine_gpus: Sequence[Sequence[str]] = (),
+    rank_hosts: Collection[str] = (),
 ) -> str:
     """Return the transport of weights for a learner and generators: `weights.backend`, with "auto" resolved.
 
@@ -325,10 +329,16 @@ def choose_weight_backend(
         hosts: Hosts of the learner and the generators.
         learner_gpus: GPU of the rank that sends; empty on CPU.
         engine_gpus: GPUs of each engine; empty on CPU.
+        rank_hosts: Hosts of the learner's ranks.
 
     Raises `ConfigError` if the transport cannot reach them all.
     """
     backend = config.weights.backend
+    if backend not in ("auto", "tcp") and len(set(rank_hosts)) > 1:
+        raise ConfigError(
+            f'weights.backend="{backend}" takes weights from one host, and the learner\'s ranks are on '
+            f'{", ".join(sorted(set(rank_hosts)))}, each with a part of them: set weights.backend="tcp"'
+        )
     if backend == "nccl":
         _check_nccl(config, hosts, learner_gpus, engine_gpus)
     if backend == "shared_memory" and len(hosts) > 1:

@@ -394,7 +394,8 @@ def check_transfers(config: Config, layout: ProcessLayout) -> None:
         return [f"{seat.bundle} of the layout"] if layout.bundles[seat.bundle].gpus else []
 
     sender = layout.ranks[0] if layout.ranks else layout.learner
-    choose_weight_backend(config, {ranks[0], *engines}, gpus_of(sender), [gpus_of(seat) for seat in layout.engines])
+    hosts, engine_gpus = {*ranks, *engines}, [gpus_of(seat) for seat in layout.engines]
+    choose_weight_backend(config, hosts, gpus_of(sender), engine_gpus, ranks)
 
 
 # -- supposed hosts ----------------------------------------------------------------------------------------------------

@@ -588,13 +588,7 @@ class RemoteRanks:
 
     def set_weight_transport(self, backend: str, sender_keys: ServerKeys | None = None) -> None:
         """Set the transport of the weights like `LocalRank.set_weight_transport`. The ranks of each host write one file
-        together. Those of other hosts than this one have them served with `sender_keys`. Raises `LearnerError` for a
-        transport that does not reach these hosts."""
-        if backend != "tcp" and not self._ranks.is_one_host:
-            raise LearnerError(
-                f'weights.backend="{backend}" takes weights from one host, and the learner\'s ranks are on '
-                f'{", ".join(dict.fromkeys(host for _, host in self.processes))}: set weights.backend="tcp"'
-            )
+        together. Those of other hosts than this one have them served with `sender_keys`."""
         self._transport, self._sender_keys = backend, sender_keys
         if backend == "nccl":  # engines would wait for what lost ranks should have sent
             with self._lock:

@@ -65,7 +65,7 @@ class Engine:
             import torch  # noqa: F401  # what checks the file needs it
 
             self._receiver = build_weight_receiver(self._config, "tcp", self._name, "run", self._keys, self._world)
-            self._peak.begin_measuring()
+        self._peak.begin_measuring()
         before = self._receiver.received_bytes
         parts = publication.transport_data
         found = await self._receiver.fetch_version(publication.manifest, parts, FETCH_SECONDS)

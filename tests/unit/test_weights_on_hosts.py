@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from r3async.actors.delivery import choose_weight_backend
 from r3async.actors.ranks import LocalRank, RankCalls, RankProcesses, RemoteRanks
-from r3async.config import load_config
-from r3async.learner import LearnerError
+from r3async.config import ConfigError, load_config
 from r3async.weights import fetch as relay
 from r3async.weights.delta import digest_version
 from r3async.weights.fetch import PartServer, TcpReceiver, TcpServer, iter_verified_tensors, verify_version_file
@@ -177,8 +177,9 @@ async def test_a_failed_version_is_joined_from_all_hosts(learner, tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["nccl", "shared_memory"])
-def test_transports_from_one_host_are_refused_by_name(learner, backend):
+def test_transports_from_one_host_are_refused_by_name(backend):
+    config = load_config("quickstart", [f"weights.backend={backend}"])
     with pytest.raises(
-        LearnerError, match=rf'weights.backend="{backend}".* are on here, there: set weights.backend="tcp"'
+        ConfigError, match=rf'weights.backend="{backend}".* are on here, there, .*weights.backend="tcp"'
     ):
-        learner.remote.set_weight_transport(backend)
+        choose_weight_backend(config, {"here", "there"}, ["0"], [["1"]], ["here", "there", "there"])

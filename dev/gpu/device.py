@@ -14,6 +14,7 @@ import collections
 import contextlib
 import importlib
 import itertools
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -214,7 +215,8 @@ def run_operation(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         return func(*args, **kwargs)
     if name.startswith("c10d."):
         return _run_collective(func, name, args, kwargs, mixed=bool(on_host))
-    _check_devices(func, name, args, given, on_host)
+    if on_device:  # a tensor that is made for the device may be made like one of any other
+        _check_devices(func, name, args, given, on_host)
     if _waits_for_result(name, args, kwargs):
         _count_wait()
     if not name.startswith(WITHOUT_KERNEL) and not _is_view(func):
@@ -525,7 +527,7 @@ _LIBRARY = torch.library.Library("aten", "IMPL", "CUDA")
 
 
 def install_device() -> None:
-    """Give this process, and each that it forks, the emulated device. Call it once, in the thread that trains."""
+    """Give this process, and each that it forks, the emulated device. Call it once, in the main thread."""
     load_library()
     importlib.import_module("torch._dynamo")  # it keeps functions of torch.cuda, and would ask ours for what they lack
     generator, stream = _Generator(), _Stream()
@@ -588,6 +590,16 @@ def install_device() -> None:
     torch.compiler.set_stance("force_eager")
     torch._C._set_only_lift_cpu_tensors(True)
     _DeviceMode().__enter__()
+    # Modes are a thread's own.
+    threading.Thread.run = _in_device_mode(threading.Thread.run)  # type: ignore[method-assign, assignment]
+
+
+def _in_device_mode(run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+    def run_thread(thread: threading.Thread) -> None:
+        with _DeviceMode():
+            run(thread)
+
+    return run_thread
 
 
 def _without_nccl(init_process_group: Callable[..., Any]) -> Callable[..., Any]:

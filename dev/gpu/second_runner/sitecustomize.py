@@ -54,7 +54,10 @@ def truncate_with_torch(module: Any) -> None:
     """Let top-k and top-p be computed by vLLM's own functions in torch: their Triton kernel uses inline assembly."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
-    module.apply_top_k_top_p = apply_top_k_top_p_pytorch
+    def truncate(logits: Any, k: Any, p: Any, **hints_of_newer_versions: Any) -> Any:
+        return apply_top_k_top_p_pytorch(logits, k, p)
+
+    module.apply_top_k_top_p = truncate
 
 
 def make_masks_boolean(interpreter: Any) -> None:

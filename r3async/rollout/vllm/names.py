@@ -13,7 +13,7 @@ from typing import Any
 
 from r3async.rollout.engine import EngineError
 
-SUPPORTED_VERSIONS = "0.30 to 0.32"
+SUPPORTED_VERSIONS = "0.30 to 0.33"
 
 VLLM_NAMES: dict[str, dict[str, str]] = {
     "the engine core's process": {

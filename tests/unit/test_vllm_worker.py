@@ -1,8 +1,10 @@
 """Parts of the worker extension that need no engine."""
 
+import msgspec
 import pytest
 import torch
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from r3async.rollout.vllm import worker as vllm_worker
@@ -44,3 +46,18 @@ def test_tensors_are_counted_under_a_wrapper_of_the_model(monkeypatch):
         worker.r3_reload_tensors(published, [("a", torch.zeros(1))])
     assert "load_weights" not in vars(model)
     assert not worker.model_runner.model.__dict__.keys() - {"runnable"}
+
+
+def test_vllms_configuration_is_set_while_weights_are_loaded():
+    """Some of its layers ask for it when they process weights, and raise where none is set."""
+    configuration, seen = VllmConfig(), []
+
+    class Worker(WorkerExtension):
+        vllm_config = configuration
+
+        def r3_load_file(self, published) -> None:
+            seen.append(get_current_vllm_config())
+
+    published = WeightManifest(3, "", {"a": TensorEntry("float32", (1,), 0)}, 4)
+    assert Worker().r3_install_version(msgspec.msgpack.encode(published)) == (3, published.digest)
+    assert seen == [configuration]

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
+from vllm.config import VllmConfig
 
 from r3async.actors.delivery import choose_weight_backend
 from r3async.config import load_config
@@ -77,7 +78,7 @@ class Worker(WorkerExtension):
     """What vLLM's worker does, with a queue for a group. Loads in two calls, as from two buckets."""
 
     def __init__(self, wire: queue.Queue, lose: str = ""):
-        self.wire, self.lose = wire, lose
+        self.wire, self.lose, self.vllm_config = wire, lose, VllmConfig()
         self.model, self.groups, self.steps = Model(), [], []
         parallel = SimpleNamespace(world_size=1, data_parallel_size=1, data_parallel_index=0, rank=0)
         self.weight_transfer_engine = SimpleNamespace(

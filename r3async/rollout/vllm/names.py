@@ -61,6 +61,7 @@ VLLM_NAMES: dict[str, dict[str, str]] = {
     },
     "new weights under running requests": {
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "get_model reload_weights",
+        "vllm.config": "set_current_vllm_config",
         "vllm.model_executor.layers.attention": "is_deferred_attention_layer",
         "vllm.model_executor.model_loader.reload.layerwise": "get_layerwise_info materialize_layer _layerwise_process",
         "vllm.model_executor.model_loader.reload.meta": "restore_layer_on_meta",

@@ -130,12 +130,19 @@ class WorkerExtension:
         published = decode_msgpack(manifest, WeightManifest)
         self.r3_installed = (-1, 0)
         if published.source is None:
-            self.r3_load_file(published)
+            with self.r3_use_vllm_config():
+                self.r3_load_file(published)
         else:
             self.r3_receive_tensors(published)
             self.r3_finish_load()
         self.r3_installed = published.version, published.digest
         return self.r3_installed
+
+    def r3_use_vllm_config(self) -> contextlib.AbstractContextManager[None]:
+        """Set vLLM's current configuration inside a block: some layers ask for it when they process weights."""
+        from vllm.config import set_current_vllm_config
+
+        return set_current_vllm_config(self.vllm_config)  # type: ignore[attr-defined]
 
     def r3_map_file(self, published: WeightManifest) -> torch.Tensor:
         """Return the memory-mapped file of a version, uint8 `[n]`."""
@@ -252,7 +259,8 @@ class WorkerExtension:
             runner.reload_weights(weights_iterator=tensors)
             self.r3_finish_load()
 
-        return msgspec.msgpack.encode(find_model_differences(runner.get_model(), published, load))
+        with self.r3_use_vllm_config():
+            return msgspec.msgpack.encode(find_model_differences(runner.get_model(), published, load))
 
     def r3_record_activations(self) -> None:
         """Record the model's activations, stage by stage, until `r3_save_activations`."""

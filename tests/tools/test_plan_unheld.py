@@ -66,14 +66,17 @@ def test_the_learner_of_a_preset_holds_what_the_plan_says(tmp_path, name):
             found["adapters"] += 4 * max(matrices, default=0)
         most = {part: max(most.get(part, 0), size) for part, size in found.items()}
     # FSDP divides each parameter's rows.
-    assert most["parameters"] == pytest.approx(planned.parameters, rel=1e-3 if learner.backend == "torch" else 0)
-    optimizer = sum(most[part] for part in ("gradients", "masters", "moments", "adapters"))
+    # The last stage has one norm more than the first, of which the plan is if that needs more.
+    exact = 1e-6 if learner.parallel.pp > 1 else 0
+    assert most["parameters"] == pytest.approx(planned.parameters, rel=1e-3 if learner.backend == "torch" else exact)
+    on_device = ("gradients", "masters", "adapters", *(["moments"] * (not learner.offload_moments)))
+    optimizer = sum(most[part] for part in on_device)
     if learner.backend == "torch" and learner.parallel.dp > 1:
         # What FSDP puts together of layers, and a layer's gradient, is there while a pass is made.
         optimizer += planned.optimizer - 12 * planned.parameters
         assert most["weights"] == pytest.approx(4 * planned.parameters, rel=1e-3)
     else:
-        assert most["weights"] == planned.weights
+        assert most["weights"] == pytest.approx(planned.weights, rel=exact)
     assert optimizer == pytest.approx(planned.optimizer, rel=0.002 if learner.shard_optimizer else 1e-6)
 
 

@@ -147,6 +147,7 @@ def test_experts_without_a_token_have_no_gradient_on_blackwell(on_blackwell):
         assert (ours - right).norm() <= 1e-6 * max(1e-3, right.norm())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["megatron", "torch"])
 def test_a_learner_is_the_same_on_blackwell(learners, tmp_path, on_blackwell, backend):
     model = hm.make_hf_model(tmp_path / "model", num_experts=64, hidden_size=64, moe_intermediate_size=32)

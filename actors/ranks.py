@@ -667,7 +667,10 @@ class RemoteRanks:
         return self.processes[rank][1], endpoint
 
     def join_parts(self, parts: Sequence[PublishedPart], path: Path) -> None:
-        """Have all hosts write their parts of a version into one file, of a directory that they share."""
+        """Have all hosts write their parts of a version into one file, of a directory that they share. Raises `OSError`
+        for a version that is not kept any more."""
+        if not parts:
+            raise FileNotFoundError("this version of the weights is not kept any more")
         *starts, nbytes = [0, *itertools.accumulate(part.nbytes for part in parts)]
         with self._world.files.open(path, exclusive=True) as file:
             file.truncate(nbytes)

@@ -174,6 +174,8 @@ async def test_a_failed_version_is_joined_from_all_hosts(learner, tmp_path):
     manifest, _ = learner.publish(0)
     learner.remote.join_parts(learner.server.list_parts(manifest), tmp_path / "joined")
     verify_version_file(msgspec.structs.replace(manifest, path=str(tmp_path / "joined")))
+    with pytest.raises(OSError, match="not kept any more"):
+        learner.remote.join_parts([], tmp_path / "gone")
 
 
 @pytest.mark.parametrize("backend", ["nccl", "shared_memory"])

@@ -326,7 +326,7 @@ class CountingLearner:
 
     def start(self) -> dict[str, Any]:
         self.asked += 1
-        return {**describe_process(self._world), "gpus": [], "written": UNKNOWN_SIZES}
+        return {**describe_process(self._world), "gpus": [], "rank_hosts": [], "written": UNKNOWN_SIZES}
 
     def start_listening(self, *args: Any) -> dict[str, Any]:
         self.asked += 1

@@ -88,7 +88,7 @@ class Generator(StandIn):
             "count_stale_cached_tokens": 0,
             "score_tokens": scores(self.version),
             "sample_probe": sampled(-2.0),
-            "start": {"pid": 7 if self.lives else 6 + len(self.asked("start")), "host": "here"},
+            "start": {"pid": 7 if self.lives else 6 + len(self.asked("start")), "host": "here", "gpus": []},
             "connect_to_learner": None,
             "describe_process": None,
             "find_weight_differences": [],

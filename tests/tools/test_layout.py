@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = {"unit", "sim", "ranks", "engine", "ray", "tools"}
+FOLDERS = {"unit", "sim", "ranks", "engine", "gpu", "ray", "tools"}
 
 
 def tracked() -> list[Path]:

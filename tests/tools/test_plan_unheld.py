@@ -84,7 +84,10 @@ def test_divided_gradients_are_held_as_the_plan_says(tmp_path):
     """On the layout that they are for: nothing but experts is on one rank alone."""
     config = load_config(
         "moe_30b_r3",
-        ["learner.parallel={dp=4,tp=1,pp=1,ep=4}", "learner.shard_optimizer=true", "learner.shard_gradients=true"],
+        [
+            "learner.parallel={dp=4,tp=1,pp=1,ep=4}",
+            *("learner.shard_optimizer=true", "learner.shard_gradients=true", "learner.offload_moments=false"),
+        ],
     )
     config = described(config, tmp_path / "model")
     numbers = PUBLISHED_CONFIGS["Qwen3-30B-A3B"] | {"num_hidden_layers": 4}

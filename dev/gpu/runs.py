@@ -170,7 +170,7 @@ def _run_rank(case: Case, rank: int, model: Path, out: Path) -> None:
     packed = pack_for_ranks(make_samples(1, LENGTHS, model), BUDGET, ranks=p.dp)
     mine = packed[rank // (p.tp * p.cp) % p.dp]
     learner = build_learner(config, model)
-    counted = _Counted()
+    counted = _PartCounts()
     if case.task == "counts":
         for count in (1, 2):
             _train_counted(learner, mine[:1] * count, counted, f"train-{count}")
@@ -181,7 +181,7 @@ def _run_rank(case: Case, rank: int, model: Path, out: Path) -> None:
     (out / f"{case.name}-{rank}.json").write_text(json.dumps(counted.by_part))
 
 
-def _train_counted(learner: LearnerBackend, batches: Sequence[MicroBatch], counted: _Counted, part: str) -> None:
+def _train_counted(learner: LearnerBackend, batches: Sequence[MicroBatch], counted: _PartCounts, part: str) -> None:
     """Train twice and count the second time: the first one allocates what the optimizer keeps."""
     from r3async.learner.trainer import train_minibatch
 
@@ -191,7 +191,7 @@ def _train_counted(learner: LearnerBackend, batches: Sequence[MicroBatch], count
 
 
 def _iter_facts(
-    learner: LearnerBackend, batches: Sequence[MicroBatch], state: Path, counted: _Counted
+    learner: LearnerBackend, batches: Sequence[MicroBatch], state: Path, counted: _PartCounts
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield names and arrays that depend on every bit of what a learner computes, in each of its calls."""
     import numpy as np
@@ -246,8 +246,8 @@ def _iter_facts(
     yield "scores", learner.score_sequence(np.arange(20))
 
 
-class _Counted:
-    """What the device had to do, by part; nothing on the CPU."""
+class _PartCounts:
+    """Counts of what the device had to do, by part of the program; there are none on the CPU."""
 
     def __init__(self) -> None:
         self.by_part: dict[str, dict[str, dict[str, int]]] = {}

@@ -100,7 +100,7 @@ def _receive_versions(manifests: Iterable[Path]) -> None:
                 self.kept[name] = tensor.cpu().clone()
 
     class Worker(WorkerExtension):
-        """What vLLM's worker does with its own end of a transfer, but for loading layer by layer."""
+        """vLLM's worker at its end of a transfer. It does not load layer by layer."""
 
         def __init__(self) -> None:
             parallel = SimpleNamespace(world_size=1, data_parallel_size=1, data_parallel_index=0, rank=0)

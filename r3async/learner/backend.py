@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from r3async.learner.replay import MicroBatchRoutes, RouteBinder, RoutingReplay
 from r3async.learner.results import LearnerError
 from r3async.learner.state import ReferenceWeights, ShardSlice, capture_learner_state, restore_learner_state, save_model
 
+_Value = TypeVar("_Value")
 TokenScores = tuple[Tensor, Tensor]
 """Log-probs of some tokens, and the entropies of the distributions that they come from: float32 `[M]` each."""
 ScoreCallback = Callable[[int, Tensor, Tensor], Tensor | None]
@@ -64,6 +65,14 @@ class RankGroup:
         total = torch.from_numpy(np.array(values, np.float64)).to(self.device)
         dist.all_reduce(total, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op])
         return total.cpu().numpy()
+
+    def all_gather(self, value: _Value) -> list[_Value]:
+        """Return every rank's `value`, in the order of the ranks. Collective."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
 
     def barrier(self) -> None:
         """Wait for the other ranks."""
@@ -385,15 +394,15 @@ class LearnerBackend:
         restore_learner_state(self, saved, with_optimizer=with_optimizer)
 
     def save_pretrained(self, directory: Path) -> None:
-        """Write `export_weights()` as a Hugging Face model directory.
+        """Write the weights as a Hugging Face model directory, on a file system that all ranks share.
 
         Configuration and tokenizer are those of the source model. The directory is written aside and renamed:
-        `directory` is complete or absent. An existing one is replaced.
+        `directory` is complete or absent. An existing one is replaced. Raises what `state.save_model` raises.
         """
-        tensors = self.export_weights()
         try:
-            if self.ranks.rank == 0:
-                save_model(Path(directory), self.model_path, tensors, self.config.learner.dtype)
+            save_model(
+                Path(directory), self.model_path, self.iter_full_weights(), self.config.learner.dtype, self.ranks
+            )
         finally:
             # If writing fails here, the other ranks must not wait forever; they learn of it when this process ends.
             self.ranks.barrier()

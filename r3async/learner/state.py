@@ -13,25 +13,31 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Parameter
 
 from r3async.checkpoint.state import CheckpointError
 from r3async.checkpoint.tensors import LearnerMetadata, LearnerStateReader, RankState, SliceValues, TensorSlice
 from r3async.learner.optimizer import ExpertBias, RowShare, to_local
+from r3async.learner.results import LearnerError
 from r3async.untrusted import decode_python_json
 from r3async.world.files import make_directory, replace_directory
 
 if TYPE_CHECKING:
-    from r3async.learner.backend import LearnerBackend
+    from r3async.learner.backend import LearnerBackend, RankGroup
+
+MODEL_FILE_BYTES = 2 * 10**9
+"""Most bytes of weights in one file of a model directory, unless one weight is larger. A rank copies as many to its host
+at once."""
 
 
 @dataclass(frozen=True)
@@ -241,13 +247,77 @@ class ReferenceWeights:
             to_local(parameter.detach()).copy_(value)
 
 
-def save_model(directory: Path, source: Path, tensors: Mapping[str, Tensor], dtype: str) -> None:
-    """Write `tensors`, of `dtype`, as a Hugging Face model directory with the configuration and tokenizer of `source`.
+def save_model(
+    directory: Path, source: Path, weights: Iterable[tuple[str, Tensor]], dtype: str, ranks: RankGroup
+) -> None:
+    """Write the weights, of `dtype`, as a Hugging Face model directory with the configuration and tokenizer of `source`.
 
-    It is written aside and renamed; an existing `directory` is replaced.
+    Collective. Every rank writes the weights that it yields to files of its own, so the directory has to be on a file
+    system that all ranks share, and no rank holds more than `MODEL_FILE_BYTES` of them. It is written aside and renamed;
+    an existing `directory` is replaced. Raises `OSError` if this rank cannot write, `LearnerError` if another cannot.
     """
-    with _stage_model_directory(directory, source, dtype) as aside:
-        save_torch_state_dict({k: v.cpu() for k, v in tensors.items()}, aside, metadata={"format": "pt"})
+    with ExitStack() as stack:
+        aside = stack.enter_context(_stage_model_directory(directory, source, dtype)) if ranks.rank == 0 else None
+        shared = ranks.all_gather(aside)[0]
+        assert shared is not None
+        files, failed = _write_weight_files(shared, ranks.rank, weights)
+        everywhere = ranks.all_gather((files, failed))
+        if failed is not None:
+            raise failed
+        for rank, (_, error) in enumerate(everywhere):
+            if error is not None:
+                raise LearnerError(f"rank {rank} of the learner could not write its part of {directory}: {error}")
+        if aside is not None:
+            _name_weight_files(aside, {file: sizes for files, _ in everywhere for file, sizes in files.items()})
+
+
+def _write_weight_files(
+    directory: Path, rank: int, weights: Iterable[tuple[str, Tensor]]
+) -> tuple[dict[str, dict[str, int]], OSError | None]:
+    """Write the weights and return the bytes of each tensor, by file and name, and the error that stopped it.
+
+    After an error the rest of the weights is read all the same: others wait for this rank's part in gathering them.
+    """
+    written: dict[str, dict[str, int]] = {}
+    failed: OSError | None = None
+    for number, tensors in enumerate(_divide_weights(weights)):
+        file = f"{rank}-{number}.safetensors"
+        try:
+            if failed is None:
+                save_file(tensors, directory / file, {"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            failed = error if isinstance(error, OSError) else OSError(str(error))
+        written[file] = {name: tensor.nbytes for name, tensor in tensors.items()}
+        del tensors  # before the next are copied
+    return written, failed
+
+
+def _divide_weights(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Yield copies of the weights on the host, as many at once as `MODEL_FILE_BYTES` has room for."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        if tensors and sum(t.nbytes for t in tensors.values()) + tensor.nbytes > MODEL_FILE_BYTES:
+            yield tensors
+            tensors = {}
+        tensors[name] = torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format).copy_(tensor)
+    if tensors:
+        yield tensors
+
+
+def _name_weight_files(directory: Path, files: Mapping[str, Mapping[str, int]]) -> None:
+    """Give the files the names that Hugging Face gives them, and write the index if there are several."""
+    if len(files) == 1:
+        (file,) = files
+        (directory / file).rename(directory / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for number, (file, sizes) in enumerate(files.items(), 1):
+        name = f"model-{number:05}-of-{len(files):05}.safetensors"
+        (directory / file).rename(directory / name)
+        weight_map.update(dict.fromkeys(sizes, name))
+    total = sum(nbytes for sizes in files.values() for nbytes in sizes.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def save_version_as_model(directory: Path, source: Path, copy_version: Callable[[Path], object], dtype: str) -> None:

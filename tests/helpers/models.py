@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3MoeConfig
 
 from r3async.data.tokens import Sample, TokenTable
@@ -53,6 +54,11 @@ def save_random(directory: Path, config: PreTrainedConfig, *, seed: int = 0, std
     model.save_pretrained(directory)
     (directory / "tokenizer.json").write_text(json.dumps({"stand": "in"}))
     return directory
+
+
+def load_weights(directory: Path) -> dict[str, torch.Tensor]:
+    """Return all weights of a model directory, whether of one file or of several."""
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def load_hf(directory: Path) -> torch.nn.Module:

@@ -1,13 +1,15 @@
-"""A rank that loads a model holds its part of it, and hardly more at any time."""
+"""A rank that loads or saves a model holds its part of it, and hardly more at any time."""
 
+import errno
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers as tf
 
-from r3async.learner import build_learner
+from r3async.learner import LearnerError, build_learner, state
 from r3async.learner.optimizer import to_local
 from tests.helpers import learner
 from tests.helpers import models as hm
@@ -45,8 +47,12 @@ def _read_memory(name: str) -> int:
     return 1024 * int(kibibytes)
 
 
-def _load(path: Path, backend: str) -> tuple[int, int]:
-    """Load a model. Returns the bytes of this rank's part, and the most that it needed beyond what was there before."""
+FILE_BYTES = 32 * 2**20
+
+
+def _load_and_save(path: Path, backend: str) -> tuple[int, int, int]:
+    """Load and save a model. Returns the bytes of this rank's part, and the most that loading and saving needed beyond
+    what was there before."""
     parallel = {"dp": 2, "ep": 2} if backend == "megatron" else {"dp": 2}
     settings = learner.settings(learner__backend=backend, learner__dtype="bfloat16", learner__parallel=parallel)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
@@ -54,8 +60,14 @@ def _load(path: Path, backend: str) -> tuple[int, int]:
     made = build_learner(settings, path, frozen=True)
     peak = _read_memory("VmHWM") - before
     part = sum(to_local(p.detach()).nbytes for p in made.model.parameters())
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _read_memory("VmRSS")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "MODEL_FILE_BYTES", FILE_BYTES)
+        made.save_pretrained(path.with_name(f"saved-{path.name}"))
+    saving = _read_memory("VmHWM") - before
     made.close()
-    return part, peak
+    return part, peak, saving
 
 
 @pytest.mark.ranks
@@ -64,9 +76,44 @@ def _load(path: Path, backend: str) -> tuple[int, int]:
 def test_a_rank_needs_its_part_and_one_tensor(tmp_path, backend):
     ranks = Ranks(2, tmp_path)
     try:
-        ranks.call(_load, hm.make_hf_model(tmp_path / "tiny"), backend)  # for what is imported and started
-        for part, peak in ranks.call(_load, _save_model(tmp_path / "model"), backend):
+        ranks.call(_load_and_save, hm.make_hf_model(tmp_path / "tiny"), backend)  # for what is imported and started
+        for part, peak, saving in ranks.call(_load_and_save, _save_model(tmp_path / "model"), backend):
             assert part > 100e6
             assert peak < 1.3 * part + LARGEST_TENSOR, f"{peak / 1e6:.0f} MB for {part / 1e6:.0f} MB"
+            assert saving < 2 * FILE_BYTES + 3 * LARGEST_TENSOR, f"{saving / 1e6:.0f} MB to save {part / 1e6:.0f} MB"
     finally:
         ranks.close()
+    loaded, config = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "saved-model", output_loading_info=True)
+    assert not config["missing_keys"]
+    assert not config["unexpected_keys"]
+    assert all(torch.all(p.float() == torch.tensor(0.01, dtype=torch.bfloat16).float()) for p in loaded.parameters())
+    assert len(list((tmp_path / "saved-model").glob("*.safetensors"))) > 2
+
+
+def _fail_to_save(path: Path, out: Path) -> str:
+    """Save a model on a file system that refuses rank 1. Returns the error."""
+    made = build_learner(learner.settings(learner__parallel={"dp": 2}), path, frozen=True)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            if made.ranks.rank == 1:
+                patch.setattr(state, "save_file", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+            made.save_pretrained(out)
+    except (OSError, LearnerError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        made.close()
+    return ""
+
+
+@pytest.mark.ranks
+@pytest.mark.long
+def test_a_model_that_one_rank_cannot_write_is_an_error_on_all_and_leaves_nothing(tmp_path):
+    ranks = Ranks(2, tmp_path)
+    try:
+        first, second = ranks.call(_fail_to_save, hm.make_hf_model(tmp_path / "tiny"), tmp_path / "saved")
+    finally:
+        ranks.close()
+    assert first.startswith("LearnerError: rank 1 of the learner could not write its part of")
+    assert "No space left" in first
+    assert second == "OSError: [Errno 28] No space left on device"
+    assert not list(tmp_path.glob("*saved*"))

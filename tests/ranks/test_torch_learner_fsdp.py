@@ -147,7 +147,7 @@ def _passes(path: Path, micro_batches: list[MicroBatch], out: Path) -> tuple[Any
     free = learner.logprobs(mine, replay=False)
     metrics = train_minibatch(learner, recorded).metrics
     learner.save_pretrained(out)
-    assert (out / "model.safetensors").is_file(), "on every rank, when the call returns"
+    assert (out / "model.safetensors.index.json").is_file(), "on every rank, when the call returns"
     with pytest.raises(LearnerError, match="between 1 and 2 micro-batches"):
         train_minibatch(learner, mine[: 1 + dist.get_rank()])
     with pytest.raises(LearnerError, match=r"learner\.parallel\.dp is 1, but 2 ranks"):

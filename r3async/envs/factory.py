@@ -27,10 +27,10 @@ BUILTIN_ENVIRONMENTS = {
 ADAPTER_FACTORIES = {
     "dataset": "r3async.envs.dataset:make_dataset",
     MIX_ENV: "r3async.envs.mix:make_mix",
-    "reasoning-gym": "r3async.envs.adapters:make_reasoning_gym",
-    "gymnasium": "r3async.envs.adapters:make_gymnasium",
-    "textarena": "r3async.envs.adapters:make_textarena",
-    "verifiers": "r3async.envs.adapters:make_verifiers",
+    "reasoning-gym": "r3async.envs.adapters.reasoning_gym_tasks:make_reasoning_gym",
+    "gymnasium": "r3async.envs.adapters.gymnasium_games:make_gymnasium",
+    "textarena": "r3async.envs.adapters.textarena_games:make_textarena",
+    "verifiers": "r3async.envs.adapters.verifiers_tasksets:make_verifiers",
     "mcp": "r3async.envs.tool_calls:make_mcp",
 }
 """Functions that build the factory of `PREFIX:TARGET` from TARGET and the configuration section, by prefix."""

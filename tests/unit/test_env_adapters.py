@@ -7,7 +7,7 @@ import pytest
 
 from r3async.config import ConfigError, EnvConfig
 from r3async.envs import Action, EnvironmentFailed, Message
-from r3async.envs.adapters import choose_random_move
+from r3async.envs.adapters.textarena_games import choose_random_move
 from r3async.envs.factory import build_environment_factory
 from tests.helpers.rewards import mean_reward
 from tests.helpers.verifiers import tasksets_in

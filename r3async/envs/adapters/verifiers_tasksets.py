@@ -1,0 +1,252 @@
+"""`verifiers:ID`: tasksets and environments of the package verifiers (its `verifiers.v1` interface, 0.4 and later).
+
+The rollout of verifiers does the work: hooks, rewards, metrics. Only the model is replaced, by a harness in this
+process that asks the policy and writes the answer into the trace, without HTTP. It checks the turn limit and
+`@stop`s, as verifiers' model server would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import itertools
+import weakref
+from typing import Any
+
+from r3async.config import ConfigError, EnvConfig
+from r3async.envs import Action, EnvironmentFactory, EnvironmentFailed, Message, StepResult
+from r3async.envs.factory import import_optional_package
+
+
+class PolicyChannel:
+    """A channel between one episode of verifiers, which asks, and one r3async episode, which answers."""
+
+    def __init__(self) -> None:
+        self.prompts: asyncio.Queue[list[Message]] = asyncio.Queue()
+        self.answers: asyncio.Queue[Action] = asyncio.Queue()
+
+    async def request_answer(self, messages: list[Message]) -> Action:
+        """Ask the policy and return its answer. This waits as long as the policy takes; the end of the episode cancels
+        the wait."""
+        self.prompts.put_nowait(messages)
+        return await self.answers.get()
+
+
+class VerifiersEnvironment:
+    """An environment that plays an episode of the verifiers environment `env` on the task that the seed selects. It is
+    `async`, so it is played in this process's event loop.
+
+    The reward comes with the last answer: the sum of `trace.reward` over the episode's traces, as verifiers weights it.
+    A verifiers episode that ended with an error raises `EnvironmentFailed` with its traceback.
+    """
+
+    def __init__(self, vf: Any, env: Any, tasks: list[Any]):
+        self._vf, self._env, self._tasks = vf, env, tasks
+        self._channel = PolicyChannel()
+        self._episode_task: asyncio.Task[Any] | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self._tasks)
+
+    async def reset(self, task_seed: int) -> list[Message]:
+        self.close()
+        self._channel = PolicyChannel()
+        task = self._tasks[task_seed % self.size]
+        episode = asyncio.create_task(run_verifiers_episode(self._vf, self._env, task, self._channel))
+        self._episode_task = episode
+        # Nothing else would end an abandoned episode, which holds a server and a folder while it is open.
+        self._finalizer = weakref.finalize(self, _cancel_episode, episode, asyncio.get_running_loop())
+        self._finalizer.atexit = False
+        messages, _ = await self._wait_for_prompt()
+        if messages is None:
+            raise EnvironmentFailed("the verifiers episode ended before it asked for an answer")
+        return messages
+
+    async def step(self, action: Action) -> StepResult:
+        if self._episode_task is None:
+            raise EnvironmentFailed("an environment has to be reset before it is stepped")
+        self._channel.answers.put_nowait(action)
+        messages, reward = await self._wait_for_prompt()
+        return StepResult(reward, done=True) if messages is None else StepResult(0.0, messages)
+
+    def close(self) -> None:
+        """Cancel the episode that is being played. This also happens when the object is garbage-collected."""
+        if self._episode_task is not None:
+            self._finalizer()
+            self._episode_task = None
+
+    async def _wait_for_prompt(self) -> tuple[list[Message] | None, float]:
+        """Return the messages that the episode asks next and 0, or None and its reward if it ended instead."""
+        assert self._episode_task is not None
+        question = asyncio.ensure_future(self._channel.prompts.get())
+        try:
+            await asyncio.wait([question, self._episode_task], return_when=asyncio.FIRST_COMPLETED)
+            if question.done():
+                return question.result(), 0.0
+            return None, self._episode_task.result()
+        finally:
+            question.cancel()
+
+
+def _cancel_episode(episode: asyncio.Task[Any], loop: asyncio.AbstractEventLoop) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(episode.cancel)
+
+
+async def run_verifiers_episode(vf: Any, env: Any, task: Any, channel: PolicyChannel) -> float:
+    """Play one episode, hooks and scoring included, and return its reward."""
+    traces: list[Any] = []
+
+    def make_agent(name: str, config: Any) -> Any:
+        # By default an agent runs in a cloud sandbox and calls a model there; ours does neither.
+        nowhere = vf.EvalClientConfig(base_url="http://127.0.0.1:9/v1", api_key_var="R3ASYNC_NO_KEY")
+        ours = {"model": "policy", "client": nowhere, "runtime": vf.SubprocessConfig(), "retries": vf.RetryConfig()}
+        config = config.model_copy(update={"harness": vf.HarnessConfig(id="null"), **ours})
+        made = define_recording_agent(vf)(config)
+        made.traces, made.harness = traces, make_policy_harness(vf, channel, made.limits, task)
+        return made
+
+    agents = vf.Agents(env.config, make_agent)
+    info = vf.EnvInfo(id=env.config.env_id)
+    about = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+    try:
+        await env.setup(agents)
+        await env.run(task, agents)
+        await env.finalize(task, vf.Episode(env=info, task=about, traces=traces))
+    except SystemExit as error:  # some parts of verifiers end the process where a setting is missing
+        raise EnvironmentFailed(f"verifiers wanted to exit: {error}") from error
+    for trace in traces:
+        if not trace.ok:
+            fault = trace.last_error
+            raise EnvironmentFailed(f"verifiers: {fault.type}: {fault.message}\n{fault.traceback or ''}")
+    return float(sum(trace.reward for trace in traces))
+
+
+def define_recording_agent(vf: Any) -> Any:
+    """Return an agent class that keeps the traces of what it plays, in the order in which they begin."""
+
+    class RecordingAgent(vf.Agent):
+        traces: list[Any]
+
+        def run(self, task: Any, **options: Any) -> Any:
+            return super().run(task, **{"on_trace": self.traces.append, **options})
+
+        def interaction(self, task: Any, **options: Any) -> Any:
+            return super().interaction(task, **{"on_trace": self.traces.append, **options})
+
+    return RecordingAgent
+
+
+def make_policy_harness(vf: Any, channel: PolicyChannel, limits: Any, task: Any) -> Any:
+    """Return a harness whose model is the policy at the other end of `channel`. It gives one answer per segment and has
+    no tools."""
+    graph, session = importlib.import_module("verifiers.v1.graph"), importlib.import_module("verifiers.v1.session")
+    ended = vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+    async def find_stop_reason(trace: Any) -> str | None:
+        for stop in task.hooks("stop"):
+            if await session.call_hook(stop, {vf.Trace: trace}):
+                return str(stop.__name__)
+        return limits.reached(trace)
+
+    class PolicyHarness(vf.Harness):
+        APPENDS_SYSTEM_PROMPT = True
+        SUPPORTS_RESUME = True
+        EXECUTES_CODE = False
+        NEEDS_CONTAINER = False
+
+        async def launch(
+            self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, urls: Any, data: Any
+        ) -> Any:
+            system, prompt = self.resolve_prompt(data)
+            messages = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or [])
+            return await self._ask_policy(trace, [vf.SystemMessage(content=system), *messages] if system else messages)
+
+        async def resume(
+            self,
+            ctx: Any,
+            trace: Any,
+            runtime: Any,
+            endpoint: str,
+            secret: str,
+            urls: Any,
+            data: Any,
+            messages: Any,
+            tool_interception_url: str | None = None,
+        ) -> Any:
+            return await self._ask_policy(trace, list(messages))
+
+        async def _ask_policy(self, trace: Any, new: list[Any]) -> Any:
+            if reason := await find_stop_reason(trace):
+                trace.stop(reason)
+                return ended
+            before = trace.branches[-1].messages if trace.branches else []
+            action = await channel.request_answer([Message(m.role, extract_message_text(m)) for m in new])
+            turn = graph.prepare_turn(trace, [*before, *new])
+            answer = vf.AssistantMessage(content=action.text)
+            finish = "length" if action.stop_reason == "length" else "stop"
+            turn.commit(vf.Response(id="", created=0, model="policy", message=answer, finish_reason=finish))
+            return ended
+
+    return PolicyHarness(vf.HarnessConfig(id="null"))
+
+
+def extract_message_text(message: Any) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    parts = [part.text for part in message.content or [] if getattr(part, "type", "") == "text"]
+    if len(parts) != len(message.content or []):
+        raise EnvironmentFailed("this verifiers task shows images, and a policy of ours reads text only")
+    return "".join(parts)
+
+
+def make_verifiers(target: str, config: EnvConfig) -> EnvironmentFactory:
+    """Return a factory of verifiers environments.
+
+    The id is the taskset's, as verifiers finds it: a module that exports its `Taskset` (and an `Env`, if it has one) in
+    `__all__`.
+
+    In `env.args`, `tasks` is the number of the taskset's tasks that are played (default 1000); the rest is the
+    verifiers environment's own configuration, for example `taskset = { difficulty = 3 }`. Tasksets that a single policy
+    cannot play are refused: those with several agents, tools, interceptors or containers, and those that stop at
+    single requests or responses.
+    """
+    vf = import_optional_package("verifiers.v1", config)
+    args = config.reveal_args()
+    count = args.pop("tasks", 1000)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ConfigError(f"`env.args.tasks` = {count!r} must be a whole number of at least 1")
+    try:
+        settings = vf.resolve_env_config({**args, "taskset": {**args.get("taskset", {}), "id": target}})
+        env = vf.load_environment(settings)
+        tasks = list(itertools.islice(env.taskset, count))
+    except Exception as error:  # the taskset is user code and may raise anything
+        raise ConfigError(
+            f"`env.name` = {config.name!r} with `env.args` = {config.args} cannot be loaded: {error}"
+        ) from error
+    if not tasks:
+        raise ConfigError(f"`env.name` = {config.name!r} has no tasks")
+    check_taskset_supported(vf, env, tasks[0], config)
+    return lambda: VerifiersEnvironment(vf, env, tasks)
+
+
+def check_taskset_supported(vf: Any, env: Any, task: Any, config: EnvConfig) -> None:
+    decorators = importlib.import_module("verifiers.v1.utils.decorators")
+    session = importlib.import_module("verifiers.v1.session")
+    roles = [name for name, value in env.config if isinstance(value, vf.AgentConfig)]
+    problem = ""
+    if len(roles) != 1:
+        problem = f"has several agents ({', '.join(roles)})"
+    elif env.taskset.toolsets(env.taskset.config) or task.toolsets(task.config):
+        problem = "has tools"
+    elif task.NEEDS_CONTAINER:
+        problem = "needs a container"
+    elif decorators.discover_decorated(task, "intercept"):
+        problem = "intercepts model calls"
+    elif any(session.hook_boundary(stop, allow_trace=True) is not vf.Trace for stop in task.hooks("stop")):
+        problem = "stops at single requests or responses"
+    if problem:
+        raise ConfigError(
+            f"`env.name` = {config.name!r} {problem}: only text between one policy and its user is supported"
+        )

@@ -28,6 +28,8 @@ from r3async.rollout.evaluation import (
     EpisodeOutcome,
     Evaluation,
     EvaluationPlayer,
+    build_evaluation_tasks,
+    count_tasks,
     drop_long_prompts,
     evaluate_without_model,
     join_sets,
@@ -234,11 +236,14 @@ async def run_evaluation(
     *,
     policy: Literal["model", "oracle", "random"] = "model",
     show_phase: Callable[[str], object] = lambda text: None,
+    on_total: Callable[[int], object] = lambda episodes: None,
     on_outcome: Callable[[EpisodeOutcome], object] = lambda outcome: None,
     report_event: EventReporter = ignore_event,
     make_engine: Callable[[Config, str, int], Engine] = build_engine,
 ) -> Evaluation:
     """Play the target's tasks and return the result.
+
+    `on_total` gets the number of episodes before the first is played.
 
     Raises `ConfigError` for what the user can fix beforehand, and `RunFailed` with the failure of an episode or the
     engine.
@@ -250,6 +255,7 @@ async def run_evaluation(
     }
     if policy != "model":
         show_phase(f"playing the {policy} policy")
+        on_total(await _count_episodes(target, factories))
         return join_sets(
             {
                 name: await evaluate_without_model(
@@ -286,6 +292,7 @@ async def run_evaluation(
         return made[msgspec.json.encode(config_to_dict(env, reveal=True))]
 
     try:
+        on_total(await _count_episodes(target, factories))
         await engine.start()
         show_phase("playing")
         player = EvaluationPlayer(
@@ -307,6 +314,16 @@ async def run_evaluation(
         raise RunFailed(str(error)) from error
     finally:
         await asyncio.wait_for(engine.stop(), ENGINE_STOP_SECONDS)
+
+
+async def _count_episodes(target: EvaluationTarget, factories: Mapping[str, EnvironmentFactory | None]) -> int:
+    """Return the number of episodes of all sets. Raises `ConfigError` if the run trained on their tasks."""
+    sets = target.config.evaluation.resolve_sets()
+    planned = [
+        build_evaluation_tasks(env, await count_tasks(factories[name]), sets[name], target.trained_env)
+        for name, env in target.environments.items()
+    ]
+    return sum(map(len, planned))
 
 
 def save_result(target: EvaluationTarget, result: Evaluation) -> Path | None:
@@ -473,7 +490,6 @@ def eval_command(
 
 
 def _play_with_progress(target: EvaluationTarget, policy: Literal["model"] | BaselinePolicy) -> Evaluation:
-    settings = target.config.evaluation.resolve_sets()
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -482,12 +498,13 @@ def _play_with_progress(target: EvaluationTarget, policy: Literal["model"] | Bas
         console=SafeConsole(stderr=True),
     )
     with bar:
-        task = bar.add_task("starting", total=sum(each.tasks * each.samples_per_task for each in settings.values()))
+        task = bar.add_task("starting", total=None)
         return run_on_shared_loop(
             run_evaluation(
                 target,
                 policy=policy,
                 show_phase=lambda text: bar.update(task, description=text),
+                on_total=lambda episodes: bar.update(task, total=episodes),
                 on_outcome=lambda outcome: bar.advance(task),
                 report_event=lambda event, /, **fields: bar.console.print(event, fields, markup=False, highlight=False),
             )

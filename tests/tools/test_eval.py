@@ -176,6 +176,19 @@ async def test_eval_poses_the_tasks_of_the_runs_evaluations_each_once_and_builds
     assert (other.config.env.name, other.config.evaluation.seed) == (held_out, 5)
 
 
+@pytest.mark.parametrize("policy", ["model", "oracle"])
+async def test_the_bar_counts_what_will_be_played_and_not_what_was_asked_for(tmp_path, untrained, policy):
+    scripted = ["generator.engine=scripted", "generator.engine_args={ token_seconds = 0.0 }", "weights.probe=false"]
+    rows = write_rows(tmp_path / "rows.jsonl", *(f"test{i}" for i in range(4)), "a prompt that is too long " * 20)
+    settings = [f"env.name={rows}", "env.args={}", "evaluation.samples_per_task=2", "episode.max_prompt_tokens=64"]
+    target = EvaluationTarget(untrained, load_config("quickstart", [*scripted, *settings], command="eval")).with_tasks(
+        64, 0
+    )
+    totals, outcomes = [], []
+    result = await run_evaluation(target, policy=policy, on_total=totals.append, on_outcome=outcomes.append)
+    assert totals == [result.episodes] == [len(outcomes)] == [8 if policy == "model" else 10]
+
+
 async def test_eval_of_a_run_with_the_scripted_engine_loads_no_other(untrained, monkeypatch):
     monkeypatch.setitem(sys.modules, "r3async.rollout.vllm.engine", None)  # importing it fails
     scripted = ["generator.engine=scripted", "generator.engine_args={ token_seconds = 0.001 }", "weights.probe=false"]

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -137,6 +138,31 @@ async def test_the_examples_play_with_their_own_command(example):
     assert text.endswith(f"<|tool|>{a + b}<|assistant|>{a + b}<|end|>")
     trajectory = await play(env, answers=("nothing",))
     assert 0 <= trajectory.reward < 0.25
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not shutil.which("mini"), reason="mini-swe-agent is not on the PATH: pipx install mini-swe-agent")
+async def test_mini_swe_agent_plays_as_its_package_has_it(monkeypatch, tmp_path):
+    """It mends what it was given, is told where an answer has no call, and is refused a longer context."""
+    monkeypatch.setenv("HOME", str(tmp_path))  # no settings of yours
+    env = EnvConfig(name="agent-command", args={"command": ["python", "examples/agent/mini_swe.py"], "directory": HERE})
+    settings = EpisodeConfig(max_turns=8, max_new_tokens=256, max_prompt_tokens=3000, max_total_tokens=4000, retries=0)
+
+    def call(command):
+        return f'Next. <tool_call>{{"name":"bash","arguments":{{"command":"{command}"}}}}</tool_call>'
+
+    mend, submit = call("sed -i 's/min/max/' work.py"), call("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+    task = EpisodeTask(group_index=0, episode_index=0, task_seed=1)  # largest
+    trajectory = await play(env, (call("python check.py"), mend, submit), settings, task)
+    assert (trajectory.reward, len(trajectory.turns), len(trajectory.samples)) == (1.0, 3, 1)
+    assert "AssertionError" in renderer().decode(trajectory.samples[0].table["token_ids"].tolist())
+
+    # It drops an answer without a call from the conversation, which then is another sample.
+    trajectory = await play(env, ("What now?", mend, submit), settings, task)
+    assert (trajectory.reward, len(trajectory.turns), len(trajectory.samples)) == (1.0, 3, 2)
+
+    trajectory = await play(env, (call("seq 2000"), mend), settings, task)
+    assert (trajectory.reward, trajectory.stop_reason, len(trajectory.turns)) == (0.0, "length", 1)
 
 
 async def test_a_command_that_fails_is_an_error_with_the_end_of_its_stderr():

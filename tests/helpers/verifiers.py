@@ -91,12 +91,77 @@ __all__ = ["Sums", "Pair"]
 """
 )
 
+TOOLS = '''
+import verifiers.v1 as vf
+
+class Counted(vf.State):
+    asked: int = 0
+
+class Prices(vf.Toolset[vf.ToolsetConfig, Counted]):
+    async def setup_task(self, task):
+        self.price = int(task.answer)
+
+    @vf.tool
+    def look_up(self, name: str) -> str:
+        """The price of a thing."""
+        if name == "nothing":
+            raise ValueError("no such thing")
+        self.state.asked += 1
+        return f"{name} costs {self.price}"
+
+class Data(vf.TaskData):
+    answer: str
+
+class Price(vf.Task[Data, Counted, vf.TaskConfig]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Prices(vf.ToolsetConfig())]
+
+    @vf.reward
+    async def right(self, task, trace) -> float:
+        return float(trace.last_reply == task.answer)
+
+    @vf.reward
+    async def looked_up(self, trace) -> float:
+        calls = [call for m in trace.messages if m.role == "assistant" for call in m.tool_calls or []]
+        assert all(call.name == "prices_look_up" for call in calls)
+        return 0.25 * trace.state.asked + 0.125 * len(calls)
+
+class Shop(vf.Taskset[Price, vf.TasksetConfig]):
+    def load(self):
+        for i in range(4):
+            yield Price(Data(prompt="What does tea cost?", answer=str(10 + i)), self.config.task)
+
+__all__ = ["Shop"]
+
+if __name__ == "__main__":
+    Prices.run()
+'''
+SHARED_TOOLS = (
+    TOOLS.replace("self, task):\n        self.price = int(task.answer)", "self):\n        self.price = os.getpid()")
+    .replace("setup_task", "setup")
+    .replace("import verifiers", "import os\nimport verifiers")
+    .replace("@classmethod\n    def toolsets", "@classmethod\n    def of_task")
+    .replace(
+        "    def load(self):",
+        "    def toolsets(self, config):\n        return [Prices(vf.ToolsetConfig())]\n\n    def load(self):",
+    )
+)
+"""The same tools for all episodes: the price is the id of their process."""
+
 
 @contextlib.contextmanager
 def tasksets_in(folder: Path) -> Iterator[None]:
-    """Make `vf_single_sums`, `vf_coached_sums` and `vf_pair_sums` importable in the block."""
-    for name, text in {"vf_single_sums": SINGLE, "vf_coached_sums": MULTI, "vf_pair_sums": TWO_AGENTS}.items():
-        (folder / f"{name}.py").write_text(text)
+    """Make `vf_single_sums`, `vf_coached_sums`, `vf_pair_sums`, `vf_shop` and `vf_shared_shop` importable in the block."""
+    texts = {
+        "single_sums": SINGLE,
+        "coached_sums": MULTI,
+        "pair_sums": TWO_AGENTS,
+        "shop": TOOLS,
+        "shared_shop": SHARED_TOOLS,
+    }
+    for name, text in texts.items():
+        (folder / f"vf_{name}.py").write_text(text)
     sys.path.append(str(folder))
     try:
         yield

@@ -1,8 +1,12 @@
 """Adapters, against the real packages."""
 
 import asyncio
+import gc
+import itertools
+import json
 import sys
 
+import psutil
 import pytest
 
 from r3async.config import ConfigError, EnvConfig
@@ -15,8 +19,9 @@ from tests.helpers.verifiers import tasksets_in
 
 @pytest.fixture(scope="module", autouse=True)
 def tasksets(tmp_path_factory):
-    with tasksets_in(tmp_path_factory.mktemp("tasksets")):
-        yield
+    folder = tmp_path_factory.mktemp("tasksets")
+    with tasksets_in(folder):
+        yield folder
 
 
 def make(name, args=None, **settings):
@@ -173,6 +178,58 @@ async def test_verifiers_multi_turn_environments_lead_the_conversation():
     assert (await say(env, "pass"))[0].done  # its own @stop
     await env.reset(2)
     assert (await say(env, "no", "no", "no"))[-1].reward == 0.75
+
+
+def call(name, /, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+@pytest.mark.long
+async def test_verifiers_tasks_with_tools_are_played_with_their_servers(tasksets, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tasksets))
+    env = make("verifiers:vf_shop")()
+    await env.reset(2)
+    (offered,) = env.tools
+    assert offered["function"]["name"] == "prices_look_up"
+    assert offered["function"]["parameters"]["required"] == ["name"]
+    look, fail = call("prices_look_up", name="tea"), call("prices_look_up", name="nothing")
+    results = await say(env, f"Let me see. {look}{look}", fail, "12")
+    assert [[(m.role, m.name, m.content) for m in result.messages] for result in results] == [
+        [("tool", "prices_look_up", "tea costs 12")] * 2,
+        [("tool", "prices_look_up", "Error executing tool look_up: no such thing")],
+        [],
+    ]
+    # 1 for the answer, 0.25 for each call that a server counted, and 0.125 for each that the trace has.
+    assert [(result.reward, result.done) for result in results] == [(0, False), (0, False), (1.875, True)]
+    await env.reset(2)
+    assert (await say(env, call("prices_look", name="tea")))[0].done  # there is no such tool, so this is text
+
+
+@pytest.mark.long
+async def test_verifiers_tools_of_a_taskset_are_one_process_for_all_episodes_and_end_with_their_environments(
+    tasksets, monkeypatch
+):
+    monkeypatch.setenv("PYTHONPATH", str(tasksets))
+    factory = make("verifiers:vf_shared_shop")
+
+    async def look_up_twice(env):
+        await env.reset(1)
+        return [(await env.step(Action(call("prices_look_up", name="tea")))).messages[0].content for _ in range(2)]
+
+    first, *others = itertools.chain(*await asyncio.gather(look_up_twice(factory()), look_up_twice(factory())))
+    assert first.startswith("tea costs ")
+    assert others == [first] * 3
+    server = psutil.Process(int(first.removeprefix("tea costs ")))
+    assert server.is_running()
+    del factory
+    gc.collect()
+    await asyncio.to_thread(server.wait, 20)
+
+
+async def test_verifiers_tools_that_other_processes_would_not_find_are_refused(monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    with pytest.raises(ConfigError, match="'vf_shop': install it, or put its folder into PYTHONPATH"):
+        make("verifiers:vf_shop")
 
 
 async def test_verifiers_obeys_the_turn_limit_of_its_agent():

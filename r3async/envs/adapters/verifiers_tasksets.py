@@ -1,27 +1,40 @@
 """`verifiers:ID`: tasksets and environments of the package verifiers (its `verifiers.v1` interface, 0.4 and later).
 
-The rollout of verifiers does the work: hooks, rewards, metrics. Only the model is replaced, by a harness in this
-process that asks the policy and writes the answer into the trace, without HTTP. It checks the turn limit and
-`@stop`s, as verifiers' model server would.
+The rollout of verifiers does the work: hooks, rewards, metrics, tool servers. Only the model is replaced, by a harness in
+this process that asks the policy and writes the answer into the trace, without HTTP. It checks the turn limit and
+`@stop`s, as verifiers' model server would, and makes the calls of an answer with verifiers' own MCP client.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import itertools
+import subprocess
+import sys
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 from r3async.config import ConfigError, EnvConfig
 from r3async.envs import Action, EnvironmentFactory, EnvironmentFailed, Message, StepResult
 from r3async.envs.factory import import_optional_package
+from r3async.envs.tool_calls import parse_tool_calls, run_tool_calls
+
+TOOL_SECONDS = 120.0
+"""Time limit of a tool call."""
 
 
 class PolicyChannel:
-    """A channel between one episode of verifiers, which asks, and one r3async episode, which answers."""
+    """A channel between one episode of verifiers, which asks, and one r3async episode, which answers.
+
+    Attributes:
+        tools: What the policy is offered, in OpenAI's form.
+    """
 
     def __init__(self) -> None:
+        self.tools: list[dict[str, Any]] = []
         self.prompts: asyncio.Queue[list[Message]] = asyncio.Queue()
         self.answers: asyncio.Queue[Action] = asyncio.Queue()
 
@@ -32,6 +45,38 @@ class PolicyChannel:
         return await self.answers.get()
 
 
+class SharedTools:
+    """The tool servers that all episodes of a process use (`Taskset.toolsets`). They run from the first episode on, until
+    the event loop ends its tasks, or this object is garbage-collected."""
+
+    def __init__(self, toolsets: list[Any]):
+        self._toolsets = toolsets
+        self._started: asyncio.Future[Mapping[str, Any]] | None = None
+
+    async def start(self) -> Mapping[str, Any]:
+        """Start the servers, unless they run already, and return them by name."""
+        if self._started is None or (self._started.done() and self._started.exception()):
+            loop = asyncio.get_running_loop()
+            self._started = loop.create_future()
+            holding = loop.create_task(_hold_shared_tools(self._toolsets, self._started))
+            weakref.finalize(self, _cancel_task, holding, loop).atexit = False
+        return await asyncio.shield(self._started)
+
+
+async def _hold_shared_tools(toolsets: list[Any], started: asyncio.Future[Mapping[str, Any]]) -> None:
+    mcp = importlib.import_module("verifiers.v1.mcp")
+    try:
+        async with mcp.serve_shared(toolsets) as servers:
+            started.set_result(servers)
+            await asyncio.Event().wait()
+    except (Exception, SystemExit) as error:
+        if started.done():
+            raise
+        failed = EnvironmentFailed(f"the tools of a verifiers taskset did not start: {error}")
+        failed.__cause__ = error
+        started.set_exception(failed)
+
+
 class VerifiersEnvironment:
     """An environment that plays an episode of the verifiers environment `env` on the task that the seed selects. It is
     `async`, so it is played in this process's event loop.
@@ -40,8 +85,8 @@ class VerifiersEnvironment:
     A verifiers episode that ended with an error raises `EnvironmentFailed` with its traceback.
     """
 
-    def __init__(self, vf: Any, env: Any, tasks: list[Any]):
-        self._vf, self._env, self._tasks = vf, env, tasks
+    def __init__(self, vf: Any, env: Any, tasks: list[Any], shared: SharedTools):
+        self._vf, self._env, self._tasks, self._shared = vf, env, tasks, shared
         self._channel = PolicyChannel()
         self._episode_task: asyncio.Task[Any] | None = None
 
@@ -49,14 +94,20 @@ class VerifiersEnvironment:
     def size(self) -> int:
         return len(self._tasks)
 
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        return self._channel.tools
+
     async def reset(self, task_seed: int) -> list[Message]:
         self.close()
         self._channel = PolicyChannel()
         task = self._tasks[task_seed % self.size]
-        episode = asyncio.create_task(run_verifiers_episode(self._vf, self._env, task, self._channel))
+        episode = asyncio.create_task(
+            run_verifiers_episode(self._vf, self._env, task, self._channel, await self._shared.start())
+        )
         self._episode_task = episode
         # Nothing else would end an abandoned episode, which holds a server and a folder while it is open.
-        self._finalizer = weakref.finalize(self, _cancel_episode, episode, asyncio.get_running_loop())
+        self._finalizer = weakref.finalize(self, _cancel_task, episode, asyncio.get_running_loop())
         self._finalizer.atexit = False
         messages, _ = await self._wait_for_prompt()
         if messages is None:
@@ -89,12 +140,12 @@ class VerifiersEnvironment:
             question.cancel()
 
 
-def _cancel_episode(episode: asyncio.Task[Any], loop: asyncio.AbstractEventLoop) -> None:
+def _cancel_task(task: asyncio.Task[Any], loop: asyncio.AbstractEventLoop) -> None:
     if not loop.is_closed():
-        loop.call_soon_threadsafe(episode.cancel)
+        loop.call_soon_threadsafe(task.cancel)
 
 
-async def run_verifiers_episode(vf: Any, env: Any, task: Any, channel: PolicyChannel) -> float:
+async def run_verifiers_episode(vf: Any, env: Any, task: Any, channel: PolicyChannel, shared: Any) -> float:
     """Play one episode, hooks and scoring included, and return its reward."""
     traces: list[Any] = []
 
@@ -104,7 +155,7 @@ async def run_verifiers_episode(vf: Any, env: Any, task: Any, channel: PolicyCha
         ours = {"model": "policy", "client": nowhere, "runtime": vf.SubprocessConfig(), "retries": vf.RetryConfig()}
         config = config.model_copy(update={"harness": vf.HarnessConfig(id="null"), **ours})
         made = define_recording_agent(vf)(config)
-        made.traces, made.harness = traces, make_policy_harness(vf, channel, made.limits, task)
+        made.tools, made.traces, made.harness = shared, traces, make_policy_harness(vf, channel, made.limits, task)
         return made
 
     agents = vf.Agents(env.config, make_agent)
@@ -124,24 +175,27 @@ async def run_verifiers_episode(vf: Any, env: Any, task: Any, channel: PolicyCha
 
 
 def define_recording_agent(vf: Any) -> Any:
-    """Return an agent class that keeps the traces of what it plays, in the order in which they begin."""
+    """Return an agent class that keeps the traces of what it plays, in the order in which they begin, and uses the shared
+    tools."""
 
     class RecordingAgent(vf.Agent):
         traces: list[Any]
+        tools: Mapping[str, Any]
 
         def run(self, task: Any, **options: Any) -> Any:
-            return super().run(task, **{"on_trace": self.traces.append, **options})
+            return super().run(task, **{"on_trace": self.traces.append, "tools": self.tools, **options})
 
         def interaction(self, task: Any, **options: Any) -> Any:
-            return super().interaction(task, **{"on_trace": self.traces.append, **options})
+            return super().interaction(task, **{"on_trace": self.traces.append, "tools": self.tools, **options})
 
     return RecordingAgent
 
 
 def make_policy_harness(vf: Any, channel: PolicyChannel, limits: Any, task: Any) -> Any:
-    """Return a harness whose model is the policy at the other end of `channel`. It gives one answer per segment and has
-    no tools."""
+    """Return a harness whose model is the policy at the other end of `channel`. An answer with calls is answered by
+    their results; one without ends the segment."""
     graph, session = importlib.import_module("verifiers.v1.graph"), importlib.import_module("verifiers.v1.session")
+    mcp = importlib.import_module("verifiers.v1.harnesses.utils.mcp")
     ended = vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
     async def find_stop_reason(trace: Any) -> str | None:
@@ -152,6 +206,7 @@ def make_policy_harness(vf: Any, channel: PolicyChannel, limits: Any, task: Any)
 
     class PolicyHarness(vf.Harness):
         APPENDS_SYSTEM_PROMPT = True
+        SUPPORTS_MCP = True
         SUPPORTS_RESUME = True
         EXECUTES_CODE = False
         NEEDS_CONTAINER = False
@@ -161,7 +216,9 @@ def make_policy_harness(vf: Any, channel: PolicyChannel, limits: Any, task: Any)
         ) -> Any:
             system, prompt = self.resolve_prompt(data)
             messages = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or [])
-            return await self._ask_policy(trace, [vf.SystemMessage(content=system), *messages] if system else messages)
+            return await self._play_segment(
+                trace, urls, [vf.SystemMessage(content=system), *messages] if system else messages
+            )
 
         async def resume(
             self,
@@ -175,21 +232,53 @@ def make_policy_harness(vf: Any, channel: PolicyChannel, limits: Any, task: Any)
             messages: Any,
             tool_interception_url: str | None = None,
         ) -> Any:
-            return await self._ask_policy(trace, list(messages))
+            return await self._play_segment(trace, urls, list(messages))
 
-        async def _ask_policy(self, trace: Any, new: list[Any]) -> Any:
-            if reason := await find_stop_reason(trace):
-                trace.stop(reason)
-                return ended
-            before = trace.branches[-1].messages if trace.branches else []
-            action = await channel.request_answer([Message(m.role, extract_message_text(m)) for m in new])
-            turn = graph.prepare_turn(trace, [*before, *new])
-            answer = vf.AssistantMessage(content=action.text)
-            finish = "length" if action.stop_reason == "length" else "stop"
-            turn.commit(vf.Response(id="", created=0, model="policy", message=answer, finish_reason=finish))
+        async def _play_segment(self, trace: Any, urls: Mapping[str, str], new: list[Any]) -> Any:
+            async with contextlib.AsyncExitStack() as stack:
+                named = {"mcpServers": {name: {"url": url} for name, url in urls.items()}}
+                channel.tools, owners, servers = await mcp.connect_mcp(named, stack)
+                one_at_a_time = asyncio.Lock()  # calls that change the episode's state at once would undo each other
+
+                async def call_tool(name: str, arguments: dict[str, Any]) -> str:
+                    async with one_at_a_time:
+                        said = await mcp.call_mcp(servers, owners, name, arguments)
+                    if not isinstance(said, str):
+                        raise ValueError("the result has an image, and only text can be read")
+                    return said
+
+                while new and not trace.stop_condition:
+                    if reason := await find_stop_reason(trace):
+                        trace.stop(reason)
+                    else:
+                        new = await self._ask_policy(trace, new, call_tool)
             return ended
 
+        async def _ask_policy(self, trace: Any, new: list[Any], call_tool: Any) -> list[Any]:
+            """Add the policy's answer to the trace, and return the results of its calls."""
+            before = trace.branches[-1].messages if trace.branches else []
+            action = await channel.request_answer([convert_message(message) for message in new])
+            turn = graph.prepare_turn(trace, [*before, *new], [vf.Tool(**tool["function"]) for tool in channel.tools])
+            text, asked = parse_tool_calls(action.text, channel.tools, thinking=action.thinking)
+            calls = [vf.ToolCall(id=call["id"], **call["function"]) for call in asked]
+            finish = "tool_calls" if calls else "length" if action.stop_reason == "length" else "stop"
+            answer = vf.AssistantMessage(content=text, tool_calls=calls or None)
+            turn.commit(vf.Response(id="", created=0, model="policy", message=answer, finish_reason=finish))
+            if not calls:
+                return []
+            said = await run_tool_calls(
+                action.text, channel.tools, call_tool, seconds=TOOL_SECONDS, thinking=action.thinking
+            )
+            return [
+                vf.ToolMessage(tool_call_id=call.id, content=result.content, name=call.name)
+                for call, result in zip(calls, said, strict=True)
+            ]
+
     return PolicyHarness(vf.HarnessConfig(id="null"))
+
+
+def convert_message(message: Any) -> Message:
+    return Message(message.role, extract_message_text(message), name=getattr(message, "name", None) or "")
 
 
 def extract_message_text(message: Any) -> str:
@@ -209,8 +298,8 @@ def make_verifiers(target: str, config: EnvConfig) -> EnvironmentFactory:
 
     In `env.args`, `tasks` is the number of the taskset's tasks that are played (default 1000); the rest is the
     verifiers environment's own configuration, for example `taskset = { difficulty = 3 }`. Tasksets that a single policy
-    cannot play are refused: those with several agents, tools, interceptors or containers, and those that stop at
-    single requests or responses.
+    cannot play are refused: those with several agents, interceptors or containers, and those that stop at single
+    requests or responses.
     """
     vf = import_optional_package("verifiers.v1", config)
     args = config.reveal_args()
@@ -228,7 +317,8 @@ def make_verifiers(target: str, config: EnvConfig) -> EnvironmentFactory:
     if not tasks:
         raise ConfigError(f"`env.name` = {config.name!r} has no tasks")
     check_taskset_supported(vf, env, tasks[0], config)
-    return lambda: VerifiersEnvironment(vf, env, tasks)
+    shared = SharedTools(env.taskset.toolsets(env.taskset.config))
+    return lambda: VerifiersEnvironment(vf, env, tasks, shared)
 
 
 def check_taskset_supported(vf: Any, env: Any, task: Any, config: EnvConfig) -> None:
@@ -238,8 +328,6 @@ def check_taskset_supported(vf: Any, env: Any, task: Any, config: EnvConfig) -> 
     problem = ""
     if len(roles) != 1:
         problem = f"has several agents ({', '.join(roles)})"
-    elif env.taskset.toolsets(env.taskset.config) or task.toolsets(task.config):
-        problem = "has tools"
     elif task.NEEDS_CONTAINER:
         problem = "needs a container"
     elif decorators.discover_decorated(task, "intercept"):
@@ -248,5 +336,17 @@ def check_taskset_supported(vf: Any, env: Any, task: Any, config: EnvConfig) -> 
         problem = "stops at single requests or responses"
     if problem:
         raise ConfigError(
-            f"`env.name` = {config.name!r} {problem}: only text between one policy and its user is supported"
+            f"`env.name` = {config.name!r} {problem}: only one policy with its user and tools is supported"
         )
+    for toolset in [*env.taskset.toolsets(env.taskset.config), *task.toolsets(task.config)]:
+        if not toolset.config.url and not is_found_by_processes(type(toolset).__module__):
+            raise ConfigError(
+                f"`env.name` = {config.name!r}: its tools run in processes of their own, which do not find the module "
+                f"{type(toolset).__module__!r}: install it, or put its folder into PYTHONPATH"
+            )
+
+
+def is_found_by_processes(module: str) -> bool:
+    """Return True if a new Python process elsewhere finds the module, without which a tool server fails minutes later."""
+    find = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+    return subprocess.run([sys.executable, "-c", find, module], cwd="/", capture_output=True).returncode == 0

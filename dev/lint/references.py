@@ -51,6 +51,7 @@ IGNORED_LAST_PARTS = {
     "secret",
     "sh",
     "toml",
+    "yaml",
     "txt",
     "NAME",
 }

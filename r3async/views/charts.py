@@ -53,7 +53,8 @@ class Chart(msgspec.Struct, frozen=True):
     title: str
     caption: str = ""
     unit: str = ""
-    number_format: str = ".3~g"
+    number_format: str = ""
+    """`share`, `scientific` or `whole`; by default four significant digits."""
     has_log_scale: bool = False
     is_share: bool = False
     """True for a fraction: the axis ends at 100 %."""
@@ -76,7 +77,7 @@ CHARTS = (
         "Drift",
         "KL(rollout ‖ learner) of trained tokens; k1 is drawn where it is positive",
         "nats",
-        ".2e",
+        "scientific",
         has_log_scale=True,
         target_setting="algorithm.rollout_kl.target",
     ),
@@ -85,34 +86,36 @@ CHARTS = (
     Chart(
         "Routing",
         "routes that came with the tokens, and experts that learner and engine both choose",
-        number_format=".2%",
+        number_format="share",
         is_share=True,
     ),
     Chart("Policy loss", "per trained token"),
     Chart("Answers", "loss of `r3async sft`, per token of an answer", "nats"),
     Chart("Gradient norm", "before clipping", has_log_scale=True),
-    Chart("Throughput", "of wall time", "tokens/s", ",.0f"),
-    Chart("Weight updates", "time to bring a new version into the engines", "s", ".3f"),
+    Chart("Throughput", "of wall time", "tokens/s", "whole"),
+    Chart("Weight updates", "time to bring a new version into the engines", "s"),
     Chart("Entropy", "of the learner at trained tokens", "nats"),
     Chart("Reward spread", "standard deviation of an episode's reward"),
-    Chart("Response length", "sampled in an episode", "tokens", ",.0f"),
-    Chart("Truncated", "an answer was cut at its length, or the context was full", number_format=".2%", is_share=True),
-    Chart("Clipped", "trained tokens held by a bound of the policy loss", number_format=".2%"),
-    Chart("Learner time", "per step", "s", ".2f", is_performance=True),
-    Chart("Processor time", "per step", "s", ".2f", is_performance=True),
-    Chart("Learner stages", "processor time per step", "s", ".3f", is_performance=True),
-    Chart("Generator stages", "processor time per step", "s", ".3f", is_performance=True),
-    Chart("Conductor stages", "processor time per step", "s", ".3f", is_performance=True),
+    Chart("Response length", "sampled in an episode", "tokens", "whole"),
+    Chart(
+        "Truncated", "an answer was cut at its length, or the context was full", number_format="share", is_share=True
+    ),
+    Chart("Clipped", "trained tokens held by a bound of the policy loss", number_format="share"),
+    Chart("Learner time", "per step", "s", is_performance=True),
+    Chart("Processor time", "per step", "s", is_performance=True),
+    Chart("Learner stages", "processor time per step", "s", is_performance=True),
+    Chart("Generator stages", "processor time per step", "s", is_performance=True),
+    Chart("Conductor stages", "processor time per step", "s", is_performance=True),
     Chart(
         "Idle",
         "share of the last 16 steps; who is idle should get less, or the other one more",
-        number_format=".0%",
+        number_format="share",
         is_share=True,
         is_performance=True,
     ),
 )
 PASS_AT_K_CHART = Chart(
-    "Solved", "pass@k: tasks of which one of k answers is right", number_format=".2%", is_share=True
+    "Solved", "pass@k: tasks of which one of k answers is right", number_format="share", is_share=True
 )
 EVALUATION_CHART = Chart("Evaluation", "mean reward of tasks that training never poses, with its standard error")
 
@@ -245,9 +248,8 @@ def make_chart_frame(chart: Chart, values: Sequence[float], bound: int | None) -
         "is_performance": chart.is_performance,
         "unit": chart.unit,
         "format": chart.number_format,
-        "ticks": ".0%" if chart.is_share and low < 0.95 else ".1%" if chart.is_share else "~s" if high >= 1000 else "",
+        "ticks": "share" if chart.number_format == "share" else "compact" if high >= 1000 else "",
         "log": chart.has_log_scale,
-        "decades": max(1.0, math.log10(high / low)) if chart.has_log_scale else 0,
         "range": limits,
         "bound": bound if chart.shows_bound else None,
     }

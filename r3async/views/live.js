@@ -52,7 +52,7 @@ function take(next) {
     const here = page.querySelector(`[data-part='${name}']`);
     const open = new Set([...here.querySelectorAll("details[open] > summary")].map((summary) => summary.firstChild.textContent));
     const picked = [...here.querySelectorAll("input:checked")].map((input) => `input[name=${input.name}][value='${input.value}']`);
-    here.querySelectorAll(".plot").forEach((plot) => { Plotly.purge(plot); });
+    clear(here);
     here.replaceChildren(...part.childNodes);
     here.querySelectorAll("details > summary").forEach((summary) => { summary.parentNode.open = open.has(summary.firstChild.textContent); });
     picked.forEach((choice) => { const input = here.querySelector(choice); if (input) { input.checked = true; } });

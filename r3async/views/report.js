@@ -1,11 +1,146 @@
 "use strict";
 // Draws the charts that the page describes; drawn again when the reader changes an axis, the smoothing or the colour scheme,
-// and on a served page when the run has gone on.
+// and on a served page when the run has gone on. uPlot has axes, curves and zoom; bars and heat maps are painted in its hook.
 let data = JSON.parse(document.getElementById("data").textContent);
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
-const font = getComputedStyle(document.body).fontFamily;
-
 const chosen = (name, otherwise) => document.querySelector(`input[name=${name}]:checked`)?.value || otherwise;
+const FONT = "11px " + getComputedStyle(document.body).fontFamily, DASHES = { dash: [7, 5], dot: [2, 4] };
+const ruler = document.createElement("canvas").getContext("2d");
+ruler.font = FONT;
+
+// -- numbers
+
+const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 4 });
+const digits = (count) => new Intl.NumberFormat("en", { minimumFractionDigits: count, maximumFractionDigits: count });
+const significant = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
+
+// A value as a reader sees it: of a kind that the chart names.
+function formatValue(value, kind) {
+  if (kind === "share") { return digits(2).format(100 * value) + " %"; }
+  if (kind === "whole") { return digits(0).format(value); }
+  return kind === "scientific" || (value && Math.abs(value) < 1e-3) ? value.toExponential(2) : significant.format(value);
+}
+
+// The marks of a linear axis that are `step` apart.
+function ticks(values, step, kind) {
+  const places = (unit) => {
+    let count = 0;
+    while (count < 8 && Math.abs(step * unit * 10 ** count - Math.round(step * unit * 10 ** count)) > 1e-6) { count++; }
+    return count;
+  };
+  if (kind === "share") { return values.map((value) => digits(places(100)).format(100 * value) + " %"); }
+  if (kind === "compact") { return values.map((value) => compact.format(value)); }
+  return values.map((value) => places(1) > 4 ? (value ? value.toExponential(1) : "0") : digits(places(1)).format(value));
+}
+
+// Where marks of a logarithmic axis are: fewer in a decade, the more decades there are.
+function decades(low, high) {
+  const from = Math.floor(Math.log10(low)), to = Math.ceil(Math.log10(high)), many = Math.log10(high / low), found = [];
+  const every = Math.ceil(many / 6), leading = many < 0.7 ? [1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9] : many < 2 ? [1, 2, 5] : [1];
+  for (let power = from; power <= to; power += every) { found.push(...leading.map((lead) => lead * 10 ** power)); }
+  return found.filter((value) => value >= low && value <= high);
+}
+const logTick = (value) => value >= 0.01 && value < 1000 ? significant.format(value) : value.toExponential().replace("+", "");
+
+// -- one plot
+
+const plots = new Map();  // of uPlot, by the id of its place in the page
+
+// Draw into a place, and keep the reader's zoom if the plot was there with the same `view`. `read(u)` tells what is under the
+// cursor: a title, and [colour, label, value] of each line; null for nothing.
+function plot(id, view, { x, y, axes, read, click, start, ...options }, columns) {
+  const place = document.getElementById(id), before = plots.get(id), kept = before?.zoomed && before.view === view && before.scales.x;
+  if (!place.clientWidth) { return; }
+  clear(place);
+  const [first, last] = [columns[0][0], columns[0].at(-1)], tip = Object.assign(document.createElement("div"), { className: "tip", hidden: true });
+  tip.setAttribute("role", "status");
+  const look = () => ({ font: FONT, labelFont: FONT, stroke: color("faint"), ticks: { show: false }, gap: 6, labelSize: 16, labelGap: 0 });
+  const u = new uPlot({
+    width: place.clientWidth, height: place.clientHeight, legend: { show: false }, padding: [8, 10, 0, 4],
+    // Nothing is cut off: all of it, with a margin. Between: what was chosen.
+    scales: { x: { time: false, range: (self, low, high) => {
+      self.zoomed = low > first || high < last;
+      return self.zoomed ? [low, high] : x;
+    } }, y },
+    axes: [
+      { ...look(), grid: { show: false }, size: 24, border: { show: true, stroke: color("line"), width: 1 }, ...axes[0] },
+      { ...look(), grid: { stroke: color("grid"), width: 1 }, space: 32, ...axes[1],
+        size: (self, marks) => 10 + Math.max(16, ...(marks || []).map((mark) => ruler.measureText(mark).width)) },
+    ],
+    ...options,
+    cursor: { y: false, points: { size: 7 }, drag: { x: true, y: false }, ...options.cursor },
+    hooks: { ...options.hooks, setCursor: [(self) => { tell(self, tip, read); }] },
+  }, columns, place);
+  u.over.append(tip);
+  if (click) { u.over.onclick = () => { click(u); }; }
+  plots.set(id, Object.assign(u, { view }));
+  const range = kept ? { min: kept.min, max: kept.max } : start;
+  if (range) { u.setScale("x", range); }
+  // Arrows move the cursor, as a mouse does.
+  place.onkeydown = (event) => {
+    const [right, down] = { ArrowLeft: [-8, 0], ArrowRight: [8, 0], ArrowUp: [0, -8], ArrowDown: [0, 8] }[event.key] || [0, 0];
+    if (!right && !down) { return; }
+    event.preventDefault();
+    const within = (at, most) => Math.min(Math.max(at, 0), most);
+    const { left, top } = u.cursor, { clientWidth, clientHeight } = u.over;
+    u.setCursor(left < 0 || left === undefined ? { left: clientWidth / 2, top: clientHeight / 2 }
+      : { left: within(left + right, clientWidth), top: within(top + down, clientHeight) });
+  };
+  place.onblur = () => { u.setCursor({ left: -10, top: -10 }); };
+}
+
+function tell(u, tip, read) {
+  const found = u.cursor.left >= 0 ? read(u) : null;
+  tip.hidden = !found;
+  if (!found) { return; }
+  const line = ([tone, label, value]) => {
+    const row = document.createElement("div"), mark = document.createElement("i");
+    mark.style.background = tone;
+    row.append(mark, label, Object.assign(document.createElement("b"), { textContent: value }));
+    return row;
+  };
+  tip.replaceChildren(found.title, ...found.lines.map(line));
+  const { left } = u.cursor, right = left > u.over.clientWidth / 2;
+  tip.style.left = right ? "" : left + 12 + "px";
+  tip.style.right = right ? u.over.clientWidth - left + 12 + "px" : "";
+}
+
+// Remove the plots of a part of the page.
+function clear(part) {
+  for (const place of [part, ...part.querySelectorAll(".plot")]) {
+    plots.get(place.id)?.destroy();
+    plots.delete(place.id);
+    if (place.matches(".plot")) { place.replaceChildren(); }
+  }
+}
+
+// Paint on a plot, within its axes.
+function paint(u, brush) {
+  const { ctx, bbox } = u;
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+  ctx.clip();
+  brush(ctx, (value) => u.valToPos(value, "x", true), (value) => u.valToPos(value, "y", true));
+  ctx.restore();
+}
+
+function draw() {
+  data.charts.forEach(drawChart);
+  data.maps.forEach(drawMap);
+  drawAges();
+  drawTimeline();
+  document.querySelectorAll("details.group[open]").forEach(drawGroup);
+}
+
+// Charts of a folded group have no size until it is opened.
+function drawGroup(group) {
+  for (const chart of data.more) {
+    if (group.querySelector("#" + chart.id)) { drawChart(chart); }
+  }
+}
+
+// -- curves
 
 // What curves are drawn over: the unit of the values, and of the axis all of them from the first to the last.
 function axis() {
@@ -19,14 +154,15 @@ function axis() {
   if (low > high) { low = high = 0; }
   const [per, unit] = name !== "time" || high < 180 ? [1, " s"] : high < 10800 ? [60, " min"] : [3600, " h"];
   const margin = low === high ? 0.5 : (high - low) / 60;
-  return { name, per, range: [(low - margin) / per, (high + margin) / per], few: name === "step" && high - low < 8,
+  return { name, per, range: [(low - margin) / per, (high + margin) / per],
     title: { step: "step", time: "time since the start", tokens: "trained tokens" }[name],
-    ticks: { step: ",d", time: "", tokens: "~s" }[name], suffix: name === "time" ? unit : "",
-    hover: { step: "step %{x:,d}", time: "%{x:.2f}" + unit, tokens: "%{x:.4s} tokens" }[name] };
+    ticks: name === "step" ? { incrs: [1, 2, 5].flatMap((lead) => [0, 1, 2, 3, 4, 5, 6].map((power) => lead * 10 ** power)).sort((a, b) => a - b),
+      values: (_, marks) => marks.map((mark) => mark.toLocaleString("en")) }
+      : { values: (_, marks, __, ___, step) => ticks(marks, step, name === "tokens" ? "compact" : "").map((text) => text + (name === "time" ? unit : "")) },
+    read: (x) => ({ step: `step ${x.toLocaleString("en")}`, time: digits(2).format(x) + unit, tokens: compact.format(x) + " tokens" }[name]) };
 }
 // A column that depends on the axis has its name behind it.
 const column = (name, now) => data.series[name + "@" + now.name] || data.series[name];
-const over = (line, now) => (data.series[line.x + "x/" + now.name] || []).map((x) => typeof x === "number" ? x / now.per : null);
 
 // Means of the values on both sides, weighted by how near they are; `share` of all values, and at least 5, weigh most of it. So
 // no curve lags behind what it smooths.
@@ -46,121 +182,184 @@ function smoothed(values, share) {
   return values.map((value, at) => value === null ? null : (sums[at] + value) / (weights[at] + 1));
 }
 
-const box = { margin: { l: 8, r: 8, t: 10, b: 8 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)" };
-const look = () => ({
-  font: { family: font, color: color("ink"), size: 12 },
-  hoverlabel: { bgcolor: color("card"), bordercolor: color("line"), font: { family: font, color: color("ink"), size: 12 } },
-});
-const axisLook = () => ({ gridcolor: color("grid"), linecolor: color("line"), zeroline: false,
-  tickfont: { color: color("faint"), size: 11 }, automargin: true });
-const titled = (text) => ({ text, font: { size: 11, color: color("faint") }, standoff: 4 });
-
-function draw() {
-  data.charts.forEach(drawChart);
-  drawMaps();
-  drawAges();
-  drawTimeline();
-  document.querySelectorAll("details.group[open]").forEach(drawGroup);
-}
-
-// Charts of a folded group have no size until it is opened.
-function drawGroup(group) {
-  for (const chart of data.more) {
-    if (group.querySelector("#" + chart.id)) { drawChart(chart); }
+function drawChart(chart) {
+  const now = axis(), share = Number(chosen("smooth", "0")), series = [{}], tables = [], bands = [], errors = [];
+  // The values of a line, with its own positions: those of all lines are joined into one table.
+  const add = (line, values, more) => {
+    const over = data.series[line.x + "x/" + now.name] || [], at = [...over.keys()].filter((i) => typeof over[i] === "number");
+    tables.push([at.map((i) => over[i] / now.per), at.map((i) => values[i])]);
+    series.push({ stroke: color(line.color), width: line.dash ? 1.5 : 2, dash: DASHES[line.dash], points: { show: false },
+      steps: new Map(at.map((i) => [over[i] / now.per, data.series[line.x + "x/step"][i]])), ...more });
+    return series.length - 1;
+  };
+  for (const line of chart.lines) {
+    const y = column(line.metric, now), tone = color(line.color);
+    const soft = share > 0 && !line.points && !line.marks && !line.low && y.length > 20;
+    if (line.low) {
+      const edges = [line.high, line.low].map((edge) => add(line, column(edge, now), { width: 0, stroke: "#0000" }));
+      bands.push({ series: edges, fill: tone + "26" });
+    }
+    add(line, y, {
+      label: line.label, auto: !line.points, paths: line.points ? () => null : undefined, tone,
+      // A value between two gaps is no line, and would not show.
+      points: { show: true, size: line.marks ? 7 : 4, fill: tone, width: 0,
+        filter: (u, of) => line.points || line.marks ? null : alone(u.data[of]) },
+      ...soft && { alpha: 0.4, width: 1, dash: undefined },
+    });
+    if (line.error) { errors.push([line, y, tone]); }
+    if (soft) { add(line, smoothed(y, share), {}); }
   }
+  const columns = uPlot.join(tables);
+  if (!columns[0].length) { return; }
+  const hooks = { draw: [(u) => paint(u, (ctx, left, top) => {
+    if (chart.bound !== null) {
+      ctx.setLineDash([7 * uPlot.pxRatio, 5 * uPlot.pxRatio]);
+      stroke(ctx, color("red"), 1.5, [u.bbox.left, top(chart.bound)], [u.bbox.left + u.bbox.width, top(chart.bound)]);
+      ctx.setLineDash([]);
+    }
+    for (const [line, y, tone] of errors) {
+      const over = data.series[line.x + "x/" + now.name] || [], far = data.series[line.error];
+      y.forEach((value, i) => {
+        if (typeof far[i] !== "number" || typeof value !== "number") { return; }
+        const [x, low, high] = [left(over[i] / now.per), top(value - far[i]), top(value + far[i])], half = 2 * uPlot.pxRatio;
+        for (const [a, b] of [[[x, low], [x, high]], ...[low, high].map((end) => [[x - half, end], [x + half, end]])]) {
+          stroke(ctx, tone, 1, a, b);
+        }
+      });
+    }
+  })] };
+  const frame = chart.range && (chart.log ? chart.range.map((power) => 10 ** power) : chart.range);
+  const padded = (low, high) => chart.log ? [low / 1.2, high * 1.2] : [low - 0.06 * (high - low || Math.abs(high) || 1), high + 0.06 * (high - low || Math.abs(high) || 1)];
+  plot(chart.id, now.name, {
+    x: now.range, series, bands, hooks,
+    y: { distr: chart.log ? 3 : 1, range: (u, low, high) => frame && (!u.zoomed || low === null) ? frame : low === null ? [0, 1] : padded(low, high) },
+    axes: [{ label: now.title, ...now.ticks },
+      chart.log ? { splits: (u, _, low, high) => decades(low, high), values: (_, marks) => marks.map(logTick), filter: (_, marks) => marks }
+        : { values: (_, marks, __, ___, step) => ticks(marks, step, chart.ticks) }],
+    cursor: { dataIdx: (u, of, at) => of && !series[of].label ? null : nearest(u, u.data[of], at) },
+    click: (u) => {
+      const x = u.data[0][u.cursor.idx], line = series.find((each) => each.label && each.steps.has(x));
+      if (line) { pointed(line.steps.get(x)); }
+    },
+    read: (u) => {
+      const lines = series.map((line, of) => [line, u.data[of][u.cursor.idxs?.[of]]]).filter(([line, value]) => line.label && typeof value === "number");
+      const x = u.data[0][u.cursor.idx];
+      return lines.length ? { title: now.read(x),
+        lines: lines.reverse().map(([line, value]) => [line.tone, line.label, formatValue(value, chart.format) + (chart.unit ? " " + chart.unit : "")]) } : null;
+    },
+  }, columns);
 }
+
+// Positions of the values that have no neighbour.
+function alone(values) {
+  const known = [...values.keys()].filter((at) => values[at] !== undefined);
+  return known.filter((at, i) => values[at] !== null && (values[known[i - 1]] ?? null) === null && (values[known[i + 1]] ?? null) === null);
+}
+
+function stroke(ctx, tone, width, from, to) {
+  ctx.strokeStyle = tone;
+  ctx.lineWidth = width * uPlot.pxRatio;
+  ctx.beginPath();
+  ctx.moveTo(...from);
+  ctx.lineTo(...to);
+  ctx.stroke();
+}
+
+// The position of the value that is nearest to the cursor, if one is near.
+function nearest(u, values, at) {
+  const isNear = (i) => i === at || (i in u.data[0] && Math.abs(u.valToPos(u.data[0][i], "x") - u.cursor.left) < 24);
+  for (let away = 0; away < values.length; away++) {
+    const around = [at - away, at + away].filter(isNear), found = around.find((i) => typeof values[i] === "number");
+    if (found !== undefined || !around.length) { return found ?? null; }
+  }
+  return null;
+}
+
+// What a click on a point of that step does: nothing in a file.
+let pointed = () => {};
+
+// -- what is no curve
 
 function drawAges() {
   const ages = data.ages;
   if (!ages) { return; }
-  const beyond = (age) => ages.bound !== null && age > ages.bound;
-  Plotly.react(ages.id, [{
-    type: "bar", x: ages.x, y: ages.y, marker: { color: ages.x.map((age) => color(beyond(age) ? "red" : "blue")) }, width: 0.6,
-    hovertemplate: "age %{x}: %{y:.2%}<extra></extra>",
-  }], {
-    ...box, ...look(),
-    xaxis: { ...axisLook(), showgrid: false, tickformat: ",d", dtick: ages.x.length < 12 ? 1 : null, title: titled("versions") },
-    yaxis: { ...axisLook(), tickformat: ".0%", range: [0, Math.max(...ages.y) * 1.08] },
-  }, { displayModeBar: false, responsive: true });
+  const beyond = (age) => ages.bound !== null && age > ages.bound, paths = uPlot.paths.bars({ size: [0.6, 120] });
+  const bars = (name, wanted) => [{ paths, fill: color(name), stroke: color(name), width: 0, points: { show: false } },
+    ages.x.map((age, i) => beyond(age) === wanted ? ages.y[i] : null)];
+  const [inside, outside] = [bars("blue", false), bars("red", true)];
+  plot(ages.id, "", {
+    x: [ages.x[0] - 0.6, ages.x.at(-1) + 0.6], y: { range: [0, Math.max(...ages.y) * 1.08] },
+    series: [{}, inside[0], outside[0]],
+    axes: [{ label: "versions", incrs: [1, 2, 5, 10, 20, 50, 100] }, { values: (_, marks, __, ___, step) => ticks(marks, step, "share") }],
+    cursor: { x: false, points: { show: false } },
+    read: (u) => {
+      const at = u.cursor.idx;
+      return at === null ? null : { title: `age ${ages.x[at]}`, lines: [[color(beyond(ages.x[at]) ? "red" : "blue"), "", formatValue(ages.y[at], "share")]] };
+    },
+  }, [ages.x, inside[1], outside[1]]);
 }
 
 function drawTimeline() {
   const timeline = data.timeline;
   if (!timeline) { return; }
-  const traces = timeline.bars.map((bar) => ({
-    type: "bar", orientation: "h", y: bar.lane, base: bar.start, x: bar.seconds, customdata: bar.step, name: bar.label,
-    marker: { color: color(bar.color), line: { width: 0 } }, width: bar.color.endsWith("soft") ? 0.8 : 0.55,
-    hovertemplate: "%{y} " + bar.label + "%{customdata}: %{x:.3f} s<extra></extra>",
-  }));
-  Plotly.react(timeline.id, traces, {
-    ...box, ...look(), barmode: "overlay", showlegend: false, hovermode: "closest", dragmode: "zoom",
-    xaxis: { ...axisLook(), range: timeline.range, title: titled("seconds since the first of these"), ticksuffix: " s" },
-    yaxis: { ...axisLook(), showgrid: false, fixedrange: true, categoryorder: "array", categoryarray: timeline.lanes,
-      tickfont: { color: color("soft"), size: 12 } },
-  }, { displayModeBar: false, responsive: true, doubleClick: "autosize" });
+  const { lanes, bars } = timeline, half = (bar) => bar.color.endsWith("soft") ? 0.4 : 0.275;
+  const number = new Map(lanes.map((lane, i) => [lane, i + 0.5])), end = timeline.range[1];
+  const [low, high] = timeline.range;
+  plot(timeline.id, "", {
+    x: [0, end], start: low > 0 ? { min: low, max: high } : undefined, y: { range: [0, lanes.length] }, series: [{}, { show: false }],
+    axes: [{ label: "seconds since the first of these", values: (_, marks, __, ___, step) => ticks(marks, step, "").map((text) => text + " s") },
+      { grid: { show: false }, splits: () => lanes.map((_, i) => i + 0.5), values: () => lanes, filter: (_, marks) => marks, stroke: color("soft") }],
+    hooks: { draw: [(u) => paint(u, (ctx, left, top) => {
+      for (const bar of bars) {
+        ctx.fillStyle = color(bar.color);
+        bar.start.forEach((start, i) => {
+          const [from, to] = [left(start), left(start + bar.seconds[i])], above = top(number.get(bar.lane[i]) + half(bar));
+          ctx.fillRect(from, above, Math.max(to - from, 1), top(number.get(bar.lane[i]) - half(bar)) - above);
+        });
+      }
+    })] },
+    read: (u) => {
+      const at = u.posToVal(u.cursor.left, "x"), lane = lanes[Math.floor(u.posToVal(u.cursor.top, "y"))];
+      const slack = (u.scales.x.max - u.scales.x.min) / u.over.clientWidth;
+      const lines = bars.flatMap((bar) => bar.start.flatMap((start, i) =>
+        bar.lane[i] === lane && at >= start - slack && at <= start + bar.seconds[i] + slack
+          ? [[color(bar.color), bar.label + bar.step[i], digits(3).format(bar.seconds[i]) + " s"]] : []));
+      return lines.length ? { title: lane, lines: lines.slice(-4) } : null;
+    },
+  }, [[0, end], [null, null]]);
 }
 
-function drawMaps() {
-  for (const map of data.maps) {
-    const whole = (values) => ({ tickformat: ",d", dtick: values.length < 9 ? 1 : null, nticks: 8, showgrid: false });
-    Plotly.react(map.id, [{
-      type: "heatmap", x: map.x, y: map.y, z: map.z, zmin: map.range[0], zmax: map.range[1], xgap: 0, ygap: 1,
-      colorscale: [[0, color(map.colors[0])], [1, color(map.colors[1])]],
-      colorbar: { thickness: 8, outlinewidth: 0, tickformat: map.format === ".2%" ? ".0%" : "", nticks: 4,
-        tickfont: { color: color("faint"), size: 11 } },
-      hovertemplate: map.each + ": %{z:" + map.format + "}<extra></extra>",
-    }], {
-      ...box, ...look(),
-      xaxis: { ...axisLook(), ...whole(map.x), title: titled(map.x_title) },
-      yaxis: { ...axisLook(), ...whole(map.y), title: titled("MoE layer") },
-    }, { displayModeBar: false, responsive: true });
-  }
+function drawMap(map) {
+  const middle = (values) => ({ splits: (u, of, low, high, step) => {
+    const every = Math.max(1, Math.ceil(values.length / (of ? 8 : 10))), found = [];
+    for (let at = 0; at < values.length; at += every) { if (at + 0.5 >= low && at + 0.5 <= high) { found.push(at + 0.5); } }
+    return found;
+  }, values: (_, marks) => marks.map((mark) => String(values[Math.floor(mark)])), filter: (_, marks) => marks, grid: { show: false } });
+  const size = [map.x.length, map.y.length], [low, high] = map.range;
+  plot(map.id, "", {
+    x: [0, size[0]], y: { range: [0, size[1]] }, series: [{}, { show: false }], cursor: { x: false },
+    axes: [{ label: map.x_title, ...middle(map.x) }, { label: "MoE layer", ...middle(map.y) }],
+    hooks: { draw: [(u) => paint(u, (ctx, left, top) => {
+      // The second colour over the first, the more the higher the value is.
+      for (const [tone, weight] of [[map.colors[0], () => 1], [map.colors[1], (value) => (value - low) / (high - low)]]) {
+        ctx.fillStyle = color(tone);
+        map.z.forEach((row, layer) => row.forEach((value, at) => {
+          const from = Math.floor(left(at)), above = Math.floor(top(layer + 1)) + 1;
+          ctx.globalAlpha = Math.min(Math.max(weight(value), 0), 1);
+          ctx.fillRect(from, above, Math.floor(left(at + 1)) - from, Math.floor(top(layer)) - above);
+        }));
+      }
+      ctx.globalAlpha = 1;
+    })] },
+    read: (u) => {
+      const [at, layer] = [Math.floor(u.posToVal(u.cursor.left, "x")), Math.floor(u.posToVal(u.cursor.top, "y"))];
+      const value = map.z[layer]?.[at];
+      return value === undefined ? null : { title: `${map.x_title} ${map.x[at]}, MoE layer ${map.y[layer]}`, lines: [["none", "", formatValue(value, map.format)]] };
+    },
+  }, [[0, size[0]], [null, null]]);
 }
 
-function drawChart(chart) {
-  const now = axis(), share = Number(chosen("smooth", "0")), traces = [];
-  for (const line of chart.lines) {
-    const y = column(line.metric, now), steps = data.series[line.x + "x/step"];
-    const soft = share > 0 && !line.points && !line.marks && !line.low && y.length > 20;
-    const trace = {
-      type: "scatter", x: over(line, now), y, name: line.label, connectgaps: false, customdata: steps,
-      mode: line.marks ? "lines+markers" : line.points || y.length < 2 ? "markers" : "lines",
-      error_y: line.error ? { type: "data", array: data.series[line.error], thickness: 1, width: 2 } : {},
-      marker: { size: line.points ? 4 : 7, color: color(line.color) }, opacity: soft ? 0.4 : 1,
-      line: { color: color(line.color), width: soft ? 1 : line.dash ? 1.5 : 2, dash: soft ? "solid" : line.dash || "solid" },
-      hovertemplate: "%{y:" + chart.format + "}" + (chart.unit ? " " + chart.unit : "") + "<extra>" + line.label + "</extra>",
-    };
-    for (const edge of line.low ? [line.low, line.high] : []) {
-      traces.push({ type: "scatter", mode: "lines", x: trace.x, y: column(edge, now), hoverinfo: "skip", line: { width: 0 },
-        fill: edge === line.high ? "tonexty" : "none", fillcolor: color(line.color) + "26" });
-    }
-    traces.push(trace);
-    if (soft) {
-      traces.push({ type: "scatter", mode: "lines", x: trace.x, y: smoothed(y, share), hoverinfo: "skip", connectgaps: false,
-        line: { color: color(line.color), width: line.dash ? 1.5 : 2, dash: line.dash || "solid" } });
-    }
-  }
-  if (chart.bound !== null) {
-    traces.push({ type: "scatter", mode: "lines", x: now.range, y: [chart.bound, chart.bound], hoverinfo: "skip",
-      line: { color: color("red"), width: 1.5, dash: "dash" } });
-  }
-  const looks = axisLook();
-  const y = { ...looks, type: chart.log ? "log" : "linear", tickformat: chart.ticks, nticks: 6, exponentformat: "e" };
-  if (chart.log) { y.dtick = 1; y.tickformat = ".0e"; }
-  if (chart.log && chart.decades < 2) { y.dtick = "D2"; }
-  if (chart.range) { y.range = chart.range; }
-  const plot = document.getElementById(chart.id), fresh = !plot.on;
-  Plotly.react(plot, traces, {
-    ...box, ...look(), showlegend: false, hovermode: "x unified", uirevision: now.name,
-    xaxis: { ...looks, showgrid: false, showline: true, nticks: 8, tickformat: now.ticks, ticksuffix: now.suffix, range: now.range,
-      dtick: now.few ? 1 : null, title: titled(now.title), unifiedhovertitle: { text: now.hover } },
-    yaxis: y,
-  }, { displayModeBar: false, responsive: true });
-  if (fresh) { plot.on("plotly_click", (event) => pointed(event.points[0].customdata)); }
-}
-
-// What a click on a point of that step does: nothing in a file.
-let pointed = () => {};
+// -- the page
 
 function follow() {
   for (const group of document.querySelectorAll("details.group")) {
@@ -171,6 +370,12 @@ const drawsAnything = () => data.charts.length || data.maps.length || data.more.
 if (drawsAnything()) { draw(); }
 follow();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if (drawsAnything()) { draw(); } });
+addEventListener("resize", () => {
+  for (const [id, u] of plots) {
+    const { clientWidth, clientHeight } = document.getElementById(id);
+    if (clientWidth) { u.setSize({ width: clientWidth, height: clientHeight }); }
+  }
+});
 document.addEventListener("change", (event) => {
   if (["axis", "smooth"].includes(event.target.name) && drawsAnything()) { draw(); }
 });

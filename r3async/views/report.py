@@ -106,6 +106,7 @@ def _build_agreement_map(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | No
         return None
     rows = rows[:: -len(rows) // MAX_MAP_COLUMNS][::-1]  # the last step is always among them
     shares = [row.agreement for row in rows]
+    low = min(0.99, *map(min, shares))
     return {
         "id": "map-agreement",
         "title": "Agreement by layer",
@@ -114,10 +115,10 @@ def _build_agreement_map(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | No
         "y": list(range(len(shares[0]))),
         "z": [[round(share, 4) for share in layer] for layer in zip(*shares, strict=True)],
         "x_title": "step",
-        "format": ".2%",
-        "range": [min(0.99, *map(min, shares)), 1],
+        "format": "share",
+        "range": [low, 1],
+        "ends": [format_percent(low), format_percent(1.0)],
         "colors": ["orange", "blue-soft"],
-        "each": "step %{x}, MoE layer %{y}",
     }
 
 
@@ -127,6 +128,7 @@ def _build_load_map(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         return None
     step, table = found[-1].step, found[-1].load
     shares = [[round(tokens / max(sum(layer) / len(layer), 1e-9), 3) for tokens in layer] for layer in table]
+    high = max(2, *map(max, shares))
     return {
         "id": "map-load",
         "title": "Load per expert",
@@ -135,10 +137,10 @@ def _build_load_map(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         "y": list(range(len(table))),
         "z": shares,
         "x_title": "expert",
-        "format": ".2f",
-        "range": [0, max(2, *map(max, shares))],
+        "format": "",
+        "range": [0, high],
+        "ends": ["0", format_number(high)],
         "colors": ["grey-soft", "blue"],
-        "each": "expert %{x}, MoE layer %{y}",
     }
 
 

@@ -61,6 +61,20 @@ class Page:
         await self.call("Page.navigate", url=address)
         await asyncio.wait_for(self._loaded.wait(), CALL_SECONDS)
 
+    async def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
+        await self.call("Input.dispatchMouseEvent", type=f"mouse{kind}", x=x, y=y, **more)
+
+    async def click(self, x: float, y: float) -> None:
+        await self.drag(x, x, y)
+
+    async def drag(self, start: float, end: float, y: float) -> None:
+        """Press the mouse at one place, and release it at another of the same height."""
+        await self.mouse("Moved", start, y)
+        await self.mouse("Pressed", start, y, button="left", clickCount=1)
+        if start != end:
+            await self.mouse("Moved", end, y, button="left")
+        await self.mouse("Released", end, y, button="left", clickCount=1)
+
     async def value(self, expression: str) -> Any:
         return (await self.call("Runtime.evaluate", expression=expression, returnByValue=True))["result"].get("value")
 

@@ -252,10 +252,10 @@ needs_chromium = pytest.mark.skipif(find_chromium() is None, reason="needs Chrom
 
 
 async def wait_until_drawn(page) -> list[str]:
-    """The ids of the plots that are still empty after half a minute: the page unpacks its library first."""
+    """The ids of the plots that are still empty after half a minute."""
     frames, empty = "[...document.querySelectorAll('.plot')]", [""]
     for _ in range(300):
-        empty = await page.value(f"{frames}.filter((p) => !p.querySelector('.main-svg')).map((p) => p.id)")
+        empty = await page.value(f"{frames}.filter((p) => !p.querySelector('canvas')).map((p) => p.id)")
         if not empty:
             break
         await asyncio.sleep(0.1)
@@ -270,14 +270,62 @@ async def test_the_page_draws_every_curve_asks_for_nothing_and_has_no_complaint(
         await page.value("document.querySelectorAll('details.group').forEach((group) => { group.open = true; })")
         assert await wait_until_drawn(page) == []
         data = json.loads(Page(path).data)
-        lines = sum(len(chart["lines"]) for chart in [*data["charts"], *data["more"]])
-        traces = "document.querySelectorAll('.scatterlayer .trace').length"
-        assert await page.value(traces) == lines + 1, "and the bound of staleness"
-        assert await page.value("document.querySelectorAll('#timeline .point').length") > 20
-        assert await page.value("document.querySelectorAll('.heatmaplayer .hm').length") == 2
+        for chart in [*data["charts"], *data["more"]]:
+            labels = await page.value(f"plots.get('{chart['id']}').series.slice(1).map((line) => line.label)")
+            assert labels == [line["label"] for line in chart["lines"]]
+        for plot, color in (
+            ("timeline", "blue"),
+            ("map-agreement", "blue-soft"),
+            ("ages", "blue"),
+            ("chart-0", "green"),
+        ):
+            assert await page.value(PAINTED % (plot, color)) > 0, plot
         await page.value("document.querySelector('input[value=agreement]').click()")
         assert await page.value("getComputedStyle(document.querySelector('p.mode.agreement')).display") == "block"
         assert page.requests == []
+        assert page.problems == []
+
+
+PAINTED = """(() => {
+    const u = plots.get("%s"), wanted = document.createElement("canvas").getContext("2d");
+    wanted.fillStyle = color("%s");
+    wanted.fillRect(0, 0, 1, 1);
+    const [r, g, b] = wanted.getImageData(0, 0, 1, 1).data;
+    const { data } = u.ctx.getImageData(0, 0, u.ctx.canvas.width, u.ctx.canvas.height);
+    let count = 0;
+    for (let at = 0; at < data.length; at += 4) {
+        if (data[at + 3] > 250 && [r, g, b].every((value, i) => Math.abs(data[at + i] - value) < 3)) { count++; }
+    }
+    return count;
+})()"""
+"""The number of a plot's points that have a colour of the page."""
+
+
+@needs_chromium
+@pytest.mark.long
+async def test_a_curve_tells_its_values_to_mouse_and_keys_and_zooms(tmp_path: Path) -> None:
+    path = write_report(write_run(tmp_path, steps=60))
+    span = "plots.get('chart-0').scales.x.max - plots.get('chart-0').scales.x.min"
+    told = "document.querySelector('#chart-0 .tip:not([hidden])')?.textContent"
+    async with browse(str(find_chromium()), path.as_uri()) as page:
+        place = "plots.get('chart-0').over.getBoundingClientRect()"
+        x, y, width, height = await page.value(f"(({{x, y, width, height}}) => [x, y, width, height])({place})")
+        await page.mouse("Moved", x + width / 2, y + height / 2)
+        assert await page.value(told) == "step 30mean0.17best0.18"
+        await page.value("document.getElementById('chart-0').blur()")
+        await page.mouse("Moved", 1, 1)
+        assert await page.value(told) is None
+        await page.value("document.getElementById('chart-0').focus()")
+        for _ in range(2):
+            await page.call("Input.dispatchKeyEvent", type="keyDown", key="ArrowRight")
+        assert (await page.value(told)).startswith("step 31")
+        whole = await page.value(span)
+        await page.drag(x + width * 0.25, x + width * 0.5, y + height / 2)
+        assert await page.value(span) == pytest.approx(whole / 4, rel=0.02)
+        await page.value("document.querySelector('input[value=smoother]').click()")
+        assert await page.value(span) == pytest.approx(whole / 4, rel=0.02), "drawn again, and still zoomed"
+        await page.value("plots.get('chart-0').over.dispatchEvent(new MouseEvent('dblclick', {bubbles: true}))")
+        assert await page.value(span) == pytest.approx(whole)
         assert page.problems == []
 
 
@@ -287,8 +335,8 @@ async def test_the_comparison_draws_both_runs(tmp_path: Path) -> None:
     one, other = write_run(tmp_path, "one"), write_run(tmp_path, "other", 5)
     async with browse(str(find_chromium()), write_report(one, other).as_uri()) as page:
         assert await wait_until_drawn(page) == []
-        traces = "document.querySelectorAll('.scatterlayer .trace').length"
-        assert await page.value(traces) == 2 * sum(len(chart.lines) for chart in CHARTS)
+        lines = "[...plots.values()].reduce((sum, u) => sum + u.series.length - 1, 0)"
+        assert await page.value(lines) == 2 * sum(len(chart.lines) for chart in CHARTS)
         assert (page.requests, page.problems) == ([], [])
 
 

@@ -79,7 +79,7 @@ def append(path: Path, text: str) -> None:
 async def test_only_who_has_the_token_and_names_loopback_is_answered(tmp_path: Path) -> None:
     run = write_run(tmp_path)
     async with served(run) as address:
-        for path in ("/", "/page", "/episodes", "/episode", "/plotly.js", "/report.js", "/live.js", "/elsewhere"):
+        for path in ("/", "/page", "/episodes", "/episode", "/uplot.js", "/report.js", "/live.js", "/elsewhere"):
             assert (await get(address, path, token=""))[0] == 403
             assert (await get(address, path, token=TOKEN[:-1]))[0] == 403
             assert (await get(address, path, host="evil.example"))[0] == 403, "its name was rebound to loopback"
@@ -127,7 +127,7 @@ async def test_a_page_is_sent_again_only_when_the_run_has_gone_on(tmp_path: Path
     run = write_run(tmp_path)
     async with served(run) as address:
         _, text = await get(address)
-        scripts = [f"{name}.js?token={TOKEN}" for name in ("plotly", "report", "live")]
+        scripts = [f"{name}.js?token={TOKEN}" for name in ("uplot", "report", "live")]
         assert read(text, tmp_path).fetched == [f"?run=0&token={TOKEN}", *scripts], "all of it from here"
         assert (await get(address, "/page", cursor=cursor(text)))[0] == 204
         append(run / "metrics.jsonl", row(13)[:-9])
@@ -259,7 +259,7 @@ async def test_a_growing_run_is_followed_for_60_steps_and_an_episode_is_found_an
     run = shutil.copytree(whole, tmp_path / "demo")
     for name in ("metrics.jsonl", "episodes.jsonl"):
         (run / name).write_text("".join((whole / name).read_text().splitlines(True)[:10]))
-    points = "document.getElementById('chart-0').data[0].y.length"
+    points = "plots.get('chart-0').data[0].length"
     async with served(run) as address:
         async with browse(str(find_chromium()), f"{address}/?token={TOKEN}") as page:
             assert await page.value(points) == 10
@@ -274,11 +274,13 @@ async def test_a_growing_run_is_followed_for_60_steps_and_an_episode_is_found_an
             assert len(seen) >= 2, "it grew while it was written"
             assert writer.returncode == 0
             await page.value("document.querySelector('input[value=time]').click()")
-            assert (
-                await page.value("document.getElementById('chart-0').layout.xaxis.title.text") == "time since the start"
-            )
+            assert await page.value("plots.get('chart-0').axes[0].label") == "time since the start"
             # From a point of a curve to its episodes, and into one.
-            await page.value("document.getElementById('chart-0').emit('plotly_click', {points: [{customdata: 42}]})")
+            x, y = await page.value(
+                "(() => { const u = plots.get('chart-0'), box = u.over.getBoundingClientRect();"
+                " return [box.x + u.valToPos(u.data[0][41], 'x'), box.y + box.height / 2]; })()"
+            )
+            await page.click(x, y)
             await until(page, "document.querySelectorAll('#found tr[data-key]').length === 1")
             assert "number 42" in await page.value("document.querySelector('#found tr[data-key]').textContent")
             await page.value("document.querySelector('#found tr[data-key] button').click()")

@@ -466,7 +466,7 @@ class Conductor:
         follow. What engines begin to read from here on is the newest version, which outlives the next one in any case.
         """
         published = await self.learner.call("write_version", installer.versions_in_use)
-        self.step_rows.update_pending(version, {"weights/write_seconds": published.seconds})
+        self.step_rows.update_pending(version, {"timing/weight_write_seconds": published.seconds})
         installer.newest_published = published
         self.fleet.weights_due.set()
 

@@ -410,5 +410,5 @@ def _check_nccl(
 
 def zero_delivery_metrics() -> dict[str, float]:
     """Return the metrics of a delivery for a step whose weights were never delivered: all are 0."""
-    names = ("update_seconds", "transfer_seconds", "load_seconds", "pause_seconds", "paused_share", "bytes")
-    return {f"weights/{name}": 0.0 for name in names}
+    timing = ("weight_update", "weight_transfer", "weight_load", "engine_pause")
+    return {f"timing/{name}_seconds": 0.0 for name in timing} | {"weights/paused_share": 0.0, "weights/bytes": 0.0}

@@ -163,10 +163,10 @@ class VersionInstaller:
             return None
         return {
             **zero_delivery_metrics(),
-            "weights/update_seconds": self._clock() - before,
-            "weights/transfer_seconds": max((r.fetch_seconds + r.verify_seconds for r in reports), default=0.0),
-            "weights/load_seconds": max((r.load_seconds for r in reports), default=0.0),
-            "weights/pause_seconds": max((r.pause_seconds for r in reports), default=0.0),
+            "timing/weight_update_seconds": self._clock() - before,
+            "timing/weight_transfer_seconds": max((r.fetch_seconds + r.verify_seconds for r in reports), default=0.0),
+            "timing/weight_load_seconds": max((r.load_seconds for r in reports), default=0.0),
+            "timing/engine_pause_seconds": max((r.pause_seconds for r in reports), default=0.0),
             "weights/paused_share": self.fleet.paused_share,
             "weights/bytes": self.newest_published.publication.manifest.nbytes,
         }

@@ -188,7 +188,7 @@ class SupervisedRun:
             "time": time.time(),
             **metrics,
             "data/epochs": self._step * self._config.sft.rows_per_step / len(self._data.rows),
-            "learner/step_seconds": seconds,
+            "timing/step_seconds": seconds,
             "throughput/trained_tokens_per_second": metrics["batch/trained_tokens"] / max(seconds, 1e-9),
         }
 

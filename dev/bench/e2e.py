@@ -218,7 +218,7 @@ def make_our_run(config: Config, directory: Path, plan: ComparisonPlan, print_li
     settled = rows[plan.settle :]
     tokens = fmean(r["batch/trained_tokens"] for r in settled)
     side = figures_of(min(waits), marks, cpu, config, plan, tokens) | {
-        "learner idle": sum(r["learner/wait_seconds"] for r in settled) / (marks[-1][0] - marks[plan.settle - 1][0]),
+        "learner idle": sum(r["timing/wait_seconds"] for r in settled) / (marks[-1][0] - marks[plan.settle - 1][0]),
         "engine idle": fmean(r["generator/engine_idle_share"] for r in settled),
         "own loop lag p99, ms": median(max(r[f"lag/{who}_own_p99_ms"] for who in LOOP_ROLES) for r in settled),
         "oldest token, versions": max(r["staleness/max"] for r in rows),

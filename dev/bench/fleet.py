@@ -359,7 +359,7 @@ class CountingLearner:
             del self._arrived[group]
         self._steps += 1
         waited = clock() - began
-        metrics = {"transport/received": self._received, "learner/wait_seconds": waited, "batch/trained_tokens": 0}
+        metrics = {"transport/received": self._received, "timing/wait_seconds": waited, "batch/trained_tokens": 0}
         return TrainStepResult(metrics, self._steps, has_new_weights=True, groups=chosen)
 
     def missing_episodes(self, groups: list[int]) -> dict[int, list[int]]:

@@ -31,13 +31,13 @@ QUICKSTART_OVERRIDES = [
 ]
 """Overrides of the quickstart; those of the command come after them."""
 PART_METRICS = {
-    "snapshot": "weights/snapshot_seconds",
-    "write": "weights/write_seconds",
-    "transfer": "weights/transfer_seconds",
-    "load": "weights/load_seconds",
-    "pause": "weights/pause_seconds",
-    "update": "weights/update_seconds",
-    "step": "learner/step_seconds",
+    "snapshot": "timing/snapshot_seconds",
+    "write": "timing/weight_write_seconds",
+    "transfer": "timing/weight_transfer_seconds",
+    "load": "timing/weight_load_seconds",
+    "pause": "timing/engine_pause_seconds",
+    "update": "timing/weight_update_seconds",
+    "step": "timing/train_seconds",
 }
 """Metrics by the name of their part of an update."""
 

@@ -214,7 +214,7 @@ METRIC_FAMILIES = {
     "Batch": "batch",
     "Tasks": "data",
     "Weights and transport": "weights transport",
-    "Speed": "throughput pace learner generator",
+    "Speed": "timing throughput pace learner generator",
     "Processor time and lag": "cpu wall lag",
 }
 """Sections of docs/metrics.md, and the groups of metrics in each: the part of a name before `/`, `step` where there is none."""

@@ -247,7 +247,7 @@ class PaceMonitor:
         figures, verdict = self._pace.observe_step(
             StepPace(
                 seconds=now - before,
-                waited_seconds=metrics["learner/wait_seconds"],
+                waited_seconds=metrics["timing/wait_seconds"],
                 finished_episodes=received - known,
                 trained_episodes=groups * self._schedule.group_size,
                 idle_share=self._idle_share,

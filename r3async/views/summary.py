@@ -277,8 +277,8 @@ def make_headlines(summary: RunSummary) -> list[Headline]:
         Headline("generated", f"{number(generated)} tokens/s", f"{number(trained)} tokens/s trained"),
         Headline(
             "weight update",
-            seconds(summary["weights/update_seconds"].mean),
-            f"engines paused {seconds(summary['weights/pause_seconds'].mean)}",
+            seconds(summary["timing/weight_update_seconds"].mean),
+            f"engines paused {seconds(summary['timing/engine_pause_seconds'].mean)}",
         ),
         Headline(
             "restarts",

@@ -63,7 +63,7 @@ def test_held_out_rows_are_answered_better_after_training(trained):
     )
 
 
-LEARNER_PARTS = ("learner/between_seconds", "learner/wait_seconds", "learner/step_seconds", "weights/snapshot_seconds")
+LEARNER_PARTS = ("timing/between_seconds", "timing/wait_seconds", "timing/train_seconds", "timing/snapshot_seconds")
 
 
 def test_all_time_of_a_run_is_booked_to_stages(trained):

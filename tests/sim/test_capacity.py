@@ -94,12 +94,12 @@ def test_what_engines_and_learner_lose_to_each_other_is_found_again() -> None:
 
 def row(tokens: float, seconds: float) -> dict[str, float]:
     return {
-        "learner/step_seconds": seconds,
+        "timing/train_seconds": seconds,
         "batch/trained_tokens": tokens,
-        "weights/pause_seconds": 0.1,
-        "weights/transfer_seconds": 0.2,
-        "weights/load_seconds": 0.15,
-        "weights/snapshot_seconds": 0.05,
+        "timing/engine_pause_seconds": 0.1,
+        "timing/weight_transfer_seconds": 0.2,
+        "timing/weight_load_seconds": 0.15,
+        "timing/snapshot_seconds": 0.05,
     }
 
 

@@ -330,9 +330,9 @@ async def test_the_figures_are_those_of_the_slowest_and_the_share_is_of_all_time
     for generator in installer.fleet:  # two, 0.1 s each at the start
         generator.first_weights_at -= 100
     figures = await deliver(installer, 1)
-    assert figures["weights/pause_seconds"] == 0.1
-    assert figures["weights/load_seconds"] == 0.05
-    assert figures["weights/transfer_seconds"] == 0.02
+    assert figures["timing/engine_pause_seconds"] == 0.1
+    assert figures["timing/weight_load_seconds"] == 0.05
+    assert figures["timing/weight_transfer_seconds"] == 0.02
     assert figures["weights/paused_share"] == pytest.approx(0.4 / 200, rel=0.05)
 
 

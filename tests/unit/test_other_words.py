@@ -63,6 +63,10 @@ RENAMED = {
     "served_kl/predicted": "rollout_kl/served_k3_predicted",
     "served_kl/tokens": "rollout_kl/served_tokens",
     "staleness/age_3": "staleness/tokens_3",
+    "learner/step_seconds": "timing/train_seconds",
+    "weights/pause_seconds": "timing/engine_pause_seconds",
+    "weights/snapshot_seconds": "timing/snapshot_seconds",
+    "weights/update_seconds": "timing/weight_update_seconds",
 }
 
 

@@ -75,7 +75,7 @@ def test_who_waits_is_said_when_it_has_lasted_for_pace_seconds():
     pacing = PaceMonitor(schedule, lambda event, **facts: said.append((now, event)), lambda: now)
     step = schedule.pace_seconds / 11.5  # more than eight, and sixteen at most, are looked at
     for number in range(14):
-        pacing.record_step(number, 1, {"transport/received": number, "learner/wait_seconds": 0.9 * step})
+        pacing.record_step(number, 1, {"transport/received": number, "timing/wait_seconds": 0.9 * step})
         now += step
     assert said == [(pytest.approx(12 * step), "pace_generation_bound")]
 

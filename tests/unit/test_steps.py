@@ -23,11 +23,11 @@ def test_rows_are_written_in_order_when_their_version_is_delivered(tmp_path):
     book.add(2, 2, {"batch/trained_tokens": 50, "grad_norm": float("nan")}, [])
     assert not book.has_pending(0)
     assert book.has_pending(1)
-    book.write_delivered(1, 100, {"weights/update_seconds": 0.5})  # 20
+    book.write_delivered(1, 100, {"timing/weight_update_seconds": 0.5})  # 20
     assert [r["step"] for r in read_json_objects(tmp_path / "metrics.jsonl")] == [1]
     assert book.rows_after(0)[-1]["throughput/generated_tokens_per_second"] == 10.0
     assert book.rows_after(0)[-1]["throughput/trained_tokens_per_second"] == 5.0
-    assert book.rows_after(0)[-1]["weights/update_seconds"] == 0.5
+    assert book.rows_after(0)[-1]["timing/weight_update_seconds"] == 0.5
     assert not book.is_empty
     book.write_delivered(5, 160, {})  # 25
     assert book.is_empty

@@ -159,7 +159,7 @@ async def test_the_next_step_runs_while_a_version_is_written_and_the_one_after_i
     assert written.version == 1
     assert written.seconds > 0.1
     assert result.version == 2
-    assert result.metrics["weights/snapshot_seconds"] > 0.05
+    assert result.metrics["timing/snapshot_seconds"] > 0.05
     await asyncio.wait_for(learner.write_version(), LIMIT)
     assert backend.happened == ["copied 1", "written 1", "copied 2", "written 2"]
 
@@ -197,8 +197,8 @@ class RemoteLearner(StandIn):
         while len(self.written) < self.steps - 1:  # noqa: ASYNC110 - one copy waits
             await asyncio.sleep(0.005)
         self.steps += 1
-        metrics = {"batch/trained_tokens": 1, "weights/write_seconds": 0.0}
-        metrics |= {"transport/received": self.steps, "learner/wait_seconds": 0.0}
+        metrics = {"batch/trained_tokens": 1, "timing/weight_write_seconds": 0.0}
+        metrics |= {"transport/received": self.steps, "timing/wait_seconds": 0.0}
         return TrainStepResult(metrics, self.steps, has_new_weights=True, groups=[self.steps - 1])
 
     async def save_model(self, directory):
@@ -233,7 +233,7 @@ def installer(conductor, monkeypatch):
         version = made.newest_published.version
         await asyncio.sleep(0.02)
         installed.append(version)
-        return {"weights/update_seconds": 0.02}
+        return {"timing/weight_update_seconds": 0.02}
 
     monkeypatch.setattr(made, "deliver_newest", deliver)
     conductor.trained, conductor.freed = [], []
@@ -260,7 +260,7 @@ async def test_the_last_weights_are_delivered_and_every_step_has_its_row(conduct
     assert conductor.freed[-1] == 5
     rows = read_json_objects(tmp_path / "metrics.jsonl")
     assert [r["step"] for r in rows] == [1, 2, 3, 4, 5]
-    assert [r["weights/write_seconds"] for r in rows] == [1, 2, 3, 4, 5]
+    assert [r["timing/weight_write_seconds"] for r in rows] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("version", [2, 5])

@@ -287,7 +287,7 @@ def learner_speed(rows: Sequence[Mapping[str, Any]], spans: Sequence[Span], lost
     busy = [span for span in spans if span.what == "busy"]
     engines = max(1, len({span.who for span in busy}))
     beside = {span.step: covered(span, busy) / engines for span in spans if span.what == "train"}
-    steps = np.asarray([row["learner/step_seconds"] - lost * beside.get(row.get("step"), 0.0) for row in rows])
+    steps = np.asarray([row["timing/train_seconds"] - lost * beside.get(row.get("step"), 0.0) for row in rows])
     tokens = np.asarray([row["batch/trained_tokens"] for row in rows])
     slope = 0.0
     if len(rows) >= 8 and tokens.std() > 0.05 * tokens.mean():
@@ -296,13 +296,13 @@ def learner_speed(rows: Sequence[Mapping[str, Any]], spans: Sequence[Span], lost
     def typical(name: str) -> float:
         return median(float(row.get(name, 0.0)) for row in rows)
 
-    pause = typical("weights/pause_seconds")
-    delivered = typical("weights/transfer_seconds") + typical("weights/load_seconds")
+    pause = typical("timing/engine_pause_seconds")
+    delivered = typical("timing/weight_transfer_seconds") + typical("timing/weight_load_seconds")
     writes = [span.end - span.start for span in spans if span.what == "write"]
     return LearnerSpeed(
         fixed=max(0.0, fmean(steps) - slope * float(tokens.mean())),
         token_seconds=slope,
-        snapshot=typical("weights/snapshot_seconds"),
+        snapshot=typical("timing/snapshot_seconds"),
         write=median(writes) if writes else 0.0,
         transfer=max(0.0, delivered - pause),
         pause=pause,

@@ -35,7 +35,7 @@ def quickstart(place: Place, *, dtype: str) -> dict[str, Any]:
         "reward_last": float(np.mean([r["reward/mean"] for r in last])),
         "rollout_kl_k3": float(np.mean([r["rollout_kl/k3"] for r in last])),
         "recorded": min(r["routing/recorded_fraction"] for r in rows),
-        "step_seconds": float(np.median([r["learner/step_seconds"] for r in rows])),
+        "step_seconds": float(np.median([r["timing/train_seconds"] for r in rows])),
         "routes_verified": checked.returncode == 0,
         "said": output.strip()[-200:],
         "ok": len(rows) == steps and checked.returncode == 0,

@@ -141,13 +141,13 @@ def _format_agreement(run: FollowedRun, metric: Metric) -> GaugeText:
 
 
 def _format_learner(run: FollowedRun, metric: Metric) -> GaugeText:
-    step, wait = run.metrics.last_value("learner/step_seconds"), run.metrics.last_value(metric.name)
+    step, wait = run.metrics.last_value("timing/train_seconds"), run.metrics.last_value(metric.name)
     return format_seconds(step), "" if wait is None else f"a step; waited {format_seconds(wait)}", ""
 
 
 def _format_weights(run: FollowedRun, metric: Metric) -> GaugeText:
     version, update = run.metrics.last_value("version"), run.metrics.last_value(metric.name)
-    pause = format_seconds(run.metrics.last_value("weights/pause_seconds"))
+    pause = format_seconds(run.metrics.last_value("timing/engine_pause_seconds"))
     note = "" if update is None else f"in {format_seconds(update)}, pause {pause}"
     return "-" if version is None else f"v{version:.0f}", note, ""
 

@@ -111,6 +111,14 @@ def start(
 
 
 @app.command()
+def stranger(json: Json = False) -> None:
+    """Walk from `git clone` to a trained, evaluated and exported model: minutes, commands, words read. Installs 4 GB."""
+    from dev.bench.stranger import walk_path
+
+    _print_report("stranger", lambda: walk_path(print_to_stderr), json)
+
+
+@app.command()
 def conductor(
     json: Json = False,
     generators: Annotated[str, typer.Option(help="sizes of the fleet")] = "8,64,512",

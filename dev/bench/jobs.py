@@ -71,7 +71,12 @@ def run_job(target: str, job: Any, answer: type[T], directory: Path, *, timeout:
 
 @contextlib.contextmanager
 def start_process(
-    command: Sequence[str], log: Path, *, patience: float = STOP_SECONDS, **environment: str
+    command: Sequence[str],
+    log: Path,
+    *,
+    patience: float = STOP_SECONDS,
+    folder: Path | None = None,
+    **environment: str,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start a process that ends with the block: it is asked to end, and killed after `patience` seconds."""
     with log.open("ab") as output:
@@ -80,6 +85,7 @@ def start_process(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
+            cwd=folder,
             env={**os.environ, **environment},
             start_new_session=True,  # a Ctrl-C reaches this process only, which then ends the job in order
         )

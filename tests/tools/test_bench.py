@@ -415,3 +415,34 @@ def test_files_that_stay_open_are_found_and_those_that_come_and_go_are_not():
 def test_too_short_a_run_shows_nothing():
     with pytest.raises(BenchError, match="measure for longer"):
         find_growth(samples(count=11))
+
+
+# -- the stranger's path
+
+
+def test_a_stranger_types_what_pages_have_and_reads_them():
+    from dev.bench.stranger import OWN_ROWS, PATH, Stage, check_commands, count_words, find_file_block
+
+    check_commands(PATH)
+    assert sum(OWN_ROWS[0] in command for stage in PATH for command in stage.commands) == 1
+    assert "def correct(completion, answer)" in find_file_block("rewards.py", ("docs/your-data.md",))
+    assert 100 < count_words(("docs/your-data.md",)) < 1000
+    with pytest.raises(BenchError, match="no page that was read by 'a' has the command `r3async fly`"):
+        check_commands((Stage("a", ("README.md",), ("r3async fly",)),))
+
+
+def test_a_stranger_starts_without_the_environment_of_this_process(tmp_path, monkeypatch):
+    from dev.bench.stranger import type_command
+
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    monkeypatch.setenv("VIRTUAL_ENV", "/venv")
+    monkeypatch.setenv("PATH", f"/venv/bin:{os.environ['PATH']}")
+    screen, typed = tmp_path / "screen.txt", []
+    type_command("echo $PYTHONPATH$VIRTUAL_ENV:$PATH; pwd", tmp_path, tmp_path, screen, typed.append)
+    variables, folder = screen.read_text().splitlines()
+    assert variables.startswith(":")
+    assert "/venv/bin" not in variables
+    assert folder == str(tmp_path)
+    assert typed == ["echo $PYTHONPATH$VIRTUAL_ENV:$PATH; pwd"]
+    with pytest.raises(BenchError, match="failed with exit code 3"):
+        type_command("exit 3", tmp_path, tmp_path, screen, typed.append)

@@ -20,10 +20,17 @@ def export(
     source: Annotated[
         str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="a run's name or directory, or a checkpoint's")
     ],
-    directory: Annotated[Path, typer.Argument(help="directory to make")],
+    directory: Annotated[
+        Path | None, typer.Argument(help="directory to make", show_default="NAME-model, or NAME-adapter")
+    ] = None,
     model: Annotated[Path | None, typer.Option(help="where the start model is now, if it was moved")] = None,
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="only the adapters of a run with learner.lora, in PEFT's format")
+        bool,
+        typer.Option(
+            "--adapter/--merge",
+            help="of a run with learner.lora: only the adapters, in PEFT's format; or the whole model with the adapters "
+            "merged into its weights",
+        ),
     ] = False,
     runs: RunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
@@ -34,6 +41,7 @@ def export(
 
     named = runs / source
     path = Path(source) if Path(source).exists() or not named.exists() else named
+    directory = directory or Path(f"{path.resolve().name}-{'adapter' if adapter else 'model'}")
     try:
         write = exports.export_adapter if adapter else exports.export_model
         opened = write(path, directory, model=model)

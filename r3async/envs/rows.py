@@ -229,7 +229,15 @@ def _load_hub_dataset(data: DataConfig, path: str, split: str, file: Path) -> li
         raise
     except Exception as error:  # the hub, the network and the dataset's files may raise anything
         line = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ConfigError(f"`data.path` = {path!r} cannot be loaded from the Hugging Face hub: {line}") from error
+        name = path.split("/")[1]
+        elsewhere = (
+            f". Where there is a network: hf download {path} --repo-type dataset --local-dir {name}, and set `data.path` to the "
+            f"folder of its files here, such as {name}/data"
+        )
+        raise ConfigError(
+            f"`data.path` = {path!r} cannot be loaded from the Hugging Face hub: {line}"
+            + elsewhere * isinstance(error, ConnectionError)
+        ) from error
     if not found:
         raise ConfigError(f"{path} ({split}) has no rows")
     return found

@@ -93,3 +93,18 @@ def test_a_run_without_adapters_has_none_to_export(model_path, tmp_path, capsys)
     done = CliRunner().invoke(app, ["export", str(run), str(tmp_path / "out"), "--adapter"])
     assert done.exit_code == 2
     assert "the run has no adapters" in " ".join((done.output + capsys.readouterr().err).split())
+
+
+def test_merge_is_the_whole_model_in_a_folder_named_after_the_run(model_path, tmp_path, monkeypatch):
+    run_of(model_path, hl.with_lora(hl.settings("torch"), "self_attn"), tmp_path / "runs" / "first")
+    monkeypatch.chdir(tmp_path)
+    for flag, folder in (("--merge", "first-model"), ("--adapter", "first-adapter")):
+        done = CliRunner().invoke(app, ["export", "first", flag])
+        assert done.exit_code == 0, done.output
+        assert f"{folder}: the {'model' if flag == '--merge' else 'adapters'} after step 2" in done.output
+    merged = load_file(tmp_path / "first-model" / "model.safetensors")
+    start = load_file(model_path / "model.safetensors")
+    assert merged.keys() == start.keys()
+    changed = {name for name in start if not torch.equal(merged[name], start[name].to(merged[name].dtype))}
+    assert changed
+    assert all("self_attn" in name for name in changed)

@@ -95,9 +95,10 @@ def test_rows_of_the_hub_come_through_datasets(monkeypatch, tmp_path):
     made = env("openai/gsm8k", subset="main", prompt="{question} Think.", reward="number", split="test")
     assert prompts(made) == [["1+1? Think."]]
     assert asked == [("openai/gsm8k", "main", "test")]
-    with pytest.raises(
-        ConfigError, match=r"cannot be loaded from the Hugging Face hub: Couldn't reach .* \(offline\)$"
-    ):
+    remedy = (
+        r"Where there is a network: hf download some/where --repo-type dataset --local-dir where, and set `data.path`"
+    )
+    with pytest.raises(ConfigError, match=rf"Hugging Face hub: Couldn't reach .* \(offline\)\. {remedy}"):
         prompts(env("some/where"))
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"needs `datasets`, which is not installed: pip install 'r3async\[data\]'"):

@@ -151,6 +151,8 @@ class TrajectoryInbox(TrajectoryConsumer):
         )
         self._is_recovering = False
         """True while the trajectories being validated are those that the spool kept from before this start."""
+        self._expects_steps = True
+        """False when the last step is trained."""
         self._rejected_failures = TaskFailures(
             config.supervise.max_failed_fraction, schedule.group_size, self._slot_count + schedule.window
         )
@@ -182,7 +184,7 @@ class TrajectoryInbox(TrajectoryConsumer):
             max_tokens=self._config.learner.max_tokens_per_micro_batch,
             routing=self.routing,
             group_size=self._config.schedule.group_size,
-            staleness_bound=self.staleness_bound,
+            staleness_bound=self.staleness_bound if self._expects_steps else None,
             lineage=self._lineage,
             is_recovered=self._is_recovering,
             needs_supports=self._config.episode.needs_sampling_mask,
@@ -208,6 +210,12 @@ class TrajectoryInbox(TrajectoryConsumer):
         self._events.error("trajectory_refused", trajectory_id=trajectory_id, reason=reason)
 
     # -- called by a step ------------------------------------------------------------------------------------------
+
+    def finish_training(self) -> None:
+        """Take episodes of any age from now on: no step follows here that could train them. The last step makes its
+        version early if `schedule.steps_per_publication` steps are not complete, so some that are still being played
+        are older than the schedule expected. A resume with more steps checks them again."""
+        self._expects_steps = False
 
     def wake_waiters(self) -> None:
         """Make those who wait for groups look again."""
@@ -731,6 +739,8 @@ class LearnerActor:
                 line = make_trained_step(number, version, groups, self.lineage.number)
                 self._trained_file.append(msgspec.json.encode(line))
                 # Copy the weights before the next step changes them; the copy is written beside that step.
+                if is_last:
+                    inbox.finish_training()
                 if due:
                     counts.version, counts.since_publication = version + 1, (0, 0)
                     with self._timeline.measure_span("snapshot", step=number, version=counts.version):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from .callbacks import CallbackRunner
 from .outlets import MetricsForwarder
 from .run_dir import check_disk_space, explain_full_disk, open_named_run
 from .tail.live import LiveView
-from .terminal import SafeConsole
+from .tail.notebook import make_view
 
 if TYPE_CHECKING:
     from r3async.actors.driver import RunLauncher
@@ -140,8 +139,8 @@ def train(
     from r3async.actors.process import StoppedBeforeStep
 
     request, heard = request or StopRequest(), CallbackRunner(callbacks)
-    console = console or SafeConsole(file=sys.stderr)
-    with handle_stop_signals(request), LiveView(console, config.steps) as view:
+    view = make_view(config.steps) if console is None else LiveView(console, config.steps)
+    with handle_stop_signals(request), view:
         try:
             try:
                 path = _prepare_and_train(config, preset, view, root, make_launcher, request, heard)

@@ -10,7 +10,7 @@ import msgspec
 
 from r3async.actors.process import RunFailed
 from r3async.checkpoint import CheckpointDirectory
-from r3async.config import Config, ConfigError
+from r3async.config import Config, ConfigError, did_you_mean
 
 CALLBACK_HOOKS = ("on_step", "on_evaluation", "on_checkpoint", "on_end")
 
@@ -100,6 +100,13 @@ class CallbackRunner:
             if isinstance(each, type):
                 raise ConfigError(
                     f"`callbacks[{at}]` is the class {each.__name__}: give an instance, {each.__name__}()"
+                )
+            # Other frameworks' callbacks have further methods; of ours a further one is misspelt, and would never be called.
+            unknown = {name for name in dir(each) if name.startswith("on_")} - {*CALLBACK_HOOKS}
+            if isinstance(each, Callback) and unknown:
+                wrong = min(unknown)
+                raise ConfigError(
+                    f"`callbacks[{at}]` has `{wrong}`, which nothing calls: {did_you_mean(wrong, CALLBACK_HOOKS)}"
                 )
             if not any(callable(getattr(each, hook, None)) for hook in CALLBACK_HOOKS) and not callable(each):
                 raise ConfigError(

@@ -94,6 +94,10 @@ def test_the_runs_own_failure_is_what_is_raised_and_a_run_that_never_began_has_n
     [
         (Listener, r"`callbacks\[0\]` is the class Listener: give an instance"),
         (3, r"`callbacks\[0\]` = 3 hears of nothing"),
+        (
+            type("Misspelt", (Callback,), {"on_steps": print})(),
+            r"`callbacks\[0\]` has `on_steps`, which nothing calls: did you mean 'on_step'\?",
+        ),
     ],
 )
 def test_what_is_no_callback_is_named(given, message):

@@ -49,12 +49,15 @@ const plots = new Map();  // of uPlot, by the id of its place in the page
 // Draw into a place, and keep the reader's zoom if the plot was there with the same `view`. `read(u)` tells what is under the
 // cursor: a title, and [colour, label, value] of each line; null for nothing.
 function plot(id, view, { x, y, axes, read, click, start, ...options }, columns) {
-  const place = document.getElementById(id), before = plots.get(id), kept = before?.zoomed && before.view === view && before.scales.x;
+  const place = document.getElementById(id), before = plots.get(id);
   if (!place.clientWidth) { return; }
+  const { min, max } = before?.scales.x || {}, began = before?.start?.min === min && before?.start?.max === max;
+  const range = before?.zoomed && before.view === view && !began ? { min, max } : start;
   clear(place);
-  const [first, last] = [columns[0][0], columns[0].at(-1)], tip = Object.assign(document.createElement("div"), { className: "tip", hidden: true });
+  const [first, last] = [columns[0][0], columns[0].at(-1)];
+  const tip = Object.assign(document.createElement("div"), { className: "tip", hidden: true });
   tip.setAttribute("role", "status");
-  const look = () => ({ font: FONT, labelFont: FONT, stroke: color("faint"), ticks: { show: false }, gap: 6, labelSize: 16, labelGap: 0 });
+  const look = { font: FONT, labelFont: FONT, stroke: color("faint"), ticks: { show: false }, gap: 6, labelSize: 16, labelGap: 0 };
   const u = new uPlot({
     width: place.clientWidth, height: place.clientHeight, legend: { show: false }, padding: [8, 10, 0, 4],
     // Nothing is cut off: all of it, with a margin. Between: what was chosen.
@@ -63,8 +66,8 @@ function plot(id, view, { x, y, axes, read, click, start, ...options }, columns)
       return self.zoomed ? [low, high] : x;
     } }, y },
     axes: [
-      { ...look(), grid: { show: false }, size: 24, border: { show: true, stroke: color("line"), width: 1 }, ...axes[0] },
-      { ...look(), grid: { stroke: color("grid"), width: 1 }, space: 32, ...axes[1],
+      { ...look, grid: { show: false }, size: 24, border: { show: true, stroke: color("line"), width: 1 }, ...axes[0] },
+      { ...look, grid: { stroke: color("grid"), width: 1 }, space: 32, ...axes[1],
         size: (self, marks) => 10 + Math.max(16, ...(marks || []).map((mark) => ruler.measureText(mark).width)) },
     ],
     ...options,
@@ -73,8 +76,7 @@ function plot(id, view, { x, y, axes, read, click, start, ...options }, columns)
   }, columns, place);
   u.over.append(tip);
   if (click) { u.over.onclick = () => { click(u); }; }
-  plots.set(id, Object.assign(u, { view }));
-  const range = kept ? { min: kept.min, max: kept.max } : start;
+  plots.set(id, Object.assign(u, { view, start }));
   if (range) { u.setScale("x", range); }
   // Arrows move the cursor, as a mouse does.
   place.onkeydown = (event) => {
@@ -142,6 +144,8 @@ function drawGroup(group) {
 
 // -- curves
 
+const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5, 1e6].flatMap((power) => [1, 2, 5].map((lead) => lead * power));
+
 // What curves are drawn over: the unit of the values, and of the axis all of them from the first to the last.
 function axis() {
   const name = chosen("axis", "step"), columns = Object.keys(data.series).filter((key) => key.endsWith("x/" + name));
@@ -156,10 +160,14 @@ function axis() {
   const margin = low === high ? 0.5 : (high - low) / 60;
   return { name, per, range: [(low - margin) / per, (high + margin) / per],
     title: { step: "step", time: "time since the start", tokens: "trained tokens" }[name],
-    ticks: name === "step" ? { incrs: [1, 2, 5].flatMap((lead) => [0, 1, 2, 3, 4, 5, 6].map((power) => lead * 10 ** power)).sort((a, b) => a - b),
-      values: (_, marks) => marks.map((mark) => mark.toLocaleString("en")) }
-      : { values: (_, marks, __, ___, step) => ticks(marks, step, name === "tokens" ? "compact" : "").map((text) => text + (name === "time" ? unit : "")) },
-    read: (x) => ({ step: `step ${x.toLocaleString("en")}`, time: digits(2).format(x) + unit, tokens: compact.format(x) + " tokens" }[name]) };
+    ticks: {
+      step: { incrs: WHOLE, values: (_, marks) => marks.map((mark) => mark.toLocaleString("en")) },
+      time: { values: (_, marks, __, ___, step) => ticks(marks, step, "").map((text) => text + unit) },
+      tokens: { values: (_, marks, __, ___, step) => ticks(marks, step, "compact") },
+    }[name],
+    read: (x) => ({
+      step: `step ${x.toLocaleString("en")}`, time: digits(2).format(x) + unit, tokens: compact.format(x) + " tokens",
+    }[name]) };
 }
 // A column that depends on the axis has its name behind it.
 const column = (name, now) => data.series[name + "@" + now.name] || data.series[name];
@@ -222,30 +230,38 @@ function drawChart(chart) {
       y.forEach((value, i) => {
         if (typeof far[i] !== "number" || typeof value !== "number") { return; }
         const [x, low, high] = [left(over[i] / now.per), top(value - far[i]), top(value + far[i])], half = 2 * uPlot.pxRatio;
-        for (const [a, b] of [[[x, low], [x, high]], ...[low, high].map((end) => [[x - half, end], [x + half, end]])]) {
-          stroke(ctx, tone, 1, a, b);
-        }
+        stroke(ctx, tone, 1, [x, low], [x, high]);
+        for (const end of [low, high]) { stroke(ctx, tone, 1, [x - half, end], [x + half, end]); }
       });
     }
   })] };
   const frame = chart.range && (chart.log ? chart.range.map((power) => 10 ** power) : chart.range);
-  const padded = (low, high) => chart.log ? [low / 1.2, high * 1.2] : [low - 0.06 * (high - low || Math.abs(high) || 1), high + 0.06 * (high - low || Math.abs(high) || 1)];
+  const padded = (low, high) => {
+    const margin = 0.06 * (high - low || Math.abs(high) || 1);
+    return chart.log ? [low / 1.2, high * 1.2] : [low - margin, high + margin];
+  };
   plot(chart.id, now.name, {
     x: now.range, series, bands, hooks,
-    y: { distr: chart.log ? 3 : 1, range: (u, low, high) => frame && (!u.zoomed || low === null) ? frame : low === null ? [0, 1] : padded(low, high) },
-    axes: [{ label: now.title, ...now.ticks },
-      chart.log ? { splits: (u, _, low, high) => decades(low, high), values: (_, marks) => marks.map(logTick), filter: (_, marks) => marks }
-        : { values: (_, marks, __, ___, step) => ticks(marks, step, chart.ticks) }],
+    y: { distr: chart.log ? 3 : 1, range: (u, low, high) => {
+      if (low === null) { return frame || [0, 1]; }
+      return frame && !u.zoomed ? frame : padded(low, high);
+    } },
+    axes: [{ label: now.title, ...now.ticks }, chart.log
+      ? { splits: (_, __, low, high) => decades(low, high), values: (_, marks) => marks.map(logTick), filter: (_, marks) => marks }
+      : { values: (_, marks, __, ___, step) => ticks(marks, step, chart.ticks) }],
     cursor: { dataIdx: (u, of, at) => of && !series[of].label ? null : nearest(u, u.data[of], at) },
     click: (u) => {
       const x = u.data[0][u.cursor.idx], line = series.find((each) => each.label && each.steps.has(x));
       if (line) { pointed(line.steps.get(x)); }
     },
     read: (u) => {
-      const lines = series.map((line, of) => [line, u.data[of][u.cursor.idxs?.[of]]]).filter(([line, value]) => line.label && typeof value === "number");
-      const x = u.data[0][u.cursor.idx];
-      return lines.length ? { title: now.read(x),
-        lines: lines.reverse().map(([line, value]) => [line.tone, line.label, formatValue(value, chart.format) + (chart.unit ? " " + chart.unit : "")]) } : null;
+      const unit = chart.unit && " " + chart.unit, lines = [];
+      series.forEach((line, of) => {
+        const value = u.data[of][u.cursor.idxs[of]];
+        const isKnown = line.label && typeof value === "number";
+        if (isKnown) { lines.unshift([line.tone, line.label, formatValue(value, chart.format) + unit]); }
+      });
+      return lines.length ? { title: now.read(u.data[0][u.cursor.idx]), lines } : null;
     },
   }, columns);
 }
@@ -253,7 +269,8 @@ function drawChart(chart) {
 // Positions of the values that have no neighbour.
 function alone(values) {
   const known = [...values.keys()].filter((at) => values[at] !== undefined);
-  return known.filter((at, i) => values[at] !== null && (values[known[i - 1]] ?? null) === null && (values[known[i + 1]] ?? null) === null);
+  const isGap = (i) => (values[known[i]] ?? null) === null;
+  return known.filter((_, i) => !isGap(i) && isGap(i - 1) && isGap(i + 1));
 }
 
 function stroke(ctx, tone, width, from, to) {
@@ -290,11 +307,11 @@ function drawAges() {
   plot(ages.id, "", {
     x: [ages.x[0] - 0.6, ages.x.at(-1) + 0.6], y: { range: [0, Math.max(...ages.y) * 1.08] },
     series: [{}, inside[0], outside[0]],
-    axes: [{ label: "versions", incrs: [1, 2, 5, 10, 20, 50, 100] }, { values: (_, marks, __, ___, step) => ticks(marks, step, "share") }],
+    axes: [{ label: "versions", incrs: WHOLE }, { values: (_, marks, __, ___, step) => ticks(marks, step, "share") }],
     cursor: { x: false, points: { show: false } },
     read: (u) => {
-      const at = u.cursor.idx;
-      return at === null ? null : { title: `age ${ages.x[at]}`, lines: [[color(beyond(ages.x[at]) ? "red" : "blue"), "", formatValue(ages.y[at], "share")]] };
+      const at = u.cursor.idx, age = ages.x[at], tone = color(beyond(age) ? "red" : "blue");
+      return at === null ? null : { title: `age ${age}`, lines: [[tone, "", formatValue(ages.y[at], "share")]] };
     },
   }, [ages.x, inside[1], outside[1]]);
 }
@@ -306,9 +323,14 @@ function drawTimeline() {
   const number = new Map(lanes.map((lane, i) => [lane, i + 0.5])), end = timeline.range[1];
   const [low, high] = timeline.range;
   plot(timeline.id, "", {
-    x: [0, end], start: low > 0 ? { min: low, max: high } : undefined, y: { range: [0, lanes.length] }, series: [{}, { show: false }],
-    axes: [{ label: "seconds since the first of these", values: (_, marks, __, ___, step) => ticks(marks, step, "").map((text) => text + " s") },
-      { grid: { show: false }, splits: () => lanes.map((_, i) => i + 0.5), values: () => lanes, filter: (_, marks) => marks, stroke: color("soft") }],
+    x: [0, end], start: low > 0 ? { min: low, max: high } : undefined, y: { range: [0, lanes.length] },
+    series: [{}, { show: false }],
+    axes: [
+      { label: "seconds since the first of these",
+        values: (_, marks, __, ___, step) => ticks(marks, step, "").map((text) => text + " s") },
+      { grid: { show: false }, stroke: color("soft"), splits: () => lanes.map((_, i) => i + 0.5), values: () => lanes,
+        filter: (_, marks) => marks },
+    ],
     hooks: { draw: [(u) => paint(u, (ctx, left, top) => {
       for (const bar of bars) {
         ctx.fillStyle = color(bar.color);
@@ -330,11 +352,14 @@ function drawTimeline() {
 }
 
 function drawMap(map) {
-  const middle = (values) => ({ splits: (u, of, low, high, step) => {
-    const every = Math.max(1, Math.ceil(values.length / (of ? 8 : 10))), found = [];
-    for (let at = 0; at < values.length; at += every) { if (at + 0.5 >= low && at + 0.5 <= high) { found.push(at + 0.5); } }
-    return found;
-  }, values: (_, marks) => marks.map((mark) => String(values[Math.floor(mark)])), filter: (_, marks) => marks, grid: { show: false } });
+  // Marks at the middles of some cells.
+  const middle = (values) => ({
+    splits: (_, of, low, high) => {
+      const inside = [...values.keys()].map((at) => at + 0.5).filter((at) => at >= low && at <= high);
+      return inside.filter((_, i) => i % Math.ceil(inside.length / (of ? 8 : 10)) === 0);
+    },
+    values: (_, marks) => marks.map((mark) => String(values[Math.floor(mark)])), filter: (_, marks) => marks, grid: { show: false },
+  });
   const size = [map.x.length, map.y.length], [low, high] = map.range;
   plot(map.id, "", {
     x: [0, size[0]], y: { range: [0, size[1]] }, series: [{}, { show: false }], cursor: { x: false },
@@ -353,8 +378,8 @@ function drawMap(map) {
     })] },
     read: (u) => {
       const [at, layer] = [Math.floor(u.posToVal(u.cursor.left, "x")), Math.floor(u.posToVal(u.cursor.top, "y"))];
-      const value = map.z[layer]?.[at];
-      return value === undefined ? null : { title: `${map.x_title} ${map.x[at]}, MoE layer ${map.y[layer]}`, lines: [["none", "", formatValue(value, map.format)]] };
+      const value = map.z[layer]?.[at], title = `${map.x_title} ${map.x[at]}, MoE layer ${map.y[layer]}`;
+      return value === undefined ? null : { title, lines: [["none", "", formatValue(value, map.format)]] };
     },
   }, [[0, size[0]], [null, null]]);
 }

@@ -326,6 +326,13 @@ async def test_a_curve_tells_its_values_to_mouse_and_keys_and_zooms(tmp_path: Pa
         assert await page.value(span) == pytest.approx(whole / 4, rel=0.02), "drawn again, and still zoomed"
         await page.value("plots.get('chart-0').over.dispatchEvent(new MouseEvent('dblclick', {bubbles: true}))")
         assert await page.value(span) == pytest.approx(whole)
+        # The timeline goes on with the run, unless its reader has zoomed.
+        await page.value("data.timeline.range = data.timeline.range.map((end) => end + 3); drawTimeline()")
+        begins = "plots.get('timeline').scales.x.min - data.timeline.range[0]"
+        assert await page.value(begins) == 0
+        await page.value("plots.get('timeline').setScale('x', {min: 10, max: 20})")
+        await page.value("drawTimeline()")
+        assert await page.value("plots.get('timeline').scales.x.max") == 20
         assert page.problems == []
 
 

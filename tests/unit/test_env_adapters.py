@@ -157,8 +157,12 @@ async def test_verifiers_scores_a_single_turn_with_its_own_weights():
         await env.reset(5)
         (result,) = await say(env, answer)
         assert result.done
-        paid.append(result.reward)
-    assert paid == [1.0, 0.25, 0.0]
+        paid.append((result.reward, result.metrics))
+    assert paid == [
+        (1.0, {"rewards/right": 1, "rewards/brief": 1, "turns": 1}),
+        (0.25, {"rewards/right": 0, "rewards/brief": 1, "turns": 1}),
+        (0.0, {"rewards/right": 0, "rewards/brief": 0, "turns": 1}),
+    ]
 
 
 async def test_verifiers_tasks_are_numbered_so_that_each_is_posed_once_an_epoch():
@@ -281,6 +285,7 @@ async def test_a_verifiers_episode_that_is_abandoned_leaves_nothing_running():
         ("gymnasium:FrozenLake-v1", {"actions": ["a"]}, "names 1 actions, FrozenLake-v1 has 4"),
         ("gymnasium:Pendulum-v1", {}, "only Discrete and Text ones"),
         ("textarena:TicTacTo-v0", {}, "no game 'TicTacTo-v0'; did you mean 'TicTacToe"),
+        ("textarena:TicTacToe-v0-raw", {}, "`textarena:TicTacToe-v0` shows the game as text"),
         ("textarena:TicTacToe-v0", {"sead": 1}, "do not fit"),
         ("textarena:TicTacToe-v0", {"opponent": "tests.helpers.envs:none"}, r"`env\.args\.opponent`"),
         ("textarena:TicTacToe-v0", {"opponent": "tests.helpers.envs:one_argument"}, r"\(observation, rng\)"),

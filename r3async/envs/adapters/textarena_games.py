@@ -126,6 +126,11 @@ def make_textarena(target: str, config: EnvConfig) -> EnvironmentFactory:
         raise ConfigError(
             f"`env.name` = {config.name!r}: textarena has no game {target!r}; {did_you_mean(target, games)}"
         )
+    if target.endswith("-raw"):
+        shown = target.removesuffix("-raw")
+        raise ConfigError(
+            f"`env.name` = {config.name!r} shows Python objects; `textarena:{shown}` shows the game as text"
+        )
     opponent = config.args.get("opponent", "random")
     if opponent != "random":
         function = import_for_setting(str(opponent), "env.args.opponent")

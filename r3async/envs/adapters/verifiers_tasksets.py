@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from r3async.config import ConfigError, EnvConfig
-from r3async.envs import Action, EnvironmentFactory, EnvironmentFailed, Message, StepResult
+from r3async.envs import Action, EnvironmentFactory, EnvironmentFailed, Message, StepResult, sum_episode_metrics
 from r3async.envs.factory import import_optional_package
 from r3async.envs.tool_calls import parse_tool_calls, run_tool_calls
 
@@ -82,13 +82,14 @@ class VerifiersEnvironment:
     `async`, so it is played in this process's event loop.
 
     The reward comes with the last answer: the sum of `trace.reward` over the episode's traces, as verifiers weights it.
-    A verifiers episode that ended with an error raises `EnvironmentFailed` with its traceback.
+    With it come the metrics, and each reward as `rewards/NAME`, unweighted. A verifiers episode that ended with an error
+    raises `EnvironmentFailed` with its traceback.
     """
 
     def __init__(self, vf: Any, env: Any, tasks: list[Any], shared: SharedTools):
         self._vf, self._env, self._tasks, self._shared = vf, env, tasks, shared
         self._channel = PolicyChannel()
-        self._episode_task: asyncio.Task[Any] | None = None
+        self._episode_task: asyncio.Task[StepResult] | None = None
 
     @property
     def size(self) -> int:
@@ -109,17 +110,16 @@ class VerifiersEnvironment:
         # Nothing else would end an abandoned episode, which holds a server and a folder while it is open.
         self._finalizer = weakref.finalize(self, _cancel_task, episode, asyncio.get_running_loop())
         self._finalizer.atexit = False
-        messages, _ = await self._wait_for_prompt()
-        if messages is None:
+        result = await self._wait_for_prompt()
+        if result.done:
             raise EnvironmentFailed("the verifiers episode ended before it asked for an answer")
-        return messages
+        return result.messages
 
     async def step(self, action: Action) -> StepResult:
         if self._episode_task is None:
             raise EnvironmentFailed("an environment has to be reset before it is stepped")
         self._channel.answers.put_nowait(action)
-        messages, reward = await self._wait_for_prompt()
-        return StepResult(reward, done=True) if messages is None else StepResult(0.0, messages)
+        return await self._wait_for_prompt()
 
     def close(self) -> None:
         """Cancel the episode that is being played. This also happens when the object is garbage-collected."""
@@ -127,15 +127,15 @@ class VerifiersEnvironment:
             self._finalizer()
             self._episode_task = None
 
-    async def _wait_for_prompt(self) -> tuple[list[Message] | None, float]:
-        """Return the messages that the episode asks next and 0, or None and its reward if it ended instead."""
+    async def _wait_for_prompt(self) -> StepResult:
+        """Return the messages that the episode asks next, or its result if it ended instead."""
         assert self._episode_task is not None
         question = asyncio.ensure_future(self._channel.prompts.get())
         try:
             await asyncio.wait([question, self._episode_task], return_when=asyncio.FIRST_COMPLETED)
             if question.done():
-                return question.result(), 0.0
-            return None, self._episode_task.result()
+                return StepResult(0.0, question.result())
+            return self._episode_task.result()
         finally:
             question.cancel()
 
@@ -145,8 +145,8 @@ def _cancel_task(task: asyncio.Task[Any], loop: asyncio.AbstractEventLoop) -> No
         loop.call_soon_threadsafe(task.cancel)
 
 
-async def run_verifiers_episode(vf: Any, env: Any, task: Any, channel: PolicyChannel, shared: Any) -> float:
-    """Play one episode, hooks and scoring included, and return its reward."""
+async def run_verifiers_episode(vf: Any, env: Any, task: Any, channel: PolicyChannel, shared: Any) -> StepResult:
+    """Play one episode, hooks and scoring included, and return its reward and metrics."""
     traces: list[Any] = []
 
     def make_agent(name: str, config: Any) -> Any:
@@ -171,7 +171,10 @@ async def run_verifiers_episode(vf: Any, env: Any, task: Any, channel: PolicyCha
         if not trace.ok:
             fault = trace.last_error
             raise EnvironmentFailed(f"verifiers: {fault.type}: {fault.message}\n{fault.traceback or ''}")
-    return float(sum(trace.reward for trace in traces))
+    scores = [{f"rewards/{name}": each.score for name, each in trace.rewards.items() if each} for trace in traces]
+    metrics = [{name: value for name, value in trace.metrics.items() if value is not None} for trace in traces]
+    total = sum(trace.reward for trace in traces)
+    return StepResult(total, done=True, metrics=sum_episode_metrics([*scores, *metrics]))
 
 
 def define_recording_agent(vf: Any) -> Any:

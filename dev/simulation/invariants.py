@@ -652,8 +652,11 @@ EVALUATION_RULES: list[InvariantRule] = []
 
 @add_rule(EVALUATION_RULES, "evaluation", EvaluationBegan)
 def one_evaluation_at_a_time(state: ObservedState, event: EvaluationBegan) -> str:
-    """An evaluation begins after a step that was made, and after the previous evaluation is over."""
-    if state.evaluating_step is not None:
+    """An evaluation begins after a step that was made, and after the previous evaluation is over.
+
+    A disk that fails for longer than a checkpoint may take hides the end: its row is written, its file is not.
+    """
+    if state.evaluating_step is not None and not state.disk_failed:
         return f"the evaluation of step {event.step} is begun, and that of step {state.evaluating_step} is not over"
     if event.step > (step_count := len(state.current_branch.steps)):
         return f"the evaluation of step {event.step} is begun, and {step_count} were made"

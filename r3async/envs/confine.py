@@ -13,13 +13,14 @@ import json
 import os
 import resource
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 SANDBOX_FOLDERS = ("work", "home", "tmp")
 """Folders of a sandbox: where its commands start, their HOME, and their TMPDIR."""
 
-_MS_NOSUID, _MS_NODEV, _MS_BIND = 2, 4, 4096
+_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC = 2, 4, 4096, 16384
 _AT_FDCWD, _AT_RECURSIVE, _SYS_MOUNT_SETATTR, _READ_ONLY = -100, 0x8000, 442, 1
 _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 24, 38, 47, 4
 _MAX_CAPABILITIES = 64
@@ -36,15 +37,15 @@ class _MountAttributes(ctypes.Structure):
 def main() -> None:
     settings: dict[str, Any] = json.loads(sys.argv[1])
     if settings["root"]:
-        confine_writes(Path(settings["root"]), settings["shm_bytes"])
+        confine_writes(Path(settings["root"]), settings["shm_bytes"], settings["top_folders"])
     for name, most in settings["limits"].items():
         resource.setrlimit(getattr(resource, name), (most, most))
     os.execvp(sys.argv[2], sys.argv[2:])
 
 
-def confine_writes(root: Path, shm_bytes: int) -> None:
+def confine_writes(root: Path, shm_bytes: int, top_folders: Sequence[str] = ()) -> None:
     """Make all files read-only, except the folders in `root`, /tmp, which becomes the sandbox's own, and an empty
-    /dev/shm.
+    /dev/shm. With `top_folders`, those folders of `root/work` are at the top of the file system, in its place.
 
     A folder that is a mount cannot be removed, renamed or replaced. Raises `OSError` if the kernel does not allow all
     of it.
@@ -57,8 +58,34 @@ def confine_writes(root: Path, shm_bytes: int) -> None:
         if Path("/tmp") in root.parents:  # it is hidden by the mount above
             (root / name).mkdir(parents=True, exist_ok=True)
         _mount_writable(sources[name], root / name)
-    os.chdir(root / "work")  # the mounted folder, not the one below the mount
+    if top_folders:
+        _enter_view(root / "work", top_folders)
+    else:
+        os.chdir(root / "work")  # the mounted folder, not the one below the mount
     _drop_capabilities()
+
+
+def _enter_view(work: Path, names: Sequence[str]) -> None:
+    """Enter a root directory that has everything of the present one, and the folders `names` of `work` at the top. It
+    is made in the place of `work`, so they have no other path, by which they could be renamed."""
+    for name in names:
+        (work / name).mkdir(exist_ok=True)
+    sources = {name: os.open(work / name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW) for name in names}
+    _mount_filesystem("tmpfs", str(work), "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m")
+    others = [path for path in Path("/").iterdir() if path.name not in names]
+    folders = [path for path in others if path.is_dir() and not path.is_symlink()]
+    for path in others:
+        if path.is_symlink():
+            (work / path.name).symlink_to(path.readlink())
+    for name in (*names, *(path.name for path in folders)):
+        (work / name).mkdir()
+    _set_read_only(str(work), True)
+    for path in folders:
+        _mount_filesystem(str(path), str(work / path.name), "", _MS_BIND | _MS_REC)
+    for name in names:
+        _mount_writable(sources[name], work / name)
+    os.chroot(work)
+    os.chdir(f"/{names[0]}")
 
 
 def _mount_writable(source: int, target: Path) -> None:

@@ -22,7 +22,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
@@ -121,6 +121,11 @@ async def find_isolation(network: bool = False) -> tuple[str, ...]:
     return ()
 
 
+async def can_confine() -> bool:
+    """Return True if this machine lets a command have a file system of its own, whatever it may write."""
+    return _KEEP_CAPS_OPTION in await find_isolation()
+
+
 async def _isolation_works(words: Sequence[str]) -> bool:
     root = _make_root()
     process = await asyncio.create_subprocess_exec(
@@ -140,7 +145,13 @@ async def _isolation_works(words: Sequence[str]) -> bool:
         await _remove_directories(root)
 
 
-def build_local_command(command: str, limits: CommandLimits, isolation_prefix: Sequence[str], root: Path) -> list[str]:
+def build_local_command(
+    command: str,
+    limits: CommandLimits,
+    isolation_prefix: Sequence[str],
+    root: Path,
+    top_folders: Sequence[str] = (),
+) -> list[str]:
     """Return the words that run `command` in a shell, under `limits`, in the sandbox at `root`."""
     most = {
         "RLIMIT_AS": limits.memory_mib * MIB,
@@ -155,6 +166,7 @@ def build_local_command(command: str, limits: CommandLimits, isolation_prefix: S
         "limits": {name: min(value, _hard_limit(name)) for name, value in most.items()},
         "root": str(root) if _KEEP_CAPS_OPTION in isolation_prefix else "",
         "shm_bytes": limits.memory_mib * MIB,
+        "top_folders": list(top_folders),
     }
     return [
         *isolation_prefix,
@@ -202,26 +214,37 @@ class Sandbox:
 
     Args:
         image: Docker image; empty for processes of this machine.
+        top_folders: Folders of the directory that commands find at the top of the file system: `app` as `/app`.
+            Commands start in the first one. This needs a machine that `can_confine`.
     """
 
-    def __init__(self, root: Path, limits: CommandLimits, isolation_prefix: Sequence[str], image: str = ""):
+    def __init__(
+        self,
+        root: Path,
+        limits: CommandLimits,
+        isolation_prefix: Sequence[str],
+        image: str = "",
+        top_folders: Sequence[str] = (),
+    ):
         self.limits, self.image, self.isolation_prefix = limits, image, tuple(isolation_prefix)
         self.directory = root / "work"
-        self._root = root
+        self._root, self._top_folders = root, top_folders
 
     @classmethod
-    async def open(cls, limits: CommandLimits | None = None, image: str = "") -> Self:
+    async def open(cls, limits: CommandLimits | None = None, image: str = "", top_folders: Sequence[str] = ()) -> Self:
         limits = limits or CommandLimits()
         isolated = () if image else await find_isolation(limits.network)
-        return cls(_make_root(), limits, isolated, image)
+        if top_folders and _KEEP_CAPS_OPTION not in isolated:
+            raise OSError("a sandbox with folders at the top needs namespaces, which this machine forbids")
+        return cls(_make_root(), limits, isolated, image, top_folders)
 
-    async def write(self, files: Mapping[str, str]) -> None:
+    async def write(self, files: Mapping[str, str | bytes]) -> None:
         """Write files by their path in the directory, replacing whatever a command left there: a link, a pipe, a
         directory. Raises `ValueError` for a path that leads out of the directory."""
         inside = {_resolve_inside(name, self.directory): text for name, text in files.items()}
         await asyncio.to_thread(self._write_files, inside)
 
-    def _write_files(self, files: Mapping[PurePosixPath, str]) -> None:
+    def _write_files(self, files: Mapping[PurePosixPath, str | bytes]) -> None:
         _restore_folders(self._root)
         aside = os.open(self._root, _OPEN_DIRECTORY_FLAGS)
         try:
@@ -235,43 +258,26 @@ class Sandbox:
         too."""
         limits = self.limits if seconds is None else msgspec.structs.replace(self.limits, seconds=seconds)
         name = f"r3async-{os.getpid()}-{next(_name_counter)}"
-        words = build_local_command(command, limits, self.isolation_prefix, self._root)
+        words = build_local_command(command, limits, self.isolation_prefix, self._root, self._top_folders)
         if self.image:
             words = build_docker_command(command, limits, self.image, self.directory, name)
         lost = await asyncio.to_thread(_restore_folders, self._root)
-        # We make the pipe: asyncio would wait for the end of its own pipes before it reports the end of a process, and
-        # so for everything that a command left in the background.
-        ours, theirs = os.pipe()
-        reading = asyncio.create_task(_read_bounded(ours, limits.output_bytes))
+        result = None
         try:
-            process = await asyncio.create_subprocess_exec(
-                *words,
+            result = await run_bounded(
+                words,
+                limits.seconds,
+                limits.output_bytes,
+                lambda pid: _wait_until_exceeded(pid, self._root, limits),
                 cwd=self.directory,
                 env=self._build_variables(),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=theirs,
-                stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,
             )
         finally:
-            os.close(theirs)
-        ending = asyncio.create_task(process.wait())
-        watching = asyncio.create_task(_wait_until_exceeded(process.pid, self._root, limits))
-        try:
-            await asyncio.wait([ending, watching], timeout=limits.seconds, return_when=asyncio.FIRST_COMPLETED)
-            code = ending.result() if ending.done() else None
-            limit = f"ended: {watching.result()}" if watching.done() else "out of time"
-        finally:
-            watching.cancel()
-            _kill_group(process)  # the whole group, background processes too
-            if self.image and not ending.done():
-                await _run_quietly("docker", "kill", name)
+            if self.image and (result is None or result.exit_code is None):
+                await run_quietly("docker", "kill", name)
         lost = await asyncio.to_thread(_restore_folders, self._root, limits) or lost
         await _remove_directories(*self._root.glob(ASIDE_PREFIX + "*"))
-        output = ""
-        with contextlib.suppress(TimeoutError):  # a process that escaped its group may hold the pipe
-            output = await asyncio.wait_for(reading, KILL_SECONDS)
-        return CommandResult(code, output, limit, lost)
+        return msgspec.structs.replace(result, reset_reason=lost)
 
     def _build_variables(self) -> dict[str, str]:
         ours = {name: value for name, value in os.environ.items() if name in PASSED_VARIABLES or name.startswith("LC_")}
@@ -282,6 +288,46 @@ class Sandbox:
     async def close(self) -> None:
         """Remove the directory. Idempotent."""
         await _remove_directories(self._root)
+
+
+async def run_bounded(
+    words: Sequence[str],
+    seconds: float,
+    output_bytes: int,
+    watch: Callable[[int], Coroutine[Any, Any, str]] | None = None,
+    **options: Any,
+) -> CommandResult:
+    """Run a program until it ends, for `seconds` at most, or until `watch` of its process id returns the limit that it
+    exceeds. Everything that it started in its process group is killed then, and if this is cancelled."""
+    # We make the pipe: asyncio would wait for the end of its own pipes before it reports the end of a process, and
+    # so for everything that a command left in the background.
+    ours, theirs = os.pipe()
+    reading = asyncio.create_task(_read_bounded(ours, output_bytes))
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *words,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=theirs,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+            **options,
+        )
+    finally:
+        os.close(theirs)
+    ending = asyncio.create_task(process.wait())
+    watching = [asyncio.create_task(watch(process.pid))] if watch else []
+    try:
+        await asyncio.wait([ending, *watching], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        code = ending.result() if ending.done() else None
+        limit = next((f"ended: {each.result()}" for each in watching if each.done()), "out of time")
+    finally:
+        for each in watching:
+            each.cancel()
+        _kill_group(process)  # the whole group, background processes too
+    output = ""
+    with contextlib.suppress(TimeoutError):  # a process that escaped its group may hold the pipe
+        output = await asyncio.wait_for(reading, KILL_SECONDS)
+    return CommandResult(code, output, limit)
 
 
 # -- files that a command may have changed -------------------------------------------------------------------------
@@ -300,7 +346,7 @@ async def _remove_directories(*paths: Path) -> None:
     loop."""
     if paths:
         command = 'rm -rf -- "$@" || { chmod -R u+rwx -- "$@"; rm -rf -- "$@"; }'
-        await _run_quietly(*_SHELL, command, "rm", *map(str, paths), seconds=REMOVAL_SECONDS)
+        await run_quietly(*_SHELL, command, "rm", *map(str, paths), seconds=REMOVAL_SECONDS)
 
 
 def _restore_folders(root: Path, limits: CommandLimits | None = None) -> str:
@@ -341,7 +387,7 @@ def _resolve_inside(name: str, directory: Path) -> PurePosixPath:
     return path.relative_to(directory)
 
 
-def _write_file(root: int, path: PurePosixPath, text: str) -> None:
+def _write_file(root: int, path: PurePosixPath, content: str | bytes) -> None:
     """Write a new file and put it in the place of what is there. Every step uses the descriptor of a directory, and
     none follows a link or opens what a command made."""
     folder = os.open("work", _OPEN_DIRECTORY_FLAGS, dir_fd=root)
@@ -355,10 +401,10 @@ def _write_file(root: int, path: PurePosixPath, text: str) -> None:
             mode = None
         new = f".r3async-{os.getpid()}-{next(_name_counter)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_NONBLOCK
-        with open(os.open(new, flags, 0o666, dir_fd=folder), "w", encoding="utf-8") as file:
+        with open(os.open(new, flags, 0o666, dir_fd=folder), "wb") as file:
             if mode is not None:
                 os.fchmod(file.fileno(), stat.S_IMODE(mode))
-            file.write(text)
+            file.write(content.encode() if isinstance(content, str) else content)
         os.replace(new, path.name, src_dir_fd=folder, dst_dir_fd=folder)
     finally:
         os.close(folder)
@@ -467,7 +513,7 @@ def _kill_group(process: asyncio.subprocess.Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-async def _run_quietly(*words: str, seconds: float = KILL_SECONDS) -> None:
+async def run_quietly(*words: str, seconds: float = KILL_SECONDS) -> None:
     nowhere = asyncio.subprocess.DEVNULL
     with contextlib.suppress(OSError, TimeoutError):
         process = await asyncio.create_subprocess_exec(*words, stdin=nowhere, stdout=nowhere, stderr=nowhere)

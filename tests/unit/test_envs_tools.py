@@ -340,6 +340,30 @@ async def test_a_confined_command_writes_in_its_sandbox_only(isolated):
     assert (await isolated.run("mount -o remount,rw /")).exit_code != 0
 
 
+@pytest.mark.parametrize("isolated", ["--keep-caps"], indirect=True)
+@pytest.mark.parametrize("folder", ["/tmp", str(Path.home())])
+async def test_folders_at_the_top_of_the_file_system_have_no_other_path(isolated, folder, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", folder)
+    sandbox = await Sandbox.open(isolated.limits, top_folders=["app", "logs"])
+    try:
+        await sandbox.write({"app/data": b"\xff\n", "logs/here": "text"})
+        work = sandbox.directory
+        ran = await sandbox.run(
+            f"pwd; od -An -tx1 data; cat /logs/here; ls -d /usr /proc/self; mv /logs /x; mv {work}/logs {work}/x"
+        )
+        assert ran.output.startswith("/app\n ff 0a\ntext/proc/self\n/usr\n")
+        assert ran.output.count("Read-only file system") == 2
+        ran = await sandbox.run(
+            f"touch /top {work}/mine /usr/mine /app/mine /logs/mine; chroot / true; unshare --user true"
+        )
+        assert ran.output.count("Read-only file system") == 3
+        assert ran.output.count("not permitted") == 2
+        assert sorted(path.name for path in work.rglob("mine")) == ["mine", "mine"]
+        assert (await sandbox.run("pwd; ls")).output == "/app\ndata\nmine\n", "each command has them"
+    finally:
+        await sandbox.close()
+
+
 async def _only_folders(sandbox):
     assert sorted(path.name for path in sandbox.directory.parent.iterdir()) == ["home", "tmp", "work"]
     assert (await sandbox.run("ls -A")).output == ""

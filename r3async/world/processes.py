@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -98,6 +99,13 @@ def run_on_shared_loop(call: Coroutine[Any, Any, T]) -> T:
         return runner.run(call)
     finally:
         lock.release()
+
+
+def run_on_own_loop(call: Coroutine[Any, Any, T]) -> T:
+    """Run `call` to its end on an event loop in a thread of its own: for a short check in a plain function, which may
+    have been called on a running loop."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, call).result()
 
 
 def add_user_module_path() -> None:

@@ -1,8 +1,12 @@
 """Each recipe of examples/ runs to its end as its page says, in a folder of its own, with fewer steps."""
 
+import contextlib
 import re
 import shutil
+import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +27,27 @@ def read_commands(recipe, run=""):
     page = (EXAMPLES / recipe / "README.md").read_text()
     (block,) = re.findall(r"^## On two CPU cores\n\n```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     return [line for line in block.splitlines() if not line.startswith("r3async train") or run in line]
+
+
+@contextlib.contextmanager
+def serving_beside(recipe, folder):
+    """Run the server that a recipe has in a second terminal."""
+    if recipe != "openenv":
+        yield
+        return
+    pytest.importorskip("openenv", reason="openenv-core is not installed: pip install openenv-core")
+    (port,) = re.findall(r"127\.0\.0\.1:(\d+)", (folder / "tiny.toml").read_text())
+    server = subprocess.Popen([sys.executable, "server.py"], cwd=folder)
+    try:
+        deadline = time.monotonic() + 120
+        while server.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", int(port)), 1):
+                break
+            time.sleep(0.1)
+        yield
+    finally:
+        server.kill()
+        server.wait(10)
 
 
 RUNS = [
@@ -51,15 +76,16 @@ def test_a_recipe_runs_to_its_end_as_its_page_says(recipe, run, tmp_path):
     """A run whose tiny model earns nothing has a comment that says so: it ends without an update."""
     folder = shutil.copytree(EXAMPLES / recipe, tmp_path / recipe)
     path, printed, trained = f"{Path(sys.executable).parent}:/usr/bin:/bin", "", True
-    for line in read_commands(recipe, run):
-        command, expected = line.partition("#")[0], 0
-        if command.startswith("r3async train"):
-            command += f" steps={STEPS}"
-            trained = "exit code 4" not in line
-            expected = 0 if trained else NOT_TRAINED
-        done = run_program(["bash", "-c", command], cwd=folder, timeout=800, PATH=path)
-        printed += done.stdout
-        assert done.returncode == expected, f"{command}\n{done.stdout}{done.stderr}"
+    with serving_beside(recipe, folder):
+        for line in read_commands(recipe, run):
+            command, expected = line.partition("#")[0], 0
+            if command.startswith("r3async train"):
+                command += f" steps={STEPS}"
+                trained = "exit code 4" not in line
+                expected = 0 if trained else NOT_TRAINED
+            done = run_program(["bash", "-c", command], cwd=folder, timeout=800, PATH=path)
+            printed += done.stdout
+            assert done.returncode == expected, f"{command}\n{done.stdout}{done.stderr}"
     (made,) = (path for path in (folder / "runs").iterdir() if not path.is_symlink())
     assert [row["step"] for row in read_json_objects(made / "metrics.jsonl")] == list(range(1, STEPS + 1))
     assert (made / "model" / "config.json").is_file() == trained, "what learnt nothing is no trained model"

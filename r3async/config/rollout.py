@@ -89,7 +89,8 @@ class EnvConfig(Section):
 
     name: str = "reverse-text"
     """Name of the environment: a built-in one; `module:Class` or `file.py:Class`; `dataset`, which `data=FILE` sets;
-    or an adapter's: `reasoning-gym:TASK`, `gymnasium:ID`, `textarena:ID`, `verifiers:ID`, `openenv:URL`."""
+    or an adapter's: `reasoning-gym:TASK`, `gymnasium:ID`, `textarena:ID`, `verifiers:ID`, `openenv:URL`,
+    `harbor:FOLDER`."""
     args: dict[str, Any] = msgspec.field(default_factory=dict)
     """Arguments of the environment's constructor; a built-in one names them in its docstring."""
     workers: PositiveInt = 2

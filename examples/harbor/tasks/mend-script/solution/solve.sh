@@ -1,0 +1,2 @@
+#!/bin/bash
+echo 'echo "Hello, ${1:-world}!"' > greet.sh

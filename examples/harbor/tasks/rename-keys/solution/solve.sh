@@ -1,0 +1,2 @@
+#!/bin/bash
+sed -i 's/"mail":/"email":/' people.json

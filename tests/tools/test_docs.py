@@ -133,6 +133,8 @@ def test_links_between_pages_lead_somewhere():
             path, _, anchor = target.partition("#")
             file = (page.parent / path) if path else page
             assert file.exists(), f"{page.name}: {target}"
+            docs = ROOT / "docs"
+            assert docs not in page.parents or docs in file.resolve().parents, f"{page.name}: the site lacks {target}"
             if anchor:
                 heads = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
                 anchors = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in heads}

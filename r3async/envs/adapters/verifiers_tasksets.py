@@ -47,34 +47,33 @@ class PolicyChannel:
 
 class SharedTools:
     """The tool servers that all episodes of a process use (`Taskset.toolsets`). They run from the first episode on, until
-    the event loop ends its tasks, or this object is garbage-collected."""
+    this object is garbage-collected, or the process ends."""
 
     def __init__(self, toolsets: list[Any]):
         self._toolsets = toolsets
-        self._started: asyncio.Future[Mapping[str, Any]] | None = None
+        self._starting: asyncio.Task[Mapping[str, Any]] | None = None
 
     async def start(self) -> Mapping[str, Any]:
-        """Start the servers, unless they run already, and return them by name."""
-        if self._started is None or (self._started.done() and self._started.exception()):
-            loop = asyncio.get_running_loop()
-            self._started = loop.create_future()
-            holding = loop.create_task(_hold_shared_tools(self._toolsets, self._started))
-            weakref.finalize(self, _cancel_task, holding, loop).atexit = False
-        return await asyncio.shield(self._started)
+        """Start the servers, unless they run already, and return them by name. Raises `EnvironmentFailed`."""
+        if not self._toolsets:
+            return {}
+        if self._starting is None or (self._starting.done() and self._starting.exception()):
+            self._starting = asyncio.create_task(self._start_servers())
+        return await asyncio.shield(self._starting)
+
+    async def _start_servers(self) -> Mapping[str, Any]:
+        mcp, stack = importlib.import_module("verifiers.v1.mcp"), contextlib.AsyncExitStack()
+        try:
+            servers = await stack.enter_async_context(mcp.serve_shared(self._toolsets))
+        except (Exception, SystemExit) as error:
+            raise EnvironmentFailed(f"the tools of a verifiers taskset did not start: {error}") from error
+        weakref.finalize(self, _close_later, stack, asyncio.get_running_loop()).atexit = False
+        return servers
 
 
-async def _hold_shared_tools(toolsets: list[Any], started: asyncio.Future[Mapping[str, Any]]) -> None:
-    mcp = importlib.import_module("verifiers.v1.mcp")
-    try:
-        async with mcp.serve_shared(toolsets) as servers:
-            started.set_result(servers)
-            await asyncio.Event().wait()
-    except (Exception, SystemExit) as error:
-        if started.done():
-            raise
-        failed = EnvironmentFailed(f"the tools of a verifiers taskset did not start: {error}")
-        failed.__cause__ = error
-        started.set_exception(failed)
+def _close_later(stack: contextlib.AsyncExitStack, loop: asyncio.AbstractEventLoop) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(lambda: loop.create_task(stack.aclose()))
 
 
 class VerifiersEnvironment:

@@ -35,7 +35,7 @@ def serving_beside(recipe, folder):
     if recipe != "openenv":
         yield
         return
-    pytest.importorskip("openenv", reason="openenv-core is not installed: pip install openenv-core")
+    pytest.importorskip("openenv", reason="openenv-core is not installed: pip install -e '.[openenv]'")
     (port,) = re.findall(r"127\.0\.0\.1:(\d+)", (folder / "tiny.toml").read_text())
     server = subprocess.Popen([sys.executable, "server.py"], cwd=folder)
     try:
@@ -50,11 +50,13 @@ def serving_beside(recipe, folder):
         server.wait(10)
 
 
+NIGHTLY = {"blackjack.toml", "chain_sum.toml", "tic_tac_toe.toml"}
+"""Runs on the way of `environments/taskset.toml`, whose adapters have tests of their own."""
 RUNS = [
-    (recipe, line.removeprefix("r3async train ").split()[0])
+    pytest.param(recipe, run, marks=[pytest.mark.nightly] if run in NIGHTLY else [])
     for recipe in RECIPES
     for line in read_commands(recipe)
-    if line.startswith("r3async train")
+    if line.startswith("r3async train") and (run := line.removeprefix("r3async train ").split()[0])
 ]
 
 

@@ -23,7 +23,7 @@ SERVER = Path(__file__).parents[1] / "helpers" / "openenv_server.py"
 HANGMAN = Path(__file__).parents[2] / "examples" / "openenv" / "server.py"
 START_SECONDS = 60.0
 with_package = pytest.mark.skipif(
-    importlib.util.find_spec("openenv") is None, reason="openenv-core is not installed: pip install openenv-core"
+    importlib.util.find_spec("openenv") is None, reason="openenv-core is not installed: pip install -e '.[openenv]'"
 )
 
 

@@ -97,10 +97,10 @@ def walk_path(print_line: PrintLine, path: tuple[Stage, ...] = PATH) -> Measurem
             totals = {name: totals[name] + figures[name] for name in totals}
         measured.add_figures("all", totals)
         lines = screen.read_text(errors="replace").splitlines()
-        measured.facts["difference of trained and base"] = next(
-            (line.partition(": ")[2] for line in reversed(lines) if line.startswith("difference: ")), "not printed"
-        )
-        measured.facts["loaded by transformers"] = lines[-1]
+        # The line of `r3async eval --baseline`: `difference: +0.3000  (95 %: 0.0939 to 0.5061), better on 6 …`
+        difference = next(line.removeprefix("difference: ") for line in lines if line.startswith("difference: "))
+        measured.facts["trained less base"] = difference.partition(", ")[0]
+        measured.facts["loaded"] = lines[-1]
     return measured
 
 

@@ -202,7 +202,8 @@ function drawChart(chart) {
   };
   for (const line of chart.lines) {
     const y = column(line.metric, now), tone = color(line.color);
-    const soft = share > 0 && !line.points && !line.marks && !line.low && y.length > 20;
+    const isDotted = line.points || line.marks || alone(y).length > y.filter((value) => value !== null).length / 2;
+    const soft = share > 0 && !isDotted && !line.low && y.length > 20;
     if (line.low) {
       const edges = [line.high, line.low].map((edge) => add(line, column(edge, now), { width: 0, stroke: "#0000" }));
       bands.push({ series: edges, fill: tone + "26" });

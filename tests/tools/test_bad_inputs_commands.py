@@ -41,7 +41,7 @@ COMMANDS = [
     ("export empty out", "neither a checkpoint nor a run"),
     ("export file out", "file"),
     ("export empty empty", "empty exists"),
-    ("export empty", "Missing argument"),
+    ("export", "Missing argument"),
     ("diagnose nowhere", "RUN_OR_MODEL = 'nowhere'"),
     ("diagnose empty", "RUN_OR_MODEL = 'empty'"),
     ("diagnose models/no_weights generator.engine=scripted weights.probe=false", "needs vLLM"),

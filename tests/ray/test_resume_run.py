@@ -83,17 +83,17 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_same_weights_bit_by_bit(
     command = [sys.executable, "-m", "r3async", "train", "quickstart", "--runs", str(tmp_path)]
     with (tmp_path / "screen").open("w") as screen:
         driver = subprocess.Popen([*command, *settings(untrained, "killed", *exact)], stdout=screen, stderr=screen)
+    checkpoints = CheckpointDirectory(killed / "checkpoints")
     try:
-        wait_for(lambda: len(trained(killed)) >= 5, driver, tmp_path / "screen")
+        wait_for(lambda: checkpoints.list_steps() and len(trained(killed)) >= 5, driver, tmp_path / "screen")
         os.kill(events(killed, "learner_started")[0]["pid"], signal.SIGKILL)
         wait_for(lambda: len(events(killed, "learner_started")) == 2, driver, tmp_path / "screen")
-        wait_for(lambda: len(trained(killed)) >= 10, driver, tmp_path / "screen")
+        wait_for(lambda: checkpoints.list_steps()[-1] >= 8 and len(trained(killed)) >= 10, driver, tmp_path / "screen")
         for role in ("conductor", "learner"):
             os.kill(events(killed, f"{role}_started")[-1]["pid"], signal.SIGKILL)
     finally:
         driver.kill()
         driver.wait(30)
-    checkpoints = CheckpointDirectory(killed / "checkpoints")
     *_, back, last = checkpoints.list_steps()
     newest = checkpoints.step_path(last)
     part = next(newest.glob("learner-*"))

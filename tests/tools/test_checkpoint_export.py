@@ -12,6 +12,7 @@ from r3async.config import config_to_dict
 from r3async.learner import build_learner
 from r3async.tools.export import export_model
 from tests.helpers import checkpoint as hc
+from tests.helpers import models as hm
 from tests.helpers.checkpoint import settings
 
 
@@ -40,7 +41,7 @@ def _export_equals_what_is_saved(ranks, model_path, tmp_path, config):
     records = hc.on_ranks(ranks, saved, model_path, config, tmp_path / "own", checkpoints.begin_checkpoint(2))
     checkpoints.commit_checkpoint(hc.run_state(2, config=config_to_dict(config), model_path=str(model_path)), records)
     assert export_model(run, tmp_path / "out").state.steps == 2
-    own, out = (load_file(tmp_path / name / "model.safetensors") for name in ("own", "out"))
+    own, out = (hm.load_weights(tmp_path / name) for name in ("own", "out"))
     assert set(own) == set(out)
     assert all(torch.equal(own[n], out[n]) and own[n].dtype == out[n].dtype for n in own)
     start = load_file(model_path / "model.safetensors")

@@ -24,7 +24,7 @@ from tests.engine.test_vllm_sampling import (
     test_supports_are_those_of_the_model_and_log_probs_are_renormalised,
 )
 from tests.engine.test_vllm_update import (
-    mode,
+    MODES,
     test_both_sides_of_the_switch_are_those_of_their_version_and_new_requests_are_of_the_new_one_alone,
 )
 from tests.helpers.engine import OBSERVED, started
@@ -33,7 +33,6 @@ from tests.helpers.scheduler import ObservingExtension
 __all__ = [
     "current",
     "engine",
-    "mode",
     "path",
     "test_a_new_request_never_sees_an_older_versions_cache",
     "test_both_sides_of_the_switch_are_those_of_their_version_and_new_requests_are_of_the_new_one_alone",
@@ -67,6 +66,13 @@ async def vllm_engine(_second_runner, tiny_model):
     args = OBSERVED | {"worker_extension_cls": f"{__name__}.{NamingExtension.__name__}"}
     async with started(tiny_model, concurrency=8, **args) as engine:
         yield engine
+
+
+@pytest.fixture(params=[MODES[0], *(pytest.param(each, marks=pytest.mark.nightly) for each in MODES[1:])])
+def mode(request, vllm_engine, monkeypatch):
+    """Every mode was tested with the first runner; each takes half a minute with this one."""
+    monkeypatch.setattr(vllm_engine, "on_update", request.param)
+    return request.param
 
 
 async def test_the_engine_has_the_second_runner(vllm_engine):

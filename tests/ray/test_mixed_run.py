@@ -12,7 +12,7 @@ from r3async.config import load_config
 from r3async.record.reading import read_json_objects
 from r3async.tools.train import train
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 
 
 def test_a_game_of_textarena_and_another_environment_are_trained_and_evaluated_each_by_its_label(warm_model, tmp_path):

@@ -51,9 +51,9 @@ def serving_beside(recipe, folder):
 
 
 NIGHTLY = {"blackjack.toml", "chain_sum.toml", "tic_tac_toe.toml"}
-"""Runs on the way of `environments/taskset.toml`, whose adapters have tests of their own."""
+"""Runs on the way of `environments/taskset.toml`. Their adapters have tests of their own, as has that of Harbor."""
 RUNS = [
-    pytest.param(recipe, run, marks=[pytest.mark.nightly] if run in NIGHTLY else [])
+    pytest.param(recipe, run, marks=[pytest.mark.nightly] if run in NIGHTLY or recipe == "harbor" else [])
     for recipe in RECIPES
     for line in read_commands(recipe)
     if line.startswith("r3async train") and (run := line.removeprefix("r3async train ").split()[0])

@@ -108,7 +108,7 @@ def _good(out: Path, *names: str, small: bool) -> None:
     assert all(row.get("ok") for row in found), "\n".join(command.render(found, small=small))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_experts_and_attention_in_small_shapes(tmp_path):
     _good(tmp_path, "machine", "experts grouped", "attention", small=True)
 

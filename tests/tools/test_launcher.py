@@ -125,6 +125,7 @@ def test_the_readmes_submit_works_after_a_local_run_for_a_person_who_has_set_not
 
 
 @pytest.mark.ray
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_rays_own_command_as_the_page_writes_it_trains(token_cluster, untrained, tmp_path):
     text = (ROOT / "docs" / "scaling.md").read_text()

@@ -738,9 +738,10 @@ class LearnerActor:
                 # Record which trajectories the step trained, and from which version of the weights.
                 line = make_trained_step(number, version, groups, self.lineage.number)
                 self._trained_file.append(msgspec.json.encode(line))
-                # Copy the weights before the next step changes them; the copy is written beside that step.
+                # Nothing that arrives from here on is trained, whatever its age.
                 if is_last:
                     inbox.finish_training()
+                # Copy the weights before the next step changes them; the copy is written beside that step.
                 if due:
                     counts.version, counts.since_publication = version + 1, (0, 0)
                     with self._timeline.measure_span("snapshot", step=number, version=counts.version):

@@ -257,18 +257,28 @@ def save_model(
     an existing `directory` is replaced. Raises `OSError` if this rank cannot write, `LearnerError` if another cannot.
     """
     with ExitStack() as stack:
-        aside = stack.enter_context(_stage_model_directory(directory, source, dtype)) if ranks.rank == 0 else None
+        aside, failed = None, None
+        if ranks.rank == 0:
+            try:
+                aside = stack.enter_context(_stage_model_directory(directory, source, dtype))
+            except OSError as error:
+                failed = error
+        _raise_together(failed, ranks, directory)
         shared = ranks.all_gather(aside)[0]
         assert shared is not None
         files, failed = _write_weight_files(shared, ranks.rank, weights)
-        everywhere = ranks.all_gather((files, failed))
-        if failed is not None:
-            raise failed
-        for rank, (_, error) in enumerate(everywhere):
-            if error is not None:
-                raise LearnerError(f"rank {rank} of the learner could not write its part of {directory}: {error}")
+        _raise_together(failed, ranks, directory)
+        everywhere = ranks.all_gather(files)
         if aside is not None:
-            _name_weight_files(aside, {file: sizes for files, _ in everywhere for file, sizes in files.items()})
+            _name_weight_files(aside, {file: sizes for each in everywhere for file, sizes in each.items()})
+
+
+def _raise_together(failed: OSError | None, ranks: RankGroup, directory: Path) -> None:
+    """Raise this rank's error, if there is one, or a `LearnerError` with another rank's. Collective: a rank that raised
+    alone would be waited for."""
+    for rank, error in enumerate(ranks.all_gather(failed)):
+        if error is not None:
+            raise failed or LearnerError(f"rank {rank} of the learner could not write its part of {directory}: {error}")
 
 
 def _write_weight_files(

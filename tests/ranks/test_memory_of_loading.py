@@ -90,13 +90,13 @@ def test_a_rank_needs_its_part_and_one_tensor(tmp_path, backend):
     assert len(list((tmp_path / "saved-model").glob("*.safetensors"))) > 2
 
 
-def _fail_to_save(path: Path, out: Path) -> str:
-    """Save a model on a file system that refuses rank 1. Returns the error."""
+def _fail_to_save(path: Path, out: Path, rank: int, call: str) -> str:
+    """Save a model where the file system refuses a call of one rank. Returns the error."""
     made = build_learner(learner.settings(learner__parallel={"dp": 2}), path, frozen=True)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            if made.ranks.rank == 1:
-                patch.setattr(state, "save_file", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+            if made.ranks.rank == rank:
+                patch.setattr(state, call, Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
             made.save_pretrained(out)
     except (OSError, LearnerError) as error:
         return f"{type(error).__name__}: {error}"
@@ -107,13 +107,14 @@ def _fail_to_save(path: Path, out: Path) -> str:
 
 @pytest.mark.ranks
 @pytest.mark.long
-def test_a_model_that_one_rank_cannot_write_is_an_error_on_all_and_leaves_nothing(tmp_path):
+@pytest.mark.parametrize(("rank", "call"), [(0, "make_directory"), (0, "save_file"), (1, "save_file")])
+def test_a_model_that_one_rank_cannot_write_is_an_error_on_all_and_leaves_nothing(tmp_path, rank, call):
     ranks = Ranks(2, tmp_path)
     try:
-        first, second = ranks.call(_fail_to_save, hm.make_hf_model(tmp_path / "tiny"), tmp_path / "saved")
+        errors = ranks.call(_fail_to_save, hm.make_hf_model(tmp_path / "tiny"), tmp_path / "saved", rank, call)
     finally:
         ranks.close()
-    assert first.startswith("LearnerError: rank 1 of the learner could not write its part of")
-    assert "No space left" in first
-    assert second == "OSError: [Errno 28] No space left on device"
+    assert errors[rank] == "OSError: [Errno 28] No space left on device"
+    assert errors[1 - rank].startswith(f"LearnerError: rank {rank} of the learner could not write its part of")
+    assert "No space left" in errors[1 - rank]
     assert not list(tmp_path.glob("*saved*"))

@@ -27,7 +27,7 @@ OWN_ROWS = ("seq 0 99", "seq 0 199")
 """The page's rows, and as many as a stranger has."""
 
 
-class Stage(NamedTuple):
+class PathStage(NamedTuple):
     """A part of the path.
 
     Attributes:
@@ -42,13 +42,13 @@ class Stage(NamedTuple):
 
 
 PATH = (
-    Stage(
+    PathStage(
         "install",
         ("README.md", "docs/install.md"),
         ("make install", "source .venv/bin/activate", "r3async doctor"),
     ),
-    Stage("first run", ("docs/first-run.md",), ("r3async train quickstart name=first", "r3async report first")),
-    Stage(
+    PathStage("first run", ("docs/first-run.md",), ("r3async train quickstart name=first", "r3async report first")),
+    PathStage(
         "own rows",
         ("docs/your-data.md",),
         (
@@ -59,8 +59,8 @@ PATH = (
         ),
         files=("rewards.py",),
     ),
-    Stage("evaluate both", ("docs/evaluate.md",), ("r3async eval sums --baseline start",)),
-    Stage(
+    PathStage("evaluate both", ("docs/evaluate.md",), ("r3async eval sums --baseline start",)),
+    PathStage(
         "export and load",
         (),  # the last section of docs/your-data.md
         (
@@ -72,7 +72,7 @@ PATH = (
 )
 
 
-def walk_path(print_line: PrintLine, path: tuple[Stage, ...] = PATH) -> Measurements:
+def walk_path(print_line: PrintLine, path: tuple[PathStage, ...] = PATH) -> Measurements:
     """Walk the path in a fresh clone of what is committed. Raises `BenchError` for a command that fails."""
     check_commands(path)
     measured = Measurements()
@@ -130,7 +130,7 @@ def type_command(command: str, folder: Path, scratch: Path, screen: Path, print_
         raise BenchError(f"`{command}` failed with exit code {code}:\n{screen.read_text()[before:][-3000:]}")
 
 
-def check_commands(path: tuple[Stage, ...]) -> None:
+def check_commands(path: tuple[PathStage, ...]) -> None:
     """Check that each command is one of the pages that were read until then. Raises `BenchError`."""
     text = ""
     for stage in path:

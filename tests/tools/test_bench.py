@@ -421,14 +421,14 @@ def test_too_short_a_run_shows_nothing():
 
 
 def test_a_stranger_types_what_pages_have_and_reads_them():
-    from dev.bench.stranger import OWN_ROWS, PATH, Stage, check_commands, count_words, find_file_block
+    from dev.bench.stranger import OWN_ROWS, PATH, PathStage, check_commands, count_words, find_file_block
 
     check_commands(PATH)
     assert sum(OWN_ROWS[0] in command for stage in PATH for command in stage.commands) == 1
     assert "def correct(completion, answer)" in find_file_block("rewards.py", ("docs/your-data.md",))
     assert 100 < count_words(("docs/your-data.md",)) < 1000
     with pytest.raises(BenchError, match="no page that was read by 'a' has the command `r3async fly`"):
-        check_commands((Stage("a", ("README.md",), ("r3async fly",)),))
+        check_commands((PathStage("a", ("README.md",), ("r3async fly",)),))
 
 
 def test_a_stranger_starts_without_the_environment_of_this_process(tmp_path, monkeypatch):

@@ -66,7 +66,10 @@ class HarborConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TaskPlaces:
-    """Where tasks are worked on. Each image is built or pulled once for all episodes of this process."""
+    """The containers and sandboxes in which tasks are worked on.
+
+    Each image is built or pulled once for all episodes of this process.
+    """
 
     def __init__(self, use_images: bool):
         self._use_images = use_images
@@ -79,7 +82,7 @@ class TaskPlaces:
         """Return the folder in which the commands of a task start; empty for that of its image."""
         return task.environment.workdir or ("" if self.needs_docker(task) else LOCAL_WORKDIR)
 
-    async def open(self, task: HarborTask) -> Container | SandboxContainer:
+    async def open_place(self, task: HarborTask) -> Container | SandboxContainer:
         in_docker, workdir, storage = self.needs_docker(task), self.find_workdir(task), task.environment.storage_mb
         limits = CommandLimits(
             memory_mib=task.environment.memory_mb or CommandLimits().memory_mib,
@@ -137,7 +140,7 @@ class HarborEnvironment:
         await self.close()
         task = self._task = self._tasks[task_seed % self.size]
         self._command_count, self._seconds_left = 0, task.agent.timeout_sec or math.inf
-        self._place = await self._places.open(task)
+        self._place = await self._places.open_place(task)
         system = [Message("system", self._settings.system)] if self._settings.system else []
         return [*system, Message("user", task.instruction)]
 

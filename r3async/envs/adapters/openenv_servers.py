@@ -54,7 +54,7 @@ class ServerSchemas(msgspec.Struct, frozen=True):
 
 
 class ReplyData(msgspec.Struct, frozen=True):
-    """What a reply carries: the outcome of a reset or a step, or an error's code, message, and invalid fields."""
+    """The data of a reply: the outcome of a reset or a step, or an error's code, message, and invalid fields."""
 
     observation: dict[str, Any] = {}
     reward: float | bool | None = None
@@ -70,7 +70,7 @@ class ServerReply(msgspec.Struct, frozen=True):
 
 
 class ActionForm(msgspec.Struct, frozen=True):
-    """How an answer becomes an action.
+    """The way in which an answer becomes an action.
 
     Attributes:
         field: Field of the action that the text fills; empty if answers call tools.

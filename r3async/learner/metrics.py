@@ -228,6 +228,9 @@ INTERVAL_CONFIDENCE, UPPER_WIDENING = 0.99, 5.0
 in one step, one of 128 episodes had 82 % of the gap. A sample lacks such episodes more often than it has them, so the
 variance is also no less than that of recent measurements. For draws of 19 of 128 episodes such intervals held the true
 value in 99.5 % or more, in each of six runs; without the factor and the memory, in 77 to 91 %."""
+ROUNDING_DRIFT = 1e-12
+"""k3 by which two computations of the same drift differ: float32 rounds a log-prob of 8 by half of 1e-6, in both policies.
+Without it the interval of a step with the newest weights, whose drift is rounding alone, would have no width."""
 STALENESS_BINS, TURN_BINS, POSITION_BINS = 8, 16, 8
 """Numbers of ages, turns and ranges of positions by which drift is reported; the last of each includes all above it."""
 FIRST_POSITION_BIN = 64
@@ -347,7 +350,7 @@ def compute_served_interval(drift: DriftSums, moments: GapMoments, epochs: int =
     episodes, tokens = moments.episodes / epochs, count_served_tokens(drift) / epochs
     error = math.sqrt(variance * episodes) / tokens
     value, half = estimate_served_drift(drift), float(t_quantile(round(episodes) - 1, INTERVAL_CONFIDENCE) * error)
-    return max(value - half, 0.0), value + UPPER_WIDENING * half
+    return max(value - half - ROUNDING_DRIFT, 0.0), value + UPPER_WIDENING * half + ROUNDING_DRIFT
 
 
 def count_served_tokens(drift: DriftSums) -> float:

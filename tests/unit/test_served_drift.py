@@ -407,6 +407,11 @@ def test_the_interval_is_that_of_episodes_however_often_a_step_has_them_and_of_n
     assert compute_served_interval(*probed_sums(replayed, served, tokens, np.asarray([True, False, False]))) is None
     same, none = probed_sums(replayed, replayed, tokens, np.ones(3, bool))
     assert compute_served_interval(same, none) == pytest.approx((0.4 / 12, 0.4 / 12)), "without replay there is no gap"
+    rounded, none = probed_sums(replayed * 1e-13, replayed * 1e-13, tokens, np.asarray([True, True, False]))
+    low, high = compute_served_interval(rounded, none) or (math.inf, -math.inf)
+    assert (low, high) == pytest.approx((0.0, 1e-12), rel=0.01, abs=0), (
+        "rounding alone differs between two computations"
+    )
 
 
 def test_the_estimate_takes_the_gap_of_each_age_and_that_of_age_0_for_no_other():

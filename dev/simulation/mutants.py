@@ -83,7 +83,9 @@ def _build_call(function: Any, optional: bool) -> tuple[list[None], dict[str, No
     parameters = [
         p
         for p in inspect.signature(function).parameters.values()
-        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and (optional or p.default is p.empty)
+        # Ray adds a parameter to the methods of a class of which this process has made an actor.
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name != "_ray_trace_ctx"
+        if optional or p.default is p.empty
     ]
     keywords = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}
     return [None] * (len(parameters) - len(keywords)), keywords

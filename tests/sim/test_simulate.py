@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import ray
 
 from dev.simulation.command import read_case, write_case
 from dev.simulation.mutants import MUTANTS
@@ -15,6 +16,7 @@ from dev.simulation.run import SimulatedRun, draw_case, tiny_model_directory
 from dev.simulation.search import quiet_logs, run_case, search_seeds
 from dev.simulation.shrink import SimulationCase
 from dev.simulation.workload import SimulatedWorkload
+from r3async.actors.generator import GeneratorActor
 
 KEPT = sorted((Path(__file__).parent / "seeds").glob("*.json"))
 SEEDS = 10
@@ -59,6 +61,7 @@ def test_a_defect_that_is_planted_is_found(mutant: str):
 
 @pytest.mark.long
 def test_every_mutant_says_what_is_wrong_and_takes_it_back():
+    ray.remote(GeneratorActor)  # It changes the signatures of the methods, in other tests of this process too.
     for mutant in MUTANTS.values():
         assert mutant.what
         before = run_case(draw_case(14))[0] if mutant.name == next(iter(QUICK)) else None

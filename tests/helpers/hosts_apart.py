@@ -1,7 +1,7 @@
 """Two hosts on this machine that share no file system, no memory and no network: Linux namespaces, and a line between
 them.
 
-A packet takes `DELAY` seconds each way. The line can be cut, as by a pulled cable: packets on their way are lost, and
+A packet takes `delay_seconds` each way. The line can be cut, as by a pulled cable: packets on their way are lost, and
 nobody is notified.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-DELAY = 0.05
+DELAY_SECONDS = 0.05
 PEERS = {"home": "10.77.0.1", "remote": "10.77.0.2"}
 ROOT = Path(__file__).parents[2]
 BEGIN_SECONDS, END_SECONDS = 60.0, 60.0
@@ -49,8 +49,9 @@ def why_not() -> str:
 class Line:
     """The line between the devices of two hosts. It runs in a separate thread, which `close` ends."""
 
-    def __init__(self, devices: tuple[int, int]):
-        self._devices, self._cut, self._closed = devices, False, False
+    def __init__(self, devices: tuple[int, int], delay_seconds: float):
+        self._devices, self._delay_seconds = devices, delay_seconds
+        self._cut = self._closed = False
         self.carried = self.lost = 0
         """Numbers of packets carried and lost so far."""
         self._thread = threading.Thread(target=self._carry, name="line", daemon=True)
@@ -84,7 +85,7 @@ class Line:
                         self.lost += 1
                         continue
                     number += 1
-                    heapq.heappush(under_way, (now + DELAY, number, others[device], packet))
+                    heapq.heappush(under_way, (now + self._delay_seconds, number, others[device], packet))
             while under_way and under_way[0][0] <= now:
                 _, _, device, packet = heapq.heappop(under_way)
                 if self._cut:
@@ -144,13 +145,13 @@ class Host:
 
 
 @contextmanager
-def two_hosts() -> Iterator[tuple[Host, Host, Line]]:
+def two_hosts(delay_seconds: float = DELAY_SECONDS) -> Iterator[tuple[Host, Host, Line]]:
     """Start two hosts and their line. They end with everything that runs on them, even if this process is killed."""
     with ExitStack() as stack:
         (near, near_device), (far, far_device) = (stack.enter_context(_begun(name)) for name in PEERS)
         for device in (near_device, far_device):
             os.set_blocking(device, False)
-        line = Line((near_device, far_device))
+        line = Line((near_device, far_device), delay_seconds)
         stack.callback(line.close)
         yield near, far, line
 

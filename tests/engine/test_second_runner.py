@@ -82,15 +82,17 @@ async def test_the_engine_has_the_second_runner(vllm_engine):
 
 
 @pytest.mark.long
-async def test_the_checks_of_a_gpus_engine_pass(tmp_path):
-    """Answers with routes for every row, the learner's log-probs of them, and six versions under running requests."""
-    parts = {
-        "generations": {"mode": "eager"},
-        "learner_agrees": {"mode": "eager", "backend": "torch"},
-        "updates": {"mode": "eager", "on_update": "keep"},
-    }
-    for name, arguments in parts.items():
-        line = command(tmp_path, True, f"engine:{name}", arguments)
-        output = await asyncio.to_thread(subprocess.run, line, capture_output=True, text=True, timeout=280)
-        figures = json.loads(output.stdout.rpartition(RESULT)[2] or "{}")
-        assert figures.get("ok"), f"{name}: {figures} {output.stderr[-2000:]}"
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        pytest.param("generations", {}, marks=pytest.mark.nightly),
+        ("learner_agrees", {"backend": "torch"}),
+        pytest.param("updates", {"on_update": "keep"}, marks=pytest.mark.nightly),
+    ],
+)
+async def test_a_check_of_a_gpus_engine_passes(tmp_path, name, arguments):
+    """Answers with routes for every row, the learner's log-probs of them, or six versions under running requests."""
+    line = command(tmp_path, True, f"engine:{name}", {"mode": "eager", **arguments})
+    output = await asyncio.to_thread(subprocess.run, line, capture_output=True, text=True, timeout=280)
+    figures = json.loads(output.stdout.rpartition(RESULT)[2] or "{}")
+    assert figures.get("ok"), f"{figures} {output.stderr[-2000:]}"

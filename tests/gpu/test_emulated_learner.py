@@ -28,16 +28,34 @@ CASES = [
     Case("fsdp2", {"backend": "torch", "parallel": {"dp": 2}}),
     Case("fsdp2-lora-full", {"backend": "torch", "parallel": {"dp": 2}, "lora": {"rank": 4}, "recompute": "full"}),
 ]
+IN_EVERY_CHECK = {
+    "megatron",
+    "megatron-full",
+    "megatron-lora",
+    "megatron-deterministic-offload",
+    "torch",
+    "torch-full",
+    "cp2",
+    "dp2-ep2-sharded",
+    "tp2-pp2-ep2",
+    "fsdp2",
+}
+"""Cases that have each part of the learners once; the others, which combine them, are tested nightly."""
 PARTS = ("logprobs", "step-1", "export", "capture", "step-3")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return run_on_both(CASES, tmp_path_factory.mktemp("emulated"))
+def found(request, tmp_path_factory):
+    params = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    cases = [each.params["case"] for each in params if each]
+    return run_on_both(cases, tmp_path_factory.mktemp("emulated"))
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, id=c.name, marks=[] if c.name in IN_EVERY_CHECK else pytest.mark.nightly) for c in CASES],
+)
 def test_a_learner_has_the_same_bits_on_both_devices(found, case):
     assert not compare_facts(case, found.cpu, found.emulated)
     for part in PARTS:

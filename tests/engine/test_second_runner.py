@@ -86,8 +86,8 @@ async def test_the_engine_has_the_second_runner(vllm_engine):
     ("name", "arguments"),
     [
         pytest.param("generations", {}, marks=pytest.mark.nightly),
-        ("learner_agrees", {"backend": "torch"}),
-        pytest.param("updates", {"on_update": "keep"}, marks=pytest.mark.nightly),
+        pytest.param("learner_agrees", {"backend": "torch"}, marks=pytest.mark.nightly),
+        ("updates", {"on_update": "keep"}),
     ],
 )
 async def test_a_check_of_a_gpus_engine_passes(tmp_path, name, arguments):

@@ -50,10 +50,10 @@ def serving_beside(recipe, folder):
         server.wait(10)
 
 
-NIGHTLY = {"blackjack.toml", "chain_sum.toml", "tic_tac_toe.toml"}
-"""Runs on the way of `environments/taskset.toml`. Their adapters have tests of their own, as has that of Harbor."""
+NIGHTLY = {"environments", "harbor"}
+"""Recipes whose environments have tests of their own, and whose runs go the way of the other recipes."""
 RUNS = [
-    pytest.param(recipe, run, marks=[pytest.mark.nightly] if run in NIGHTLY or recipe == "harbor" else [])
+    pytest.param(recipe, run, marks=[pytest.mark.nightly] if recipe in NIGHTLY else [])
     for recipe in RECIPES
     for line in read_commands(recipe)
     if line.startswith("r3async train") and (run := line.removeprefix("r3async train ").split()[0])

@@ -13,7 +13,7 @@ import math
 import operator
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, overload
 
 import msgspec
@@ -122,20 +122,25 @@ _JSON_TYPE_NAMES = {str: "string", int: "number", float: "number", bool: "boolea
 
 
 def _check_depth(value: Any) -> None:
-    """Raise `MalformedError` for a value that is nested too deep. The value comes from plain decoders, whose lists
-    and dictionaries are never subclasses."""
-    level = [value] if type(value) in (dict, list) else []
+    """Raise `MalformedError` for a value that is nested too deep, also within the fields of structs. The value comes
+    from decoders, whose lists and dictionaries are never subclasses."""
+    level = [value] if _is_nested(value) else []
     for _ in range(MAX_DEPTH if level else 0):
-        level = [
-            inner
-            for each in level
-            for inner in (each.values() if type(each) is dict else each)
-            if type(inner) is dict or type(inner) is list
-        ]
+        level = [inner for each in level for inner in _iter_inner(each) if _is_nested(inner)]
         if not level:
             return
     if level:
         raise MalformedError(_TOO_DEEP_REASON)
+
+
+def _is_nested(value: Any) -> bool:
+    return type(value) is dict or type(value) is list or isinstance(value, msgspec.Struct)
+
+
+def _iter_inner(value: Any) -> Iterable[Any]:
+    if isinstance(value, msgspec.Struct):
+        return (getattr(value, name) for name in value.__struct_fields__)
+    return value.values() if type(value) is dict else value
 
 
 def _iter_leaves(value: Any) -> Iterator[Any]:

@@ -636,10 +636,7 @@ def _may_be_equal(was: Any, value: Any) -> bool:
 def check_resume_settings(saved: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ from those `saved` (`config_to_dict`) and may differ. Raises `CheckpointError`
     naming those that may not."""
-    try:
-        changed = find_changed_settings(saved, config)
-    except MalformedError as error:
-        raise CheckpointError(f"the checkpoint's configuration cannot be read: {error}") from error
+    changed = find_changed_settings(saved, config)
     refused = {k: v for k, v in changed.items() if any(k == f or k.startswith(f"{f}.") for f in FIXED_SETTINGS)}
     if "env.args.digest" in refused:
         path = config_to_dict(config)["env"]["args"].get("path") or config.env.name

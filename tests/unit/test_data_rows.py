@@ -419,12 +419,3 @@ def test_rows_of_verl_and_of_trl_are_taken_as_they_are_from_parquet(tmp_path):
     for row in (verl, {"prompt": asked, "solution": "2"}, {"prompt": asked, "ground_truth": "2", "level": 5}):
         (task,) = DatasetFactory(env(write_rows(tmp_path / "rows.parquet", [row]), reward="number"))._tasks
         assert (task.messages, task.is_chat, task.answer, task.row) == ([Message("user", "1+1?")], True, "2", row)
-
-
-def test_settings_of_a_damaged_checkpoint_are_refused_as_a_checkpoints():
-    deep: list[object] = []
-    for _ in range(200):
-        deep = [deep]
-    saved = config_to_dict(load_config("quickstart")) | {"env": {"args": {"x": deep}}}
-    with pytest.raises(CheckpointError, match="configuration cannot be read: more than 128 lists"):
-        check_resume_settings(saved, load_config("quickstart"))

@@ -1,6 +1,7 @@
 """The learner's side of a checkpoint, when one is due, what a resume is refused for, and what every book begins with after it."""
 
 import asyncio
+import functools
 import threading
 import zlib
 
@@ -342,6 +343,10 @@ def test_the_books_come_back_as_they_were():
         ({"consumed_beyond": [14, 12]}, "a group before 12, or that group itself"),
         ({"since_publication": [1]}, "since_publication"),
         ({"unheard": 1}, "unheard"),
+        (
+            {"config": {"env": {"args": functools.reduce(lambda inner, _: [inner], range(200), [])}}},
+            "more than 128 lists",
+        ),
     ],
 )
 def test_books_that_contradict_themselves_are_refused(changes, message):

@@ -3,6 +3,7 @@
 import contextlib
 import math
 from fractions import Fraction
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -68,6 +69,18 @@ def test_as_deep_as_it_reads_python_can_do_with_it_what_it_will():
         decode_json(f"[{deep}]")
     with pytest.raises(MalformedError, match=f"more than {MAX_DEPTH}"):
         decode_python_json(f"[{deep}]")
+
+
+class Carrying(msgspec.Struct):
+    anything: Any = None
+
+
+def test_what_a_struct_carries_is_no_deeper_than_what_stands_alone():
+    deep = "[" * (MAX_DEPTH - 1) + "]" * (MAX_DEPTH - 1)
+    assert msgspec.json.encode(decode_json(f'{{"anything":{deep}}}', Carrying).anything).decode() == deep
+    for kind, data in ((Carrying, f'{{"anything":[{deep}]}}'), (list[Carrying], f'[{{"anything":{deep}}}]')):
+        with pytest.raises(MalformedError, match=f"more than {MAX_DEPTH}"):
+            decode_json(data, kind)
 
 
 def test_what_python_writes_may_have_numbers_that_json_has_not():

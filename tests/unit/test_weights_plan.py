@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r3async.rollout.vllm.worker import ModuleLoad, TensorCopy, TensorFill, merge_copies
+from r3async.rollout.vllm.load_plan import ModuleLoad, TensorCopy, TensorFill, merge_copies
 
 
 @st.composite

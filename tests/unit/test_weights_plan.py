@@ -1,12 +1,23 @@
 """Copies that are joined do what they did one by one; a plan does what the loader did that it was made from."""
 
 import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r3async.rollout.vllm.load_plan import ModuleLoad, TensorCopy, TensorFill, merge_copies
+from r3async.rollout.vllm.load_plan import (
+    ModuleLoad,
+    PinnedBuffer,
+    PinnedUploader,
+    TensorCopy,
+    TensorFill,
+    merge_copies,
+    split_copy,
+)
 
 
 @st.composite
@@ -88,3 +99,62 @@ def test_padding_is_filled_and_what_is_left_out_shows():
         ModuleLoad(copies, [TensorFill("weight", 6, (2, 3), (3, 1), 0.0)]).fill_module(module, data, poison=True)
     assert module.weight.tolist() == [[0, 1, 2], [3, 4, 5], [0, 0, 0], [0, 0, 0]]
     assert (module.bias == 87).all()
+
+
+@given(experts(), st.integers(4, 200))
+def test_pieces_of_a_copy_copy_the_same_and_none_is_larger_than_asked_for(made, piece_bytes):
+    copies, file, size = made
+    data = torch.arange(float(file)).view(torch.uint8)
+    want, found = torch.full((size,), -1.0), torch.full((size,), -1.0)
+    for copy in merge_copies(copies):
+        copy.view_target(want).copy_(copy.view_source(data))
+        for target, source in split_copy(copy.view_target(found), copy.view_source(data), piece_bytes):
+            assert target.nbytes <= piece_bytes
+            target.copy_(source)
+    assert torch.equal(want, found)
+
+
+class LateStream:
+    """A stream that does nothing before the host waits for it."""
+
+    def __init__(self) -> None:
+        self._pending: list[Callable[[], object]] = []
+
+    def submit(self, work: Callable[[], object]) -> None:
+        self._pending.append(work)
+
+    def make_event(self) -> Mock:
+        event, reached = Mock(), [0]
+
+        def run_until_reached():
+            for work in self._pending[: reached[0]]:
+                work()
+            self._pending[: reached[0]] = [lambda: None] * reached[0]
+
+        event.record.side_effect = lambda: reached.__setitem__(0, len(self._pending))
+        event.synchronize.side_effect = run_until_reached
+        return event
+
+
+def test_no_buffer_is_packed_while_it_is_uploaded():
+    stream = LateStream()
+
+    class LateTensor(torch.Tensor):
+        def copy_(self, source, non_blocking=False):
+            assert non_blocking
+            stream.submit(lambda: super(LateTensor, self).copy_(source))
+
+    data = torch.arange(1200.0)
+    held = torch.zeros(3, 4, 200, dtype=torch.bfloat16).as_subclass(LateTensor)
+    events = [stream.make_event(), stream.make_event()]
+    buffers = [PinnedBuffer(torch.empty(160, dtype=torch.uint8), event) for event in events]
+    with ThreadPoolExecutor(2) as pool:
+        uploader = PinnedUploader(pool, buffers, piece_bytes=80)
+        for layer in range(3):
+            rows = data[400 * layer :][:400].view(2, 200)
+            uploader.copy_tensors([held[layer, ::2], held[layer, 1]], [rows, -rows[0]])
+    for event in events:
+        event.synchronize()
+    want = data.bfloat16().view(3, 2, 200)
+    assert torch.equal(held.as_subclass(torch.Tensor)[:, ::2], want)
+    assert torch.equal(held.as_subclass(torch.Tensor)[:, 1], -want[:, 0])

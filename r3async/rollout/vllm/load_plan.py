@@ -8,10 +8,13 @@ at once. vLLM processes a module that has been filled (padding, packing, handing
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +23,14 @@ from r3async.rollout.vllm.core import is_unpacked_linear, needs_cpu_repack
 
 _POISON_BYTE = 87
 """Byte with which a parameter is overwritten before it is filled for a comparison."""
+_UPLOAD_BYTES = 64 * 2**20
+"""Size of each of the two pinned buffers of an upload."""
+_UPLOAD_THREADS = 4
+_ALIGNMENT = 16
+"""Bytes; a multiple of every dtype's size."""
+
+CopyTensors = Callable[[list[torch.Tensor], list[torch.Tensor]], object]
+"""Copies each source, in host memory, to its target: `copy_tensors(targets, sources)`."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +86,24 @@ class ModuleLoad:
     copies: list[TensorCopy] = field(default_factory=list)
     fills: list[TensorFill] = field(default_factory=list)
 
-    def fill_module(self, module: torch.nn.Module, data: torch.Tensor, poison: bool) -> None:
+    def fill_module(
+        self,
+        module: torch.nn.Module,
+        data: torch.Tensor,
+        poison: bool,
+        copy_tensors: CopyTensors = torch._foreach_copy_,
+    ) -> None:
         """Fill the module's parameters. `poison` overwrites all bytes first, to show later whether each was filled."""
-        fill_modules([(module, self)], data, poison)
+        fill_modules([(module, self)], data, poison, copy_tensors)
 
 
-def fill_modules(module_loads: Iterable[tuple[torch.nn.Module, ModuleLoad]], data: torch.Tensor, poison: bool) -> None:
-    """Fill several modules as `ModuleLoad.fill_module` does, with one call for all copies."""
+def fill_modules(
+    module_loads: Iterable[tuple[torch.nn.Module, ModuleLoad]],
+    data: torch.Tensor,
+    poison: bool,
+    copy_tensors: CopyTensors,
+) -> None:
+    """Fill several modules as `ModuleLoad.fill_module` does, with one call of `copy_tensors` for all copies."""
     targets, sources = [], []
     for module, filling in module_loads:
         held = module._parameters
@@ -94,7 +116,74 @@ def fill_modules(module_loads: Iterable[tuple[torch.nn.Module, ModuleLoad]], dat
         targets += [copy.view_target(held[copy.parameter].data) for copy in filling.copies]
         sources += [copy.view_source(data) for copy in filling.copies]
     if targets:
-        torch._foreach_copy_(targets, sources)
+        copy_tensors(targets, sources)
+
+
+@contextlib.contextmanager
+def open_copier(device: torch.device) -> Iterator[CopyTensors]:
+    """Open what copies a file's tensors to parameters on `device`: a `PinnedUploader` if that is a GPU."""
+    if device.type != "cuda":
+        yield torch._foreach_copy_
+        return
+    buffers = [PinnedBuffer.allocate(_UPLOAD_BYTES) for _ in range(2)]
+    with ThreadPoolExecutor(_UPLOAD_THREADS) as pool:
+        yield PinnedUploader(pool, buffers, _UPLOAD_BYTES // _UPLOAD_THREADS).copy_tensors
+
+
+class PinnedBuffer(NamedTuple):
+    """Pinned memory of the host, uint8 `[n]`, and the event that its last upload has ended."""
+
+    memory: torch.Tensor
+    uploaded: torch.cuda.Event
+
+    @classmethod
+    def allocate(cls, nbytes: int) -> PinnedBuffer:
+        return cls(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
+
+
+class PinnedUploader:
+    """An upload of tensors in pageable host memory, such as a mapped file, to tensors on a GPU.
+
+    A plain copy makes the host wait, is as fast as one core, and packs what is strided in memory of its whole size. Here
+    the threads of `pool` pack pieces, of at most `piece_bytes`, into one of `buffers` while the others are uploaded. So
+    a strided target needs no more than `piece_bytes` of the GPU's memory besides its own.
+    """
+
+    def __init__(self, pool: Executor, buffers: Iterable[PinnedBuffer], piece_bytes: int):
+        self._pool, self._buffers, self._piece_bytes = pool, itertools.cycle(buffers), piece_bytes
+
+    def copy_tensors(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Copy each source to its target, in the order of the current stream. The sources may change afterwards."""
+        pairs = zip(targets, sources, strict=True)
+        pieces = collections.deque(piece for pair in pairs for piece in split_copy(*pair, self._piece_bytes))
+        while pieces:
+            memory, uploaded = next(self._buffers)
+            uploaded.synchronize()  # the host may not write what is still read
+            packing, offset = [], 0
+            while pieces and offset + pieces[0][0].nbytes <= len(memory):
+                target, source = pieces.popleft()
+                packed = memory[offset : offset + target.nbytes].view(target.dtype).view(target.shape)
+                packing.append((target, packed, self._pool.submit(packed.copy_, source)))
+                offset += -(-target.nbytes // _ALIGNMENT) * _ALIGNMENT
+            for target, packed, done in packing:
+                done.result()
+                target.copy_(packed, non_blocking=True)
+            uploaded.record()
+
+
+def split_copy(
+    target: torch.Tensor, source: torch.Tensor, piece_bytes: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Divide a copy of `source`, of any strides, to `target`, of the same shape, into copies of at most `piece_bytes`."""
+    if target.nbytes <= piece_bytes:
+        yield target, source
+        return
+    rows = piece_bytes * len(target) // target.nbytes
+    if rows:
+        yield from zip(target.split(rows), source.split(rows), strict=True)
+        return
+    for target_row, source_row in zip(target, source, strict=True):
+        yield from split_copy(target_row, source_row, piece_bytes)
 
 
 def merge_copies(copies: Iterable[TensorCopy]) -> list[TensorCopy]:
@@ -250,6 +339,7 @@ class LoadPlan:
         self, model: torch.nn.Module, dtype: torch.dtype, header: bytes, module_loads: dict[torch.nn.Module, ModuleLoad]
     ):
         self._header, self._dtype = header, dtype
+        self._device = next(model.parameters()).device
         self._deferred_attention = _find_deferred_attention(model)
         self._unprocessed_loads: list[tuple[torch.nn.Module, ModuleLoad]] = []
         """Loads of the modules that vLLM does not process after loading."""
@@ -273,10 +363,10 @@ class LoadPlan:
         from vllm.model_executor.model_loader.reload import layerwise, meta, utils
 
         data = content[len(self._header) :]
-        with torch.no_grad():
-            fill_modules(self._unprocessed_loads, data, poison)
+        with torch.no_grad(), open_copier(self._device) as copy_tensors:
+            fill_modules(self._unprocessed_loads, data, poison, copy_tensors)
             worked = dict(self._processed_loads)
-            with on_materialize(lambda module: worked[module].fill_module(module, data, poison)):
+            with on_materialize(lambda module: worked[module].fill_module(module, data, poison, copy_tensors)):
                 for module in worked:
                     info = layerwise.get_layerwise_info(module)
                     info.kernel_tensors = utils.get_layer_params_buffers(module)

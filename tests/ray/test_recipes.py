@@ -50,8 +50,8 @@ def serving_beside(recipe, folder):
         server.wait(10)
 
 
-NIGHTLY = {"environments", "harbor"}
-"""Recipes whose environments have tests of their own, and whose runs go the way of the other recipes."""
+NIGHTLY = {"code", "environments", "harbor", "math", "tools"}
+"""Recipes whose environments and rewards have tests of their own, and whose runs go the way of the other recipes."""
 RUNS = [
     pytest.param(recipe, run, marks=[pytest.mark.nightly] if recipe in NIGHTLY else [])
     for recipe in RECIPES

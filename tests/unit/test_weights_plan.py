@@ -96,7 +96,8 @@ def test_padding_is_filled_and_what_is_left_out_shows():
     data = torch.arange(6.0).view(torch.uint8)
     copies = [TensorCopy("weight", torch.float32, 0, 0, ((2, 3, 3), (3, 1, 1)))]
     with torch.no_grad():
-        ModuleLoad(copies, [TensorFill("weight", 6, (2, 3), (3, 1), 0.0)]).fill_module(module, data, poison=True)
+        load = ModuleLoad(copies, [TensorFill("weight", 6, (2, 3), (3, 1), 0.0)])
+        load.fill_module(module, data, True, torch._foreach_copy_)
     assert module.weight.tolist() == [[0, 1, 2], [3, 4, 5], [0, 0, 0], [0, 0, 0]]
     assert (module.bias == 87).all()
 

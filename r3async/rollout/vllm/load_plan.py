@@ -91,7 +91,7 @@ class ModuleLoad:
         module: torch.nn.Module,
         data: torch.Tensor,
         poison: bool,
-        copy_tensors: CopyTensors = torch._foreach_copy_,
+        copy_tensors: CopyTensors,
     ) -> None:
         """Fill the module's parameters. `poison` overwrites all bytes first, to show later whether each was filled."""
         fill_modules([(module, self)], data, poison, copy_tensors)
@@ -125,7 +125,10 @@ def open_copier(device: torch.device) -> Iterator[CopyTensors]:
     if device.type != "cuda":
         yield torch._foreach_copy_
         return
-    buffers = [PinnedBuffer.allocate(_UPLOAD_BYTES) for _ in range(2)]
+    buffers = [
+        PinnedBuffer(torch.empty(_UPLOAD_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
+        for _ in range(2)
+    ]
     with ThreadPoolExecutor(_UPLOAD_THREADS) as pool:
         yield PinnedUploader(pool, buffers, _UPLOAD_BYTES // _UPLOAD_THREADS).copy_tensors
 
@@ -135,10 +138,6 @@ class PinnedBuffer(NamedTuple):
 
     memory: torch.Tensor
     uploaded: torch.cuda.Event
-
-    @classmethod
-    def allocate(cls, nbytes: int) -> PinnedBuffer:
-        return cls(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
 
 
 class PinnedUploader:

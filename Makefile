@@ -15,7 +15,9 @@ OVERRIDES := $(if $(ARGS),,$(filter-out PYTHON=% ARGS=% EXTRA=%,$(MAKEOVERRIDES)
 # What needs neither Ray nor an engine nor a process group runs on all cores at once, with one process more, since some tests
 # wait. The rest has processes of its own, which mostly wait for each other to load: two files at a time, however many cores.
 QUICK := not (ray or engine or ranks or emulated or gpu or long or nightly) or short_run
-ON_ALL_CORES := -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist loadfile --no-loadscope-reorder
+# Folders without a quick test (MARKED_FOLDERS in tests/conftest.py): each process would import vLLM to find none.
+LEFT_OUT := $(addprefix --ignore=tests/,engine gpu ranks)
+ON_ALL_CORES := -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist loadfile --no-loadscope-reorder $(LEFT_OUT)
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help install quickstart test test-all test-gpu lint format wheel docs docs-serve check-frozen clean distclean

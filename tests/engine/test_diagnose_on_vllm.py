@@ -11,6 +11,7 @@ from r3async.tools.diagnose.reference import ReferenceModel
 from r3async.tools.diagnose.witnesses import observe_engine
 from tests.helpers import mismatches as hf
 from tests.helpers.engine import needs_fp8_cache, revive, started
+from tests.helpers.engine_mismatches import IN_ENGINE
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -43,7 +44,7 @@ def tensors(model):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(model):
-    async with started(model, worker_extension_cls="tests.helpers.mismatches.PlantingExtension") as engine:
+    async with started(model, worker_extension_cls="tests.helpers.engine_mismatches.PlantingExtension") as engine:
         yield engine
 
 
@@ -60,7 +61,7 @@ async def seen(engine, reference, tensors, model, tmp_path):
     return examine_outputs(reference, side.outputs)
 
 
-@pytest.mark.parametrize("fault", hf.IN_ENGINE, ids=lambda f: f.name.replace(" ", "-"))
+@pytest.mark.parametrize("fault", IN_ENGINE, ids=lambda f: f.name.replace(" ", "-"))
 async def test_a_fault_in_vllm_is_named(engine, reference, tensors, model, tmp_path, fault):
     await engine._core.collective_rpc("r3_plant", args=(fault.name,))
     try:

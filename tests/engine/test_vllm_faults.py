@@ -20,7 +20,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def faulty(tiny_model):
-    planting = {"worker_extension_cls": "tests.helpers.engine.FaultyExtension", "logprobs_mode": "raw_logprobs"}
+    planting = {
+        "worker_extension_cls": "tests.helpers.worker_extensions.FaultyExtension",
+        "logprobs_mode": "raw_logprobs",
+    }
     async with started(tiny_model, concurrency=16, gib=0.25, **planting) as engine:
         yield engine
 

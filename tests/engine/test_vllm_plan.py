@@ -97,6 +97,6 @@ async def test_a_plan_loads_what_the_loader_loads(vllm_engine, tiny_model, tmp_p
 async def test_a_plan_loads_what_the_loader_loads_in_other_models(kind, tmp_path):
     config, dtype = MODELS[kind]
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    compared = {"worker_extension_cls": "tests.helpers.engine.ComparedExtension"}
+    compared = {"worker_extension_cls": "tests.helpers.worker_extensions.ComparedExtension"}
     async with started(tmp_path / "model", 128, concurrency=2, dtype=dtype, **compared) as engine:
         await check_plan(engine, names_and_shapes(tmp_path / "model"), dtype, tmp_path / "published")

@@ -5,15 +5,12 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 
 from r3async.rollout.engine import GenerationRequest
 from r3async.rollout.vllm.engine import VllmEngine
-from r3async.rollout.vllm.worker import WorkerExtension, digest_parameters
-from r3async.weights.fetch import VersionFile
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.publish import VersionStore
 from tests.helpers.models import gates_of
@@ -233,64 +230,3 @@ async def revive(engine: VllmEngine) -> None:
     engine._requests.failure = None
     await engine._core.resume_generation()
     engine._requests.resume_admission()
-
-
-class FaultyExtension(WorkerExtension):
-    """A worker with the fault that it is told to have.
-
-    `flipped`: one bit of three tensors differs from what was checked. `unfinished`: it reloads as plain vLLM does, and
-    experts stay in checkpoint layout. `lost`: the reload dies half-way.
-    """
-
-    FLIPPED = (
-        "model.layers.0.mlp.experts.3.up_proj.weight",
-        "model.layers.2.self_attn.k_proj.weight",
-        "model.norm.weight",
-    )
-    r3_fault = ""
-
-    def r3_plant(self, fault: str) -> None:
-        self.r3_fault, self.r3_load_plan = fault, None
-
-    def r3_map_file(self, published: WeightManifest) -> torch.Tensor:
-        content = super().r3_map_file(published).clone()
-        for name, tensor in VersionFile(published, content).iter_tensors():
-            if self.r3_fault == "flipped" and name in self.FLIPPED:
-                tensor.reshape(-1).view(torch.int32)[7] ^= 1 << 22
-        return content
-
-    def r3_finish_load(self) -> None:
-        if self.r3_fault == "lost":
-            raise RuntimeError("lost half-way")
-        if self.r3_fault != "unfinished":
-            super().r3_finish_load()
-
-
-class ComparedExtension(WorkerExtension):
-    """A worker that reports how it loads, and what it holds."""
-
-    r3_reloads = 0
-
-    def r3_reload_tensors(self, published: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self.r3_reloads += 1
-        super().r3_reload_tensors(published, tensors)
-
-    def r3_loads(self) -> int:
-        """Return how often vLLM's loader loaded."""
-        return self.r3_reloads
-
-    def r3_copies(self) -> int:
-        return self.r3_load_plan.copy_count if self.r3_load_plan is not None else -1
-
-    def r3_worked(self) -> list[str]:
-        """Return the names of the modules that vLLM processes after it has loaded them, except experts that are only
-        packed."""
-        names = {module: name for name, module in self.model_runner.get_model().named_modules()}
-        return [names[module] for module, _ in self.r3_load_plan._processed_loads]
-
-    def r3_digests(self) -> dict[str, int]:
-        return digest_parameters(self.model_runner.get_model())
-
-    def r3_load_as_vllm(self, manifest: bytes) -> None:
-        published = msgspec.msgpack.decode(manifest, type=WeightManifest)
-        self.r3_reload_tensors(published, VersionFile(published).iter_tensors())

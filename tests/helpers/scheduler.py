@@ -9,7 +9,7 @@ from vllm.v1.core.sched.interface import PauseState
 
 from r3async.rollout.vllm.core import BufferingScheduler
 from r3async.weights.manifest import WeightManifest
-from tests.helpers.engine import ComparedExtension
+from tests.helpers.worker_extensions import ComparedExtension
 
 FEEDS: dict[str, list[tuple[int, int, int]]] = {}
 """Feeds of each request, in order: version of the loaded weights, first position and the one after the last."""

@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from r3async.rollout.vllm.core import is_unpacked_linear, needs_cpu_repack
-
 _POISON_BYTE = 87
 """Byte with which a parameter is overwritten before it is filled for a comparison."""
 _UPLOAD_BYTES = 64 * 2**20
@@ -382,6 +380,8 @@ def _is_unprocessed(module: torch.nn.Module) -> bool:
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    from r3async.rollout.vllm.core import is_unpacked_linear, needs_cpu_repack
 
     method = getattr(module, "quant_method", None)
     if not isinstance(method, QuantizeMethodBase):

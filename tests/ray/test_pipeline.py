@@ -114,13 +114,13 @@ def routes_were_the_engines_own(run_dir, rows):
 
 
 @pytest.mark.short_run
-def test_staleness_zero_is_on_policy_and_the_learner_agrees_with_the_engine(warm_model, tmp_path):
+def test_staleness_zero_is_on_policy_and_the_learner_agrees_with_the_engine(tmp_path):
     run_dir = r3async.train(
         "quickstart",
         runs=tmp_path,
         name="on-policy",
         steps=3,
-        model={"path": str(warm_model)},
+        model={"init": {"max_warm_steps": 1, "warm_reward": 0.0}},
         generator={"kv_cache_gib": 0.25},
         schedule={"prompts_per_step": 4, "group_size": 4, "max_staleness": 0},
         routing={"replay": "off"},

@@ -45,6 +45,7 @@ def test_a_run_that_failed_once_keeps_every_invariant(path: Path):
     assert not result.violated, f"{result.violated}: {result.reason}"
 
 
+@pytest.mark.long
 def test_the_first_seeds_keep_every_invariant():
     for result in search_seeds(range(SEEDS), jobs=2):
         assert not result.violated, f"seed {result.seed}: {result.violated}: {result.reason}"

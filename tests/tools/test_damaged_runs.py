@@ -226,6 +226,7 @@ def failures(count: int, root: Path) -> Iterator[str]:
         shutil.rmtree(run)
 
 
+@pytest.mark.long
 def test_whatever_is_damaged_every_view_shows_the_rest(tmp_path: Path) -> None:
     found = list(failures(COUNT, tmp_path))
     assert not found, "\n".join(found)

@@ -28,6 +28,7 @@ def test_a_run_that_failed_for_another_reason_is_not_diagnosed(tmp_path):
     assert said(tmp_path) == []
 
 
+@pytest.mark.long
 def test_what_cannot_be_diagnosed_is_left_to_the_person_with_the_reason(tmp_path, kept):
     (line,) = said(tmp_path)
     assert "was not diagnosed (configuration error: the start model of" in line

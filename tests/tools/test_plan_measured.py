@@ -30,7 +30,7 @@ SHAPES = {
 
 def peak(call) -> int:
     """Bytes that are allocated at once, at most, of those that were not before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as taken:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as taken:
         call()
     held = most = 0
     events = [e for e in taken.profiler.kineto_results.events() if e.name() == "[memory]"]

@@ -1,4 +1,4 @@
-"""Nothing in the rooms that run in a simulation passes the seam by; and the rule sees what does."""
+"""The rule about the seam, which `make lint` checks, sees what passes it by."""
 
 from pathlib import Path
 
@@ -152,12 +152,8 @@ def test_what_encodes_or_is_told_what_to_do_with_bad_bytes_is_not() -> None:
 
 def test_every_exemption_from_decoding_is_needed() -> None:
     for name in DECODING_EXEMPT:
-        paths = [path for path in ROOT.glob("**/*.py") if str(path.relative_to(ROOT)).startswith(name)]
+        paths = [ROOT / name] if name.endswith(".py") else list((ROOT / name).rglob("*.py"))
         assert any(check_decoding(name, path.read_text()) for path in paths), f"{name} needs no exemption"
-
-
-def test_no_room_passes_the_seam_by() -> None:
-    assert check_repository() == []
 
 
 def test_every_exemption_is_needed(defaults) -> None:

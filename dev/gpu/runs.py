@@ -155,6 +155,8 @@ def _run_rank(case: Case, rank: int, model: Path, out: Path) -> None:
     from r3async.learner.batch import pack_for_ranks
     from r3async.tools.gpu_check.place import make_config, make_samples
 
+    # A forked process makes torch's pool of threads again, which two threads at once do not survive: before there are any.
+    torch.set_num_threads(1)
     if case.num_ranks > 1:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",

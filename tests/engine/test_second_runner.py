@@ -83,16 +83,17 @@ async def test_the_engine_has_the_second_runner(vllm_engine):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "arguments"),
+    "parts",
     [
-        pytest.param("generations", {}, marks=pytest.mark.nightly),
-        pytest.param("learner_agrees", {"backend": "torch"}, marks=pytest.mark.nightly),
-        ("updates", {"on_update": "keep"}),
+        pytest.param([("generations", {}), ("learner_agrees", {"backend": "torch"})], marks=pytest.mark.nightly),
+        [("updates", {"on_update": "keep"})],
     ],
+    ids=["generations-learner_agrees", "updates"],
 )
-async def test_a_check_of_a_gpus_engine_passes(tmp_path, name, arguments):
-    """Answers with routes for every row, the learner's log-probs of them, or six versions under running requests."""
-    line = command(tmp_path, True, f"engine:{name}", {"mode": "eager", **arguments})
-    output = await asyncio.to_thread(subprocess.run, line, capture_output=True, text=True, timeout=280)
-    figures = json.loads(output.stdout.rpartition(RESULT)[2] or "{}")
-    assert figures.get("ok"), f"{figures} {output.stderr[-2000:]}"
+async def test_checks_of_a_gpus_engine_pass(tmp_path, parts):
+    """Answers with routes for every row and the learner's log-probs of them; six versions under running requests."""
+    for name, arguments in parts:
+        line = command(tmp_path, True, f"engine:{name}", {"mode": "eager", **arguments})
+        output = await asyncio.to_thread(subprocess.run, line, capture_output=True, text=True, timeout=280)
+        figures = json.loads(output.stdout.rpartition(RESULT)[2] or "{}")
+        assert figures.get("ok"), f"{name}: {figures} {output.stderr[-2000:]}"

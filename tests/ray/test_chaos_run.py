@@ -35,7 +35,7 @@ def test_a_run_of_which_every_role_is_killed_trains_everything_once(untrained, t
 def allowed(scenario, root):
     """Skips where no file system may be mounted."""
     try:
-        with scenario.place(root):
+        with scenario.provide_directory(root):
             pass
     except ConfigError as error:
         pytest.skip(str(error))

@@ -48,8 +48,8 @@ def test_a_head_ends_with_the_process_of_the_tests_also_when_that_is_killed():
 def test_a_head_on_this_host_that_nothing_names_is_left_alone():
     """Ray finds such a head by a file, would join it, and then refuses the capacity that we ask for."""
     code = (
-        "import ray; from r3async.world.cluster import RayActors\n"
-        "RayActors().join_cluster(None, 3); print(ray.cluster_resources()['CPU'])"
+        "import ray; from r3async.world.real import REAL_WORLD\n"
+        "REAL_WORLD.actors.join_cluster(None, 3); print(ray.cluster_resources()['CPU'])"
     )
     with plain_head() as address, tempfile.TemporaryDirectory(prefix="r3") as home:
         Path(home, "ray").mkdir()

@@ -13,12 +13,12 @@ import time
 
 import pytest
 from rich.console import Console
-from safetensors.torch import load_file
 
 from r3async.checkpoint import CheckpointDirectory
 from r3async.config import load_config
 from r3async.record.reading import read_json_objects
 from r3async.tools.train import train
+from tests.helpers.models import load_weights
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
 
@@ -72,9 +72,9 @@ def check_books(run_dir, steps, prompts_per_step=2, samples=4):
 
 def finished_weights(run_dir):
     """Return all tensors of the model of a run that ended, of which each rank wrote a file."""
-    files = sorted((run_dir / "model").glob("*.safetensors"))
-    assert files
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    tensors = load_weights(run_dir / "model")
+    assert tensors
+    return tensors
 
 
 def test_a_run_that_is_killed_and_resumed_ends_with_the_same_weights_bit_by_bit(untrained, tmp_path):

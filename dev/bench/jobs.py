@@ -122,10 +122,12 @@ def report_progress(directory: Path, line: str) -> None:
     scratch.replace(directory / PROGRESS_FILE)
 
 
-def reset_memory_peak() -> None:
-    """Restart the peak of this process's memory, `VmHWM`, if the kernel allows it (proc(5), `clear_refs`)."""
+def reset_memory_peak() -> float:
+    """Restart the peak of this process's memory, `VmHWM`, if the kernel allows it (proc(5), `clear_refs`), and return
+    its resident memory in MiB: what a peak is to be compared with."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
+    return memory_mib("VmRSS")
 
 
 def memory_mib(field: str) -> float:

@@ -120,7 +120,7 @@ class SideFigures(msgspec.Struct, frozen=True):
     cpu_seconds: float
     lag_ms: float | None = None
     own_lag_ms: float | None = None
-    high_water_mib: float | None = None
+    extra_mib: float | None = None
 
 
 def measure_transport(*, quick: bool, rounds: int, print_line: PrintLine) -> Measurements:
@@ -140,7 +140,7 @@ def measure_transport(*, quick: bool, rounds: int, print_line: PrintLine) -> Mea
                 measured.add_figures(
                     f"{path}, {actual:,} bytes", _path_figures(path, sides, count * actual / 1e9, count)
                 )
-    # Last: what it leaves in this process's heap would count as memory of the learner's side.
+    # Last: the free heap that it leaves would hide memory that the learner's side takes.
     measure_format(tokens)  # warms up
     for _ in range(3 if quick else 20):
         for name, figures in measure_format(tokens).items():
@@ -187,8 +187,8 @@ def _path_figures(
         "its own": learner.own_lag_ms,
         "generator's lag p99, ms": generator.lag_ms,
         "its own part": generator.own_lag_ms,
-        "generator MiB": generator.high_water_mib,
-        "learner MiB": learner.high_water_mib,
+        "generator's extra MiB": generator.extra_mib,
+        "learner's extra MiB": learner.extra_mib,
     }
 
 
@@ -236,11 +236,11 @@ async def _receive_raw(
     return done, _figures_between(marks, lag, None)
 
 
-def _figures_between(marks: list[tuple[float, float]], lag: LagMonitor, high: float | None) -> SideFigures:
+def _figures_between(marks: list[tuple[float, float]], lag: LagMonitor, extra_mib: float | None) -> SideFigures:
     """Return the figures of the time from the first message to the last: while the generator's process starts, the loop
     idles."""
     (began, computed), (ended, computed_then) = marks[0], marks[-1]
-    return SideFigures(ended - began, computed_then - computed, *lag.percentiles_between(began, ended), high)
+    return SideFigures(ended - began, computed_then - computed, *lag.percentiles_between(began, ended), extra_mib)
 
 
 async def _receive_whole(
@@ -263,7 +263,7 @@ async def _receive_whole(
     server, client = generate_keys()
     receiver = TrajectoryReceiver("bench", settings, ArrivalTimer(), keys=server, store=spool)
     endpoint = await receiver.start()
-    reset_memory_peak()
+    resident_mib = reset_memory_peak()
     inflight = max(4, min(256, 2**25 // nbytes))
     async with contextlib.AsyncExitStack() as stack:
         if spool is not None:
@@ -272,8 +272,8 @@ async def _receive_whole(
         lag = await stack.enter_async_context(LagMonitor())
         job = TransportJob(path, endpoint, nbytes, count, inflight, client.server_public_key, client.secret_key)
         done = await _start_sender(job, directory, print_line)
-        high = memory_mib("VmHWM")
-    return done, _figures_between(marks[1:], lag, high)
+        extra_mib = memory_mib("VmHWM") - resident_mib
+    return done, _figures_between(marks[1:], lag, extra_mib)
 
 
 @contextlib.asynccontextmanager
@@ -380,13 +380,13 @@ async def send_whole(job: TransportJob) -> SideFigures:
 
     await sender.send(msgspec.structs.replace(trajectory, trajectory_id="first", group_index=job.count))
     await sender.flush(LIMIT)
-    reset_memory_peak()
+    resident_mib = reset_memory_peak()
     async with asyncio.timeout(LIMIT), LagMonitor() as lag:
         began, computed = time.perf_counter(), time.process_time()
         await asyncio.gather(*(feed_sender() for _ in range(job.inflight)))
         if await sender.flush(LIMIT):
             raise TimeoutError("not all was acknowledged")
         ended, computed = time.perf_counter(), time.process_time() - computed
-    high = memory_mib("VmHWM")
+    extra_mib = memory_mib("VmHWM") - resident_mib
     await sender.close()
-    return SideFigures(ended - began, computed, *lag.percentiles_between(began, ended), high)
+    return SideFigures(ended - began, computed, *lag.percentiles_between(began, ended), extra_mib)

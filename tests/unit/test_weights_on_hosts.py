@@ -10,13 +10,15 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from r3async.actors.delivery import choose_weight_backend
+from r3async.actors.delivery import VersionWriter, choose_weight_backend
 from r3async.actors.ranks import LocalRank, RankCalls, RankProcesses, RemoteRanks
 from r3async.config import ConfigError, load_config
+from r3async.learner import LearnerError
 from r3async.weights import fetch as relay
 from r3async.weights.delta import digest_version
 from r3async.weights.fetch import PartServer, TcpReceiver, TcpServer, iter_verified_tensors, verify_version_file
 from r3async.weights.publish import PartFolder
+from r3async.world.real import REAL_WORLD
 from tests.helpers.transport import CLIENT_KEYS, SERVER_KEYS
 from tests.unit.test_ranked_writing import Backend, Called
 
@@ -74,10 +76,22 @@ class Learner:
         for rank in self.ranks:
             rank.local.backend.step()
 
+    def watch_senders(self, report_event):
+        """Have the version writer of a learner watch the senders. Its calls are made on this event loop."""
+        lane, config = SimpleNamespace(run=call_here), load_config("quickstart")
+        served = {"server": self.server, "remote_ranks": self.remote, "report_event": report_event}
+        writer = VersionWriter(REAL_WORLD, config, None, None, self.remote, lane, lane, None, 10.0, **served)
+        writer.begin_watching()
+        return writer
+
     async def close(self):
         for server in (self.server, *self.sender_rank.servers):
             await server.close()
         self.remote.close()
+
+
+async def call_here(function, *args):
+    return function(*args)
 
 
 @pytest.fixture
@@ -161,13 +175,41 @@ async def test_a_sender_that_sends_nothing_is_reported_and_its_successor_serves_
     (sender,) = learner.sender_rank.servers
     await sender.close()
     fetching = asyncio.create_task(make("engines").fetch_version(manifest, parts, 20.0))
-    silent = await asyncio.wait_for(learner.server.silent_parts.get(), 10.0)
-    assert not fetching.done()
-    learner.sender_rank.servers.append(PartServer("127.0.0.1", SERVER_KEYS))
-    host, endpoint = learner.remote.revive_sender(learner.server.list_remote_parts(silent.endpoint))
-    assert (host, endpoint != silent.endpoint) == ("there", True)
-    learner.server.move_parts(silent.endpoint, endpoint)
+    reports = []
+
+    def report_event(event, **fields):
+        if event == "weights_stalled":
+            assert not fetching.done()
+            learner.sender_rank.servers.append(PartServer("127.0.0.1", SERVER_KEYS))
+        reports.append((event, fields))
+
+    watching = learner.watch_senders(report_event)
     verify_version_file(await fetching)
+    (stalled, silent), (going_on, successor) = reports
+    assert (stalled, going_on) == ("weights_stalled", "weights_go_on")
+    assert (successor["host"], successor["replaced"]) == ("there", True)
+    assert successor["sender"] != silent["sender"]
+    await watching.close()
+
+
+async def test_the_watch_of_senders_ends_when_their_rank_is_lost(learner, make, monkeypatch):
+    """The loss ends the step, which makes the ranks and their senders anew."""
+    monkeypatch.setattr(relay, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(relay, "MAX_SILENCE_SECONDS", 0.2)
+    manifest, parts = learner.publish(0)
+    await learner.sender_rank.servers[0].close()
+
+    def lose_rank(keys, paths):
+        raise LearnerError("rank 1 was lost")
+
+    learner.sender_rank.serve_parts = lose_rank
+    reports = []
+    watching = learner.watch_senders(lambda event, **fields: reports.append(event))
+    fetching = asyncio.create_task(make("engines").fetch_version(manifest, parts, 20.0))
+    await asyncio.wait_for(watching._watching, 10.0)
+    assert reports == ["weights_stalled"]
+    fetching.cancel()
+    await watching.close()
 
 
 async def test_a_failed_version_is_joined_from_all_hosts(learner, tmp_path):

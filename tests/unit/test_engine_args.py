@@ -18,7 +18,7 @@ from r3async.config.rollout import (
 )
 from r3async.rollout import build_engine
 from r3async.rollout.vllm import engine as vllm_engine_module
-from r3async.rollout.vllm.engine import VllmEngine
+from r3async.rollout.vllm.engine import VllmEngine, describe_start_failure
 from r3async.tools.memory import ENGINE_BATCH_TOKENS
 from r3async.tools.plan import DEFAULT_ENGINE_SHARE
 
@@ -106,3 +106,12 @@ def test_the_tables_are_of_vllms_arguments_and_the_plan_knows_its_defaults():
     assert CACHE_DTYPE_BYTES.keys() <= set(get_args(CacheDType))
     assert fields["gpu_memory_utilization"] == DEFAULT_ENGINE_SHARE
     assert SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS == ENGINE_BATCH_TOKENS
+
+
+def test_a_start_that_a_package_beside_vllm_prevents_names_the_command_that_knows_the_remedy():
+    """As pip installs them from an index that has torch for CPU, and torchvision for CUDA alone."""
+    unfit = describe_start_failure("init", RuntimeError("operator torchvision::nms does not exist"))
+    assert unfit.startswith(
+        "vLLM could not start with init: operator torchvision::nms does not exist; `r3async doctor`"
+    )
+    assert "doctor" not in describe_start_failure("init", RuntimeError("no such file"))

@@ -146,7 +146,7 @@ class VllmEngine:
         except BaseException as error:
             await self._end_core(0.0)
             if isinstance(error, Exception):
-                raise EngineError(f"vLLM could not start with {self._engine_args['model']}: {error}") from error
+                raise EngineError(describe_start_failure(self._engine_args["model"], error)) from error
             raise
         # Imported objects stay alive: a garbage collection over all of them would block the event loop.
         gc.freeze()
@@ -493,6 +493,14 @@ class VllmEngine:
             return np.empty((0, self.routing.layers, self.routing.top_k), route_dtype(self.routing.num_experts))
         rows = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         return rows if len(self._moe_layers) == rows.shape[1] else rows[:, self._moe_layers]
+
+
+def describe_start_failure(model: str, error: Exception) -> str:
+    """Return what prevented vLLM from starting. If it is a package that does not fit its torch, `doctor` is named, which
+    knows what to do about it: plain pip installs such packages with vLLM's CPU build."""
+    unfit = any(name in str(error) for name in ("torchvision", "torchaudio", "torchcodec"))
+    hint = "; `r3async doctor` names what to uninstall" if unfit else ""
+    return f"vLLM could not start with {model}: {error}{hint}"
 
 
 def iter_process_ancestors(pid: int) -> Iterator[psutil.Process]:

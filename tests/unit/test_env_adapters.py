@@ -13,6 +13,7 @@ from r3async.config import ConfigError, EnvConfig
 from r3async.envs import Action, EnvironmentFailed, Message
 from r3async.envs.adapters.textarena_games import choose_random_move
 from r3async.envs.factory import build_environment_factory
+from r3async.envs.pool_worker import EnvironmentHost, WorkerCall, WorkerReply
 from tests.helpers.rewards import mean_reward
 from tests.helpers.verifiers import tasksets_in
 
@@ -319,3 +320,40 @@ async def test_an_environment_is_reset_before_it_is_stepped():
     for name in ("textarena:TicTacToe-v0", "verifiers:vf_single_sums"):
         with pytest.raises(EnvironmentFailed, match="reset before"):
             await make(name)().step(Action(""))
+
+
+ADAPTERS = "r3async.envs.adapters"
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "arguments", "answers"),
+    [
+        ("reasoning-gym:chain_sum", "reasoning_gym_tasks:ReasoningGymEnvironment", {"task": "chain_sum"}, ["7"]),
+        (
+            "gymnasium:FrozenLake-v1",
+            "gymnasium_games:GymnasiumEnvironment",
+            {"id": "FrozenLake-v1", "render_mode": "ansi", "prompt": "Go!", "invalid_limit": 2},
+            ["2", "fly", "1", "fly"],
+        ),
+        (
+            "textarena:TicTacToe-v0",
+            "textarena_games:TextArenaEnvironment",
+            {"id": "TicTacToe-v0", "seat": 1},
+            ["[4]", "[4]"],
+        ),
+    ],
+)
+async def test_an_episode_in_a_process_of_the_pool_is_the_one_that_would_be_played_here(name, path, arguments, answers):
+    host = EnvironmentHost()
+    host.handle_call(WorkerCall("load", path=f"{ADAPTERS}.{path}", arguments=arguments))
+    env = make(name, {key: value for key, value in arguments.items() if key not in ("id", "task")})()
+    for seed in (3, 4):
+        first = host.handle_call(WorkerCall("reset", instance=1, seed=seed))
+        assert (await env.reset(seed), getattr(env, "oracle", str)()) == (first.messages, first.oracle)
+        for answer in answers:
+            here = host.handle_call(WorkerCall("step", instance=1, action=Action(answer)))
+            assert await env.step(Action(answer)) == here.result
+            if here.result.done:
+                break
+    assert host.handle_call(WorkerCall("drop", instance=1)) == WorkerReply()
+    assert host.handle_call(WorkerCall("step", instance=1, action=Action("?"))).raised.line.startswith("KeyError")

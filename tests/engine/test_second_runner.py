@@ -81,13 +81,10 @@ async def test_the_engine_has_the_second_runner(vllm_engine):
     assert "vllm.v1.worker.gpu_model_runner" not in modules
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "parts",
-    [
-        pytest.param([("generations", {}), ("learner_agrees", {"backend": "torch"})], marks=pytest.mark.nightly),
-        [("updates", {"on_update": "keep"})],
-    ],
+    [[("generations", {}), ("learner_agrees", {"backend": "torch"})], [("updates", {"on_update": "keep"})]],
     ids=["generations-learner_agrees", "updates"],
 )
 async def test_checks_of_a_gpus_engine_pass(tmp_path, parts):

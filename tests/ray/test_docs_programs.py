@@ -12,6 +12,7 @@ SMALLER = {
     'model={"init": {"max_warm_steps": 10}}, steps=2',
     "steps=20": 'schedule={"prompts_per_step": 8, "group_size": 8}, steps=2',  # warmed up, or no answer is right
     "tasks=256": "tasks=8",
+    "tasks=64": "tasks=8",
 }
 PROGRAMS = [(page.stem, block.text) for page in PAGES for block in blocks(page) if block.how == "train"]
 LONG = {"operations": pytest.mark.nightly}

@@ -50,7 +50,7 @@ def serving_beside(recipe, folder):
         server.wait(10)
 
 
-NIGHTLY = {"code", "environments", "harbor", "math", "tools"}
+NIGHTLY = {"agent", "code", "environments", "harbor", "math", "tools"}
 """Recipes whose environments and rewards have tests of their own, and whose runs go the way of the other recipes."""
 RUNS = [
     pytest.param(recipe, run, marks=[pytest.mark.nightly] if recipe in NIGHTLY else [])

@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from r3async.config.rollout import UNWANTED_PACKAGES
 from r3async.untrusted import decode_json
 
 from .terminal import SafeConsole
@@ -32,8 +33,6 @@ CHECKED_PACKAGES = (
 )
 IMPORT_TIMEOUT_SECONDS = 120.0
 GIB = 2**30
-UNWANTED_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
-"""Packages that `make install` removes on CPU."""
 REINSTALL_COMMAND = "make install"
 
 
@@ -128,7 +127,7 @@ def check_import(name: str, version: str | None, outcome: ImportOutcome) -> Chec
         return CheckResult(name, "fail", "not installed", REINSTALL_COMMAND)
     if outcome.facts is None:
         remedy = REINSTALL_COMMAND
-        if "torchvision" in outcome.error or "torchaudio" in outcome.error or "torchcodec" in outcome.error:
+        if any(package in outcome.error for package in UNWANTED_PACKAGES):
             remedy = f"pip uninstall -y {' '.join(UNWANTED_PACKAGES)}"
         return CheckResult(name, "fail", f"{version}, does not import: {outcome.error}", remedy)
     return CheckResult(name, "ok", f"{version}, imports in {outcome.seconds:.1f} s")

@@ -114,7 +114,8 @@ class TransportJob(msgspec.Struct, frozen=True):
 
 class SideFigures(msgspec.Struct, frozen=True):
     """The figures of one side: wall and CPU seconds from the first to the last answer, the 99th percentile of the event
-    loop's lag and of its own part of it in milliseconds, and the highest resident memory."""
+    loop's lag and of its own part of it in milliseconds, and the peak of resident memory beside what the process had
+    before: imports, and what earlier measurements left, are not the transport's."""
 
     seconds: float
     cpu_seconds: float

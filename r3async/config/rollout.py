@@ -438,6 +438,10 @@ NEUTRAL_ENGINE_ARGS = frozenset(
 )
 """Arguments that schedule, load or observe, and change neither the planned memory nor what is computed."""
 
+UNWANTED_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
+"""Packages that vLLM's CPU build brings and text models do not need. They often do not fit its torch, and then vLLM does
+not start. `make install` removes them on CPU."""
+
 CACHE_DTYPE_BYTES = {"auto": 0, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 """Bytes of a key's or value's element by `kv_cache_dtype`; 0 stands for `generator.dtype`."""
 

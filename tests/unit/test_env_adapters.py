@@ -322,9 +322,6 @@ async def test_an_environment_is_reset_before_it_is_stepped():
             await make(name)().step(Action(""))
 
 
-ADAPTERS = "r3async.envs.adapters"
-
-
 @pytest.mark.parametrize(
     ("name", "path", "arguments", "answers"),
     [
@@ -345,7 +342,7 @@ ADAPTERS = "r3async.envs.adapters"
 )
 async def test_an_episode_in_a_process_of_the_pool_is_the_one_that_would_be_played_here(name, path, arguments, answers):
     host = EnvironmentHost()
-    host.handle_call(WorkerCall("load", path=f"{ADAPTERS}.{path}", arguments=arguments))
+    host.handle_call(WorkerCall("load", path=f"r3async.envs.adapters.{path}", arguments=arguments))
     env = make(name, {key: value for key, value in arguments.items() if key not in ("id", "task")})()
     for seed in (3, 4):
         first = host.handle_call(WorkerCall("reset", instance=1, seed=seed))

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import psutil
 
-from r3async.config.rollout import declare_engine_args
+from r3async.config.rollout import UNWANTED_PACKAGES, declare_engine_args
 from r3async.data.models import read_moe_layers
 from r3async.data.routes import LOST_ROUTES_FIX, RoutingError, check_expert_ids, route_dtype
 from r3async.data.supports import SupportSets
@@ -498,7 +498,7 @@ class VllmEngine:
 def describe_start_failure(model: str, error: Exception) -> str:
     """Return what prevented vLLM from starting. If it is a package that does not fit its torch, `doctor` is named, which
     knows what to do about it: plain pip installs such packages with vLLM's CPU build."""
-    unfit = any(name in str(error) for name in ("torchvision", "torchaudio", "torchcodec"))
+    unfit = any(package in str(error) for package in UNWANTED_PACKAGES)
     hint = "; `r3async doctor` names what to uninstall" if unfit else ""
     return f"vLLM could not start with {model}: {error}{hint}"
 

@@ -49,6 +49,7 @@ UNWANTED := torchvision torchaudio torchcodec
 TORCH_INDEX = $$($(PIP) index versions torch 2>/dev/null | grep -q +cpu || \
   echo --extra-index-url https://download.pytorch.org/whl/cpu)
 
+# The pip of Python 3.11 takes half as long again as a later one. It is replaced before the stamp is there: interrupted, all starts anew.
 $(STAMP): pyproject.toml
 	test -f $@ && $(VENV)/python -c "" && grep -qs " $(CURDIR)/.venv$$" .venv/pyvenv.cfg || { \
 	  test ! -L .venv || { echo ".venv links to another folder's: install there" >&2; exit 1; }; \
@@ -57,11 +58,13 @@ $(STAMP): pyproject.toml
 	    "Install it, and name it: make install PYTHON=/path/to/python3.12" >&2; exit 1; }; \
 	  df -Pk . | awk 'NR == 2 { exit $$4 < $(GB)000000 }' || { echo "less than $(GB) GB are free here" >&2; exit 1; }; \
 	  echo "installing $(if $(filter gpu,$(EXTRA)),up to 12,about 4) GB into .venv for $(EXTRA), with $$($$python --version)"; \
-	  rm -f .venv/installed-*; $$python -I -m venv --clear .venv && touch $@; }
+	  rm -f .venv/installed-*; $$python -I -m venv --clear .venv && \
+	  { $(PIP) install -q --upgrade pip || echo "going on with the pip that came with Python"; } && touch $@; }
 	# pip writes INSTALLER when a package is whole: one that was interrupted has none, and is installed again. ~: what it replaced.
 	rm -rf .venv/lib/python*/site-packages/~*
 	for package in .venv/lib/python*/site-packages/*.dist-info; do test -f $$package/INSTALLER || rm -r $$package; done
-	$(PIP) install -e ".[$(EXTRA),dev]" $(if $(filter cpu,$(EXTRA)),$(TORCH_INDEX))
+	# What a run imports is compiled when it first is. pip would compile all 33,000 files, for more than a minute.
+	$(PIP) install --no-compile -e ".[$(EXTRA),dev]" $(if $(filter cpu,$(EXTRA)),$(TORCH_INDEX))
 	$(if $(filter cpu,$(EXTRA)),$(PIP) uninstall -q -y $(UNWANTED))
 	$(if $(filter gpu,$(EXTRA)),torch=$$($(VENV)/python -c '$(CUDA_TORCH)') && test -z "$$torch" || $(PIP) install "$$torch")
 	$(if $(filter gpu,$(EXTRA)),torch=$$($(VENV)/python -c '$(CUDA_TORCH)') && test -z "$$torch" || \

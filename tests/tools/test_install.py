@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,10 @@ case "$*" in
     echo "command = $0 -m venv --clear $PWD/.venv" > .venv/pyvenv.cfg ;;
   *pip*" index versions torch")
     test -e fail-index || echo "2.13.0+cpu, 2.13.0" ;;
+  *pip*" install -q --upgrade pip")
+    echo upgrade >> calls
+    while test -e hold-upgrade; do sleep 0.05; done
+    test ! -e fail-upgrade ;;
   *pip*" install "*)
     echo "$*" | sed "s/.* install/install/" >> calls
     mkdir -p .venv/lib/python3.11/site-packages/whole-1.dist-info .venv/lib/python3.11/site-packages/half-1.dist-info
@@ -89,10 +94,18 @@ class Project:
         return [line for line in lines if not line.startswith("uninstall")]
 
     def wait_for_pip(self) -> None:
-        deadline = time.monotonic() + TIMEOUT
-        while not (self.site / "half-1.dist-info").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until((self.site / "half-1.dist-info").exists)
+
+    def wait_for_call(self, line: str) -> None:
+        path = self.folder / "calls"
+        wait_until(lambda: path.exists() and line in path.read_text().splitlines())
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def clean() -> dict[str, str]:
@@ -106,8 +119,8 @@ def project(tmp_path: Path) -> Project:
     return Project(tmp_path)
 
 
-FRESH = ["venv", "install -e .[cpu,dev]"]
-IN_PLACE = ["install -e .[cpu,dev]"]
+FRESH = ["venv", "upgrade", "install --no-compile -e .[cpu,dev]"]
+IN_PLACE = ["install --no-compile -e .[cpu,dev]"]
 
 
 def test_second_call_does_nothing(project: Project) -> None:
@@ -123,7 +136,7 @@ def test_second_call_does_nothing(project: Project) -> None:
 def test_extra_is_remembered_and_another_one_starts_with_an_empty_venv(project: Project) -> None:
     project.install("EXTRA=gpu")
     project.install()
-    assert project.calls() == ["venv", "install -e .[gpu,dev]"]
+    assert project.calls() == ["venv", "upgrade", "install --no-compile -e .[gpu,dev]"]
     project.install("EXTRA=cpu")
     assert project.calls() == FRESH
     assert "EXTRA is cpu or gpu, not tpu" in project.install("EXTRA=tpu", works=False)
@@ -158,6 +171,24 @@ def test_interrupted_while_pip_unpacks(project: Project, end: signal.Signals, up
     project.install()
     assert project.calls() == IN_PLACE
     assert project.install() == ""
+
+
+def test_interrupted_while_pip_replaces_itself_starts_anew(project: Project) -> None:
+    (project.folder / "hold-upgrade").touch()
+    process = project.start("install")
+    project.wait_for_call("upgrade")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=TIMEOUT)
+    (project.folder / "hold-upgrade").unlink()
+    project.calls()
+    project.install()
+    assert project.calls() == FRESH
+
+
+def test_an_index_without_a_later_pip_is_no_obstacle(project: Project) -> None:
+    (project.folder / "fail-upgrade").touch()
+    assert "going on with the pip that came with Python" in project.install()
+    assert project.calls() == FRESH
 
 
 def test_what_does_not_import_starts_anew(project: Project) -> None:
@@ -224,16 +255,16 @@ def test_the_index_of_torch_is_named_only_where_pip_knows_no_cpu_build(project: 
     assert project.calls() == FRESH
     (project.folder / "fail-index").touch()
     project.install("EXTRA=gpu")
-    assert project.calls() == ["venv", "install -e .[gpu,dev]"]
+    assert project.calls() == ["venv", "upgrade", "install --no-compile -e .[gpu,dev]"]
     project.install("EXTRA=cpu")
-    assert project.calls() == ["venv", f"{IN_PLACE[0]} --extra-index-url https://download.pytorch.org/whl/cpu"]
+    assert project.calls() == ["venv", "upgrade", f"{IN_PLACE[0]} --extra-index-url https://download.pytorch.org/whl/cpu"]
 
 
 def test_a_torch_without_cuda_is_replaced_where_a_gpu_is_meant(project: Project) -> None:
     """An index of pip's settings has 2.13.0+cpu, which pip takes for newer than 2.13.0."""
     (project.folder / "cpu-torch").touch()
     project.install("EXTRA=gpu")
-    assert project.calls() == ["venv", "install -e .[gpu,dev]", "install torch===2.13.0"]
+    assert project.calls() == ["venv", "upgrade", "install --no-compile -e .[gpu,dev]", "install torch===2.13.0"]
     (project.folder / "fail-cuda").touch()
     project.change()
     assert "torch was installed without CUDA" in project.install("EXTRA=gpu", works=False)
@@ -279,7 +310,7 @@ def test_make_quickstart_passes_overrides() -> None:
     assert "r3async train quickstart learner.lr=1e-4 seed=1" in make("quickstart", "seed=1", "learner.lr=1e-4")
     assert "train quickstart  seed=1 steps=2" in make("quickstart", "ARGS=seed=1 steps=2")
     assert "PYTHON" not in make("quickstart", "PYTHON=python3").split("train quickstart")[1]
-    assert "install -e .[gpu,dev]" in make("install", "EXTRA=gpu").replace('"', "")
+    assert "install --no-compile -e .[gpu,dev]" in make("install", "EXTRA=gpu").replace('"', "")
 
 
 def test_every_target_that_runs_something_installs_first() -> None:

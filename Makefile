@@ -49,7 +49,8 @@ UNWANTED := torchvision torchaudio torchcodec
 TORCH_INDEX = $$($(PIP) index versions torch 2>/dev/null | grep -q +cpu || \
   echo --extra-index-url https://download.pytorch.org/whl/cpu)
 
-# The pip of Python 3.11 takes half as long again as a later one. It is replaced before the stamp is there: interrupted, all starts anew.
+# The pip of Python 3.11 takes half as long again as a later one. It is replaced before the stamp is there: interrupted, all
+# starts anew.
 $(STAMP): pyproject.toml
 	test -f $@ && $(VENV)/python -c "" && grep -qs " $(CURDIR)/.venv$$" .venv/pyvenv.cfg || { \
 	  test ! -L .venv || { echo ".venv links to another folder's: install there" >&2; exit 1; }; \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import importlib.metadata
 import itertools
@@ -266,6 +267,8 @@ def _run_core_process(
     """Run the core in its process. The error with which it fails is sent to `failure_pipe`."""
 
     exit_with_owner(owner_pid)
+    # Ends the process before Python takes vLLM's modules apart, for seconds: what is registered first is called last.
+    atexit.register(os._exit, 0)
     try:
         with pause_garbage_collector():
             check_vllm_names()
@@ -273,6 +276,7 @@ def _run_core_process(
 
         run_core(args, address, OwnerBoundConfig(owner_pid), kv_cache_bytes if is_cpu_vllm() else None)
     except Exception as error:
+        atexit.unregister(os._exit)
         with contextlib.suppress(OSError):
             failure_pipe.send(str(error) or repr(error))
         raise

@@ -12,8 +12,6 @@ CASES = [
     Case("torch-deterministic-offload", {"backend": "torch", "deterministic": True, "offload_moments": True}),
     Case("dp2-lora", {"parallel": {"dp": 2}, "lora": {"rank": 4}}),
     Case("cp2-selective", {"parallel": {"cp": 2}, "recompute": "selective"}),
-    Case("pp2", {"parallel": {"pp": 2}}),
-    Case("tp2-ep2", {"parallel": {"tp": 2, "ep": 2}}),
     Case("dp2-ep2-sharded", {"parallel": {"dp": 2, "ep": 2}, "shard_optimizer": True}),
     Case("tp2-pp2-ep2-full", {"parallel": {"tp": 2, "pp": 2, "ep": 2}, "recompute": "full"}),
     Case("fsdp2-selective", {"backend": "torch", "parallel": {"dp": 2}, "recompute": "selective"}),
@@ -29,6 +27,8 @@ NIGHTLY = [
     Case("torch-full", {"backend": "torch", "recompute": "full"}),
     Case("torch-float32", {"backend": "torch", "dtype": "float32"}),
     Case("torch-lora", {"backend": "torch", "lora": {"rank": 4}}),
+    Case("pp2", {"parallel": {"pp": 2}}),
+    Case("tp2-ep2", {"parallel": {"tp": 2, "ep": 2}}),
     Case("dp2-ep2-gradients", {"parallel": {"dp": 2, "ep": 2}, "shard_optimizer": True, "shard_gradients": True}),
 ]
 PARTS = ("logprobs", "step-1", "export", "capture", "step-3")

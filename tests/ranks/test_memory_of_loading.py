@@ -109,12 +109,8 @@ def _fail_to_save(path: Path, out: Path, rank: int, call: str) -> str:
 @pytest.mark.ranks
 @pytest.mark.long
 @pytest.mark.parametrize(("rank", "call"), [(0, "make_directory"), (0, "save_file"), (1, "save_file")])
-def test_a_model_that_one_rank_cannot_write_is_an_error_on_all_and_leaves_nothing(tmp_path, rank, call):
-    ranks = Ranks(2, tmp_path)
-    try:
-        errors = ranks.call(_fail_to_save, hm.make_hf_model(tmp_path / "tiny"), tmp_path / "saved", rank, call)
-    finally:
-        ranks.close()
+def test_a_model_that_one_rank_cannot_write_is_an_error_on_all_and_leaves_nothing(two_ranks, tmp_path, rank, call):
+    errors = two_ranks.call(_fail_to_save, hm.make_hf_model(tmp_path / "tiny"), tmp_path / "saved", rank, call)
     assert errors[rank] == "OSError: [Errno 28] No space left on device"
     assert errors[1 - rank].startswith(f"LearnerError: rank {rank} of the learner could not write its part of")
     assert "No space left" in errors[1 - rank]

@@ -15,7 +15,8 @@ SMALLER = {
     "tasks=64": "tasks=8",
 }
 PROGRAMS = [(page.stem, block.text) for page in PAGES for block in blocks(page) if block.how == "train"]
-LONG = {"operations": pytest.mark.nightly}
+NIGHTLY = {"operations", "api"}
+"""Pages with long runs, or with the calls of the README."""
 
 
 def test_there_are_programs_that_train():
@@ -26,7 +27,7 @@ def test_there_are_programs_that_train():
 @pytest.mark.timeout(560)
 @pytest.mark.parametrize(
     ("page", "program"),
-    [pytest.param(page, text, id=page, marks=LONG.get(page, ())) for page, text in PROGRAMS],
+    [pytest.param(page, text, id=page, marks=[pytest.mark.nightly] if page in NIGHTLY else []) for page, text in PROGRAMS],
 )
 def test_a_program_of_the_pages_ends_without_an_error(page, program, tmp_path, ray_head):
     for written, smaller in SMALLER.items():

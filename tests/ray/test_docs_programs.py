@@ -27,7 +27,10 @@ def test_there_are_programs_that_train():
 @pytest.mark.timeout(560)
 @pytest.mark.parametrize(
     ("page", "program"),
-    [pytest.param(page, text, id=page, marks=[pytest.mark.nightly] if page in NIGHTLY else []) for page, text in PROGRAMS],
+    [
+        pytest.param(page, text, id=page, marks=[pytest.mark.nightly] if page in NIGHTLY else [])
+        for page, text in PROGRAMS
+    ],
 )
 def test_a_program_of_the_pages_ends_without_an_error(page, program, tmp_path, ray_head):
     for written, smaller in SMALLER.items():

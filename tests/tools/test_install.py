@@ -257,7 +257,11 @@ def test_the_index_of_torch_is_named_only_where_pip_knows_no_cpu_build(project: 
     project.install("EXTRA=gpu")
     assert project.calls() == ["venv", "upgrade", "install --no-compile -e .[gpu,dev]"]
     project.install("EXTRA=cpu")
-    assert project.calls() == ["venv", "upgrade", f"{IN_PLACE[0]} --extra-index-url https://download.pytorch.org/whl/cpu"]
+    assert project.calls() == [
+        "venv",
+        "upgrade",
+        f"{IN_PLACE[0]} --extra-index-url https://download.pytorch.org/whl/cpu",
+    ]
 
 
 def test_a_torch_without_cuda_is_replaced_where_a_gpu_is_meant(project: Project) -> None:

@@ -300,8 +300,9 @@ class GeneratorActor:
     async def run(self, conductor: ActorRef) -> None:
         """Lease episodes and play them until the conductor answers that nothing is left to play.
 
-        All turns of an episode, and its retries, are played by this engine. Raises `TransportError` if the learner
-        rejects the trajectory that stands for a failed episode: its group could never be complete.
+        All turns of an episode, and its retries, are played by this engine. Raises `EngineDeadError` if it is dead:
+        another engine plays these episodes. Raises `TransportError` if the learner rejects the trajectory that stands
+        for a failed episode: its group could never be complete.
         """
         config, world = self.config, self.world
         # An earlier call may have left counts, and its episodes end with it.
@@ -310,7 +311,7 @@ class GeneratorActor:
         # Record the routes of traced trajectories as the engine returns them.
         recorded = record_engine_routes(self._engine, self.run_dir, self.generator_id, config, world=world)
         # Let episodes begin at once, and their first answers wait for the weights that their lease names.
-        engine = VersionGate(time_engine_calls(recorded, self._timeline))
+        engine = VersionGate(time_engine_calls(recorded, self._timeline), self._woken)
         # Keep the endpoint for agents up, where there is one, for as long as episodes are played.
         async with open_agent_player(
             config.env,
@@ -355,6 +356,8 @@ class GeneratorActor:
                         await leasing.wait_for_change()
                         # The engine may have new weights, for which first answers wait.
                         engine.release_ready()
+                        # A dead engine ends the loop, and no episode fails by it: others play what was leased here.
+                        engine.raise_if_dead()
                         # Begin to play what was leased.
                         for lease in leasing.take_leases():
                             engine.require_version(lease)

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from r3async.config import Config
-from r3async.rollout.engine import InstallReport
+from r3async.rollout.engine import EngineDeadError, InstallReport
 from r3async.schedule.health import HealthState
 from r3async.weights.probe import (
     FAILED_MODEL_DIRECTORY,
@@ -51,9 +51,9 @@ class InstallFailed(ActorLostError):
 
     @property
     def is_refusal(self) -> bool:
-        """True if the generator answered that it cannot. Otherwise no answer came in time, or a disk did not take the
-        weights."""
-        return not isinstance(self.cause, OSError)
+        """True if the generator answered that it cannot. Otherwise no answer came in time, a disk did not take the
+        weights, or the engine was dead before."""
+        return not isinstance(self.cause, (OSError, EngineDeadError))
 
 
 class VersionInstaller:
@@ -288,8 +288,9 @@ class VersionInstaller:
             self._refusals[1][name] += 1
             if all(self._refusals[1][g.generator_id] >= MAX_REFUSALS for g in self.fleet if not g.is_finished):
                 raise RunFailed(f"{error} (no generator can install version {version} of the weights)") from error
-        generator.end_reason = str(error)  # the loss itself shows only that the process is gone
-        await end_process(self._world, generator.handle, *generator.process)
+        if not generator.end_reason:  # else its process is being ended already
+            generator.end_reason = str(error)  # the loss itself shows only that the process is gone
+            await end_process(self._world, generator.handle, *generator.process)
 
     async def _probe_generator(self, generator: FleetGenerator, published: Published) -> None:
         """Probe a generator with what it has installed. If the learner did not score this version and has trained on,

@@ -18,7 +18,7 @@ import msgspec
 from r3async.config import Config
 from r3async.record.routes import parse_episode_id
 from r3async.record.timeline import CounterGrowth, LagMeter
-from r3async.rollout.engine import Engine, Generation, GenerationRequest
+from r3async.rollout.engine import Engine, EngineDeadError, Generation, GenerationRequest
 from r3async.schedule.admission import AdmissionController, GroupLease
 from r3async.schedule.pace import ConcurrencyLimiter, IdleTimeCounter, useful_concurrency
 from r3async.schedule.tasks import EpisodeEnd
@@ -86,10 +86,12 @@ class LeaseAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 class VersionGate:
     """A wrapper of `engine` whose requests for a group wait until the engine has the weights that the group's lease
-    names (`GroupLease.version`). All attributes but `generate` are those of the engine."""
+    names (`GroupLease.version`). All attributes but `generate` are those of the engine. `woken` is set when the engine
+    has died."""
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
+    def __init__(self, engine: Engine, woken: asyncio.Event):
+        self._engine, self._woken = engine, woken
+        self._death: EngineDeadError | None = None
         self._required_versions: dict[int, int] = {}
         """Required version by group, for groups that were leased before the engine had that version."""
         self._released = asyncio.Event()
@@ -116,6 +118,11 @@ class VersionGate:
             self._released.set()
             self._released = asyncio.Event()
 
+    def raise_if_dead(self) -> None:
+        """Raise `EngineDeadError` if a request has found that the engine is dead."""
+        if self._death is not None:
+            raise self._death
+
     async def generate(self, request: GenerationRequest) -> Generation:
         """Call `Engine.generate` once the engine has the version that the request's group requires."""
         which = parse_episode_id(request.request_id) if self._required_versions else None
@@ -125,7 +132,12 @@ class VersionGate:
                 await self._released.wait()
         finally:
             self.waiting -= 1
-        return await self._engine.generate(request)
+        try:
+            return await self._engine.generate(request)
+        except EngineDeadError as error:
+            self._death = error
+            self._woken.set()
+            raise
 
 
 class LeaseClient:

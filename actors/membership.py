@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from r3async.config import Config
+from r3async.rollout.engine import EngineDeadError
 from r3async.schedule.health import HealthState, RestartsExhausted
 from r3async.world import ActorLostError, ActorRef, World
 from r3async.world.stages import create_stage_task
@@ -16,7 +17,7 @@ from .delivery import check_can_join
 from .fleet import Fleet, FleetGenerator
 from .installer import VersionInstaller
 from .leasing import LeaseDispatcher
-from .process import RPC_SECONDS, ProcessLost, RunFailed, end_process
+from .process import RPC_SECONDS, ProcessLost, RunFailed, end_process, wait_for_process_end
 
 LEAVE_STOP_SECONDS = 10.0
 """Seconds that a generator which leaves may take to end in order."""
@@ -220,7 +221,7 @@ class FleetMembership:
             try:
                 if generator.state is HealthState.LOST:
                     await self._restart_generator(generator)
-                await generator.handle.call("run", self._context.conductor)
+                await self._play_leases(generator)
                 generator.is_finished = True
                 return
             except ProcessLost:
@@ -232,6 +233,19 @@ class FleetMembership:
                 self._fleet.report_lost(generator, error, await self._dispatcher.requeue_lost(generator))
                 if generator.is_leaving:
                     return
+
+    async def _play_leases(self, generator: FleetGenerator) -> None:
+        """Have a generator play until nothing is left to play. If its engine is dead, its process is ended, and that is
+        a loss like any other: raises `ActorLostError`."""
+        try:
+            await generator.handle.call("run", self._context.conductor)
+        except EngineDeadError as error:
+            if generator.end_reason:  # it is being ended already: an installation has failed
+                await wait_for_process_end(self._world, *generator.process)
+            else:
+                generator.end_reason = f"its engine is dead: {error}"
+                await end_process(self._world, generator.handle, *generator.process)
+            raise ActorLostError(f"{generator.generator_id}: {generator.end_reason}") from error
 
     async def _restart_generator(self, generator: FleetGenerator) -> None:
         """Wait for the process to be restarted, load the engine, install the current weights.

@@ -126,9 +126,14 @@ class PolledCall:
 
 
 async def end_process(world: World, actor: ActorRef, pid: int, host: str) -> None:
-    """End the process of an actor, which is then restarted. A paused process does not react to a request, and is killed
-    from here if it is on this host."""
+    """End the process of an actor, which is then restarted."""
     world.actors.kill_actor(actor, restart=True)
+    await wait_for_process_end(world, pid, host)
+
+
+async def wait_for_process_end(world: World, pid: int, host: str) -> None:
+    """Wait until a process that was asked to end has ended. A paused process does not react to that, and is killed from
+    here if it is on this host."""
     deadline = world.clock.monotonic() + KILL_AFTER_SECONDS
     while world.processes.is_alive(pid, host):
         if world.clock.monotonic() > deadline:

@@ -224,7 +224,7 @@ class _FakeGenerator:
         return {"ended": self.player.attempt_count, **counters, **lags}
 
     async def run(self, conductor: ActorRef) -> None:
-        gate = VersionGate(self._engine)  # type: ignore[arg-type]
+        gate = VersionGate(self._engine, self._woken)  # type: ignore[arg-type]
         leasing = LeaseClient(
             self._config,
             self._world.clock.monotonic,

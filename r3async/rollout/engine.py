@@ -23,6 +23,10 @@ class EngineError(RuntimeError):
     """The engine failed or returned something that cannot be trained on."""
 
 
+class EngineDeadError(EngineError):
+    """The engine has failed for good: every call fails until it is restarted. No request is to blame."""
+
+
 class CorruptWeightsError(EngineError):
     """A file that differs from what was published. The engine has not begun to load it and is unchanged."""
 
@@ -111,7 +115,8 @@ class InstallReport(msgspec.Struct, frozen=True):
 class Engine(Protocol):
     """An inference engine that generates while its weights change under it.
 
-    `generate` may run many times at once on one event loop. Cancelling it aborts the request in the engine.
+    `generate` may run many times at once on one event loop. Cancelling it aborts the request in the engine. It raises
+    `EngineDeadError`, for running requests too, once the engine has failed for good.
     """
 
     version: int

@@ -29,7 +29,7 @@ from r3async.envs import (
 )
 from r3async.envs.errors import ErrorSummary, is_repeated_error, summarize_error
 from r3async.rollout.chat import ChatRenderer, Conversation
-from r3async.rollout.engine import Engine, EngineError, Generation, GenerationRequest
+from r3async.rollout.engine import Engine, EngineDeadError, EngineError, Generation, GenerationRequest
 from r3async.rollout.samples import EpisodeSamples, PendingCall, SampleBuilder
 from r3async.schedule.tasks import EpisodeEnd, FailureSource
 from r3async.world import EventReporter, ignore_event
@@ -107,11 +107,13 @@ class RetryingEngine:
         """Sample the answer to the prompt of `call`: at least one token, at most `max_tokens`.
 
         `stop_strings` end the answer in addition to those of `episode.stop`. Raises `EngineError` or `EngineAbortError`
-        if the engine has failed too often. Cancelling aborts the running request.
+        if the engine has failed too often, and at once if it is dead. Cancelling aborts the running request.
         """
         while True:
             try:
                 return await self._try_generate(call, max_tokens, stop_strings)
+            except EngineDeadError:
+                raise
             except (EngineError, EngineAbortError) as error:
                 self._failure_count += 1
                 self._report_event(
@@ -362,7 +364,8 @@ class RetryingPlayer:
         once more if the user's code raised twice at one place. A call that fails in the engine is repeated within the
         episode (`RetryingEngine`), up to `episode.engine_retries` times. A first prompt that is too long fails at once.
         An episode that failed for good is returned as a trajectory without turns (`build_failed_trajectory`); or, with
-        `raise_failures`, `EpisodeError` is raised with the last error's traceback.
+        `raise_failures`, `EpisodeError` is raised with the last error's traceback. Raises `EngineDeadError` if the engine
+        is dead: the episode has not failed, and another engine can play it.
         """
         tries, before = dict.fromkeys(self._retry_budgets, 0), None
         while True:
@@ -370,6 +373,8 @@ class RetryingPlayer:
                 trajectory = await self._play_episode(task)
                 return PlayedEpisode(trajectory, EpisodeEnd(task.group_index, task.episode_index, task.task_seed))
             except Exception as error:
+                if (dead := find_cause(error, EngineDeadError)) is not None and not self._raise_failures:
+                    raise dead from None
                 who: FailureSource = "engine" if is_engine_failure(error) else "environment"
                 raised, allowed = summarize_error(error), self._retry_budgets[who]
                 # The engine's retries are used up already: playing from the beginning would not help.
@@ -435,13 +440,16 @@ class RetryingPlayer:
         ).play_episode()
 
 
-def is_engine_failure(error: BaseException | None) -> bool:
+def is_engine_failure(error: BaseException) -> bool:
     """Return True if the engine failed, and not the environment."""
-    while error is not None:
-        if isinstance(error, (EngineError, EngineAbortError)):
-            return True
+    return find_cause(error, EngineError, EngineAbortError) is not None
+
+
+def find_cause(error: BaseException | None, *kinds: type[BaseException]) -> BaseException | None:
+    """Return the first of `error`, its cause, the cause of that and so on that is of one of `kinds`; else None."""
+    while error is not None and not isinstance(error, kinds):
         error = error.__cause__
-    return False
+    return error
 
 
 def _describe_budget(failed_by: FailureSource, tries: int, retries: int) -> str:

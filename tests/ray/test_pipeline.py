@@ -44,22 +44,26 @@ def events(run_dir):
     return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
 
 
-def kill_generator_at_step(run_dir, step, killed):
-    """SIGKILL the generator's process once `step` is in the metrics. `killed` gets the processes below it."""
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline:
-        time.sleep(0.1)
-        metrics = run_dir / "metrics.jsonl"
-        if metrics.exists() and len(read_json_objects(metrics)) >= step:
-            pid = next(e["pid"] for e in events(run_dir) if e["event"] == "generator_started")
-            killed += psutil.Process(pid).children(recursive=True)
+def kill_generator_and_engine(run_dir, killed):
+    """SIGKILL the generator's process after step 2, and after step 6 the process of vLLM below the next one. `killed`
+    gets the processes below the first."""
+    metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + 200
+    for event, step in (("generator_started", 2), ("generator_restarted", 6)):
+        while not metrics.exists() or len(read_json_objects(metrics)) < step:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        pid = next(e["pid"] for e in events(run_dir) if e["event"] == event)
+        below = psutil.Process(pid).children(recursive=True)
+        if step == 2:
+            killed += below
             os.kill(pid, signal.SIGKILL)
-            return
+        else:
+            next(process for process in below if "EngineCore" in " ".join(process.cmdline())).kill()
 
 
-def test_a_run_goes_on_when_its_generator_is_killed_and_records_what_it_promises(warm_model, tmp_path):
+def test_a_run_goes_on_when_its_generator_or_engine_is_killed_and_records_what_it_promises(warm_model, tmp_path):
     killed = []
-    killer = threading.Thread(target=kill_generator_at_step, args=(tmp_path / "killed", 2, killed))
+    killer = threading.Thread(target=kill_generator_and_engine, args=(tmp_path / "killed", killed))
     killer.start()
     run_dir, screen = run(
         warm_model, tmp_path, "killed", f"steps={STEPS}", GENTLE, "routing.trace=all", "schedule.window=5"
@@ -84,9 +88,11 @@ def test_a_run_goes_on_when_its_generator_is_killed_and_records_what_it_promises
     assert [r["version"] for r in rows] == list(range(1, STEPS + 1))
 
     names = [e["event"] for e in events(run_dir)]
-    assert "generator_lost" in names
-    assert "generator_restarted" in names
-    assert summarize_run(run_dir).history.generators_lost == 1
+    assert names.count("generator_restarted") == 2
+    assert "episode_abandoned" not in names
+    lost = [e["error"] for e in events(run_dir) if e["event"] == "generator_lost"]
+    assert lost[1] == "its engine is dead: its process ended with code -9"
+    assert summarize_run(run_dir).history.generators_lost == len(lost) == 2
     assert "restart" in screen.getvalue()
     for product in ("report.html", "config.toml", "episodes.jsonl", "model/model.safetensors", "logs/generator-0.log"):
         assert (run_dir / product).stat().st_size > 0, product

@@ -12,6 +12,7 @@ import r3async.actors.conductor
 from r3async.actors.conductor import Conductor
 from r3async.actors.leasing import HEARTBEAT_SECONDS, LeaseAnswer, LeaseCall, LeaseClient, VersionGate
 from r3async.config import config_to_dict, load_config
+from r3async.rollout.engine import EngineDeadError
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import EpisodeEnd
 from r3async.world.real import REAL_WORLD
@@ -141,7 +142,7 @@ class Held(SimpleNamespace):
 
 async def test_what_is_leased_for_weights_that_the_engine_does_not_have_waits_for_them():
     engine = Held(version=3)
-    gate = VersionGate(engine)
+    gate = VersionGate(engine, asyncio.Event())
     for group, version in ((7, 3), (8, 4), (9, 5)):
         gate.require_version(GroupLease(group, 0, (0, 1), version))
     ids = ["g7e0t0", "g8e0t0", "g8e1t0", "g9e0t0", "probe"]
@@ -161,6 +162,20 @@ async def test_what_is_leased_for_weights_that_the_engine_does_not_have_waits_fo
     calls["g9e0t0"].cancel()
     await asyncio.sleep(0)
     assert gate.waiting == 0
+
+
+async def test_a_request_that_finds_the_engine_dead_wakes_the_loop_which_raises_it():
+    async def die(request):
+        raise EngineDeadError("its process ended")
+
+    woken = asyncio.Event()
+    gate = VersionGate(SimpleNamespace(version=0, generate=die), woken)
+    gate.raise_if_dead()
+    with pytest.raises(EngineDeadError):
+        await gate.generate(SimpleNamespace(request_id="g7e0t0"))
+    assert woken.is_set()
+    with pytest.raises(EngineDeadError, match="its process ended"):
+        gate.raise_if_dead()
 
 
 async def test_a_call_that_has_waited_for_as_long_as_it_may_is_answered_and_leased_nothing_later(conductor):
@@ -208,7 +223,7 @@ class Playing:
         self.ended: list[EpisodeEnd] = []
         engine = SimpleNamespace(collect_stats=lambda: {"running": self.leasing.playing_count}, version=0)
         who = {"generator_id": "g", "process": (1, "host"), "conductor": self.asked, "woken": self.woken}
-        self.leasing = LeaseClient(config, self.clock, VersionGate(engine), **who)
+        self.leasing = LeaseClient(config, self.clock, VersionGate(engine, self.woken), **who)
 
     async def run(self) -> None:
         """The loop of a generator, as far as leases are concerned."""

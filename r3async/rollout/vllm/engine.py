@@ -24,6 +24,7 @@ from r3async.data.versions import VersionSpanRecorder
 from r3async.rollout.engine import (
     TENSOR_NAMES_FILE,
     CorruptWeightsError,
+    EngineDeadError,
     EngineError,
     Generation,
     GenerationRequest,
@@ -198,7 +199,7 @@ class VllmEngine:
         Until the engine is paused, a failure leaves it unchanged on its old version: `CorruptWeightsError` then names
         the tensor, or `EngineError` the number of requests that did not end in time. If anything fails later, or the
         call is cancelled, the weights are in an unknown state: the engine stays paused, and every running and later
-        request fails.
+        request raises `EngineDeadError`.
         """
         async with self._install_lock:
             if self._requests.failure is not None:
@@ -247,7 +248,7 @@ class VllmEngine:
         except BaseException as error:
             what = f"took longer than {timeout} s" if isinstance(error, TimeoutError) else f"failed: {error!r}"
             failure = EngineError(f"installing version {version} {what}; the engine must be restarted")
-            await requests.fail_requests(failure)
+            await requests.fail_requests(EngineDeadError(str(failure)))
             if isinstance(error, Exception):
                 raise failure from error
             raise
@@ -288,7 +289,7 @@ class VllmEngine:
                 f"tokens ({MAX_REROUTED_SHARE:.0%} may differ)"
             )
         failure = EngineError(f"with version {version} of the weights {problem}; {LOST_ROUTES_FIX}")
-        await self._requests.fail_requests(failure)
+        await self._requests.fail_requests(EngineDeadError(str(failure)))
         raise failure
 
     async def _drain_requests(self, version: int, deadline: float, timeout: float) -> None:
@@ -331,6 +332,7 @@ class VllmEngine:
         If no tensor differs, the engine continues with the same weights, to the bit. Otherwise, and if the comparison
         fails, it must be restarted. Raises `EngineError`.
         """
+        # Not `EngineDeadError`, for which the engine's owner would restart it, and lose the answer of this call.
         ended = EngineError("the engine's weights were compared and reloaded; it must be restarted")
         requests, version = self._requests, manifest.version
         async with self._install_lock:
@@ -578,14 +580,10 @@ class RunningRequest:
         if output.finish_reason is not None:
             self.finish_reason = str(output.finish_reason)
 
-    def finish_request(self, error: Exception | None = None) -> None:
-        """Let the request's caller continue, or raise the error there. Idempotent."""
-        if self.finished_future.done():
-            return
-        if error is None:
+    def finish_request(self) -> None:
+        """Let the request's caller continue. Idempotent."""
+        if not self.finished_future.done():
             self.finished_future.set_result(None)
-        else:
-            self.finished_future.set_exception(error)
 
 
 class RequestRegistry:
@@ -598,7 +596,6 @@ class RequestRegistry:
         self.core: EngineCoreClient | None = None
         self.failure: EngineError | None = EngineError("the engine has not been started")
         self.aborted_count = self.restarted_count = 0
-        self._receive_error: Exception | None = None
         self._running_requests: dict[str, RunningRequest] = {}
         self._request_numbers = itertools.count()
         self._admission_open = asyncio.Event()
@@ -634,7 +631,8 @@ class RequestRegistry:
             raise self.failure
 
     async def receive_outputs(self) -> None:
-        """Receive the engine's outputs for as long as it lives; then make every running and later request fail."""
+        """Receive the engine's outputs for as long as it lives; then make every running and later request raise
+        `EngineDeadError`."""
         try:
             while True:
                 ended = [
@@ -646,10 +644,10 @@ class RequestRegistry:
                     running.finish_request()
                     # Its caller validates, parses and sends its next request: one caller per turn of the loop.
                     await asyncio.sleep(0)
+        except EngineDeadError as error:
+            await self.fail_requests(error)
         except Exception as error:
-            self._receive_error = error
-            for running in self._running_requests.values():
-                running.finish_request(error)
+            await self.fail_requests(EngineDeadError(f"its outputs cannot be read: {error!r}"))
 
     def _dispatch_output(self, output: Any) -> RunningRequest | None:
         """Add an output to its request and return the request if this was its last output; else None.
@@ -670,17 +668,19 @@ class RequestRegistry:
         self, request: RunningRequest, prompt_ids: list[int], params: Any, cache_salt: str | None
     ) -> bool:
         """Run a new request to its end. Returns False if it must start again under newer weights."""
+        if self.failure is not None:
+            raise self.failure
         self._running_requests[request.request_id] = request
         self._idle.clear()
         try:
-            if self._receive_error is not None:
-                raise self._receive_error
             await self.running_core.add_request(request.request_id, prompt_ids, params, cache_salt)
             await request.finished_future
         except asyncio.CancelledError:
             self.aborted_count += 1
             if self.core is not None:
                 await self.core.abort_requests([request.request_id])
+            raise
+        except EngineDeadError:
             raise
         except Exception as error:
             if self.failure is not None:

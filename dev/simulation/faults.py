@@ -39,6 +39,7 @@ FaultKind = Literal[
     "silence",
     "slow_start",
     "failing_start",
+    "engine_dies",
     "env_dies",
     "env_hangs",
     "env_late",
@@ -81,6 +82,7 @@ class PlannedFault(msgspec.Struct, frozen=True, omit_defaults=True):
     `silence`         like `freeze`, for a generator, and for longer than it may be silent
     `slow_start`      processes that start take `amount` seconds longer
     `failing_start`   a fraction `amount` of the processes that start ends at once
+    `engine_dies`     the engine of generator `target` ends, and the generator does not
     `env_dies`        the process with the environments of generator `target` ends, with its episodes
     `env_hangs`       that process does not answer any more, until it is ended for that
     `env_late`        the answers of that process take `amount` seconds longer
@@ -146,6 +148,7 @@ FAULT_DISTRIBUTIONS: dict[FaultKind, _FaultDistribution] = {
     "silence": _FaultDistribution(0, "generator", (60, 100)),
     "slow_start": _FaultDistribution(1, "none", (10, 60), (2, 30), "seconds"),
     "failing_start": _FaultDistribution(1, "none", (5, 40), (0.2, 0.8)),
+    "engine_dies": _FaultDistribution(0, "generator"),
     "env_dies": _FaultDistribution(0, "generator"),
     "env_hangs": _FaultDistribution(0, "generator", (60 * CALL_STALLS, 60 * CALL_STALLS)),
     "env_late": _FaultDistribution(0, "generator", (5, 100), (2, 50), "seconds"),
@@ -158,6 +161,7 @@ ADDITIONAL_FAULTS: dict[str, tuple[float, tuple[FaultKind, ...]]] = {
     "spool": (0.25, ("kill_unsynced",)),
     "fleet": (0.2, ("silence",)),
     "descriptors": (0.2, ("no_descriptors",)),
+    "engines": (0.2, ("engine_dies",)),
     "environments": (0.25, ("env_dies", "env_hangs", "env_late")),
 }
 """Faults that are drawn in addition to those with a weight, from separate random streams: the share of the runs that

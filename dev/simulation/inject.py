@@ -91,6 +91,7 @@ class FaultInjector:
             "silence": self._freeze_process,
             "slow_start": self._keep_active,
             "failing_start": self._keep_active,
+            "engine_dies": self._end_engine,
             "env_dies": lambda fault: self._spoil_environments(
                 fault, lambda helper: helper.end_process("its process died")
             ),
@@ -269,6 +270,12 @@ class FaultInjector:
         if (process := self._simulation.find_process(fault.target)) is not None:
             self._simulation.freeze_process(process)
             self._schedule_call(fault.ends_at, self._simulation.thaw_process, process)
+
+    def _end_engine(self, fault: PlannedFault) -> None:
+        process = self._simulation.find_process(fault.target)
+        generator = process.actor.instance if process is not None and process.actor is not None else None
+        if generator is not None and generator._loaded is not None:
+            generator._loaded.engine.die()
 
     def _spoil_environments(
         self, fault: PlannedFault, spoil: Callable[[EnvironmentProcess], object]

@@ -30,6 +30,7 @@ from r3async.actors.tasks import Evaluator
 from r3async.checkpoint.directory import CheckpointDirectory, CheckpointWriter
 from r3async.data import wire as wire_room
 from r3async.data.versions import Lineage
+from r3async.rollout.engine import EngineDeadError, EngineError
 from r3async.rollout.episode import RetryingPlayer
 from r3async.rollout.scripted import ScriptedEngine
 from r3async.schedule.admission import AdmissionController, GroupLease
@@ -538,6 +539,19 @@ def version_not_held(use: Any) -> Any:
         return path
 
     return acquire_unlocked
+
+
+@register_mutant(ScriptedEngine, "_require_started")
+def death_looks_like_a_failure(require_started: Any) -> Any:
+    """An engine that has died fails as if a request were to blame."""
+
+    def require_started_plainly(self: ScriptedEngine) -> None:
+        try:
+            require_started(self)
+        except EngineDeadError as error:
+            raise EngineError(str(error)) from None
+
+    return require_started_plainly
 
 
 @register_mutant(ScriptedEngine, "_read_checked_key")

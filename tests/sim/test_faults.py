@@ -148,6 +148,19 @@ def test_a_generator_without_descriptors_fetches_its_weights_when_it_has_some():
     ]
 
 
+def test_what_a_dead_engine_would_have_played_is_played_again_and_nothing_fails():
+    """Its generator lived on, was leased what the others were not, and failed all of it."""
+    workload = SimulatedWorkload(3, steps=4, seconds=10.0, tail=0)
+    simulated = run(workload, PlannedFault(20.0, "engine_dies", "generator-0"))
+    ended = [(event.who, event.at) for event in of(simulated, ProcessEnded) if event.at > 20.0]
+    assert ended[0][0] == "generator-0"
+    assert ended[0][1] < 40.0
+    assert not of(simulated, EpisodeFailed)
+    assert all(
+        f.reward is not None for event in of(simulated, StepTrained) for members in event.groups for f in members
+    )
+
+
 @pytest.mark.parametrize("kind", ["env_dies", "env_hangs", "env_late"])
 def test_what_an_environment_s_process_loses_is_played_again(kind: str):
     workload = SimulatedWorkload(3, steps=4, seconds=10.0, tail=0, stall_seconds=60.0)

@@ -404,10 +404,21 @@ class Conductor:
             newest_published=published,
             world=self.world,
         )
-        await installer.install_first_version()
+        # Nothing else calls the learner until every engine has its weights, which may take minutes.
+        watching = create_stage_task("watch", self._watch_learner())
+        try:
+            await await_guarded(installer.install_first_version(), [watching])
+        finally:
+            watching.cancel()
         self.admission.version_published(published.version)
         self._write_delivered_rows(published.version, zero_delivery_metrics())  # of a resumed run's last step
         return installer
+
+    async def _watch_learner(self) -> None:
+        """Raise `ActorLostError` when the learner is lost."""
+        while True:
+            await asyncio.sleep(RPC_SECONDS)
+            await self.learner.call("get_status")
 
     # -- steps ---------------------------------------------------------------------------------------------------
 

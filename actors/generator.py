@@ -300,7 +300,7 @@ class GeneratorActor:
     async def run(self, conductor: ActorRef) -> None:
         """Lease episodes and play them until the conductor answers that nothing is left to play.
 
-        All turns of an episode, and its retries, are played by this engine. Raises `EngineDeadError` if it is dead:
+        All turns of an episode, and its retries, are played by this engine. Raises `EngineLostError` if it is lost:
         another engine plays these episodes. Raises `TransportError` if the learner rejects the trajectory that stands
         for a failed episode: its group could never be complete.
         """
@@ -356,8 +356,8 @@ class GeneratorActor:
                         await leasing.wait_for_change()
                         # The engine may have new weights, for which first answers wait.
                         engine.release_ready()
-                        # A dead engine ends the loop, and no episode fails by it: others play what was leased here.
-                        engine.raise_if_dead()
+                        # A lost engine ends the loop, and no episode fails by it: others play what was leased here.
+                        engine.raise_if_lost()
                         # Begin to play what was leased.
                         for lease in leasing.take_leases():
                             engine.require_version(lease)

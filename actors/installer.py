@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from r3async.config import Config
-from r3async.rollout.engine import EngineDeadError, InstallReport
+from r3async.rollout.engine import EngineLostError, InstallReport
 from r3async.schedule.health import HealthState
 from r3async.weights.probe import (
     FAILED_MODEL_DIRECTORY,
@@ -52,8 +52,8 @@ class InstallFailed(ActorLostError):
     @property
     def is_refusal(self) -> bool:
         """True if the generator answered that it cannot. Otherwise no answer came in time, a disk did not take the
-        weights, or the engine was dead before."""
-        return not isinstance(self.cause, (OSError, EngineDeadError))
+        weights, or the engine was lost before."""
+        return not isinstance(self.cause, (OSError, EngineLostError))
 
 
 class VersionInstaller:

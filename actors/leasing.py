@@ -18,7 +18,7 @@ import msgspec
 from r3async.config import Config
 from r3async.record.routes import parse_episode_id
 from r3async.record.timeline import CounterGrowth, LagMeter
-from r3async.rollout.engine import Engine, EngineDeadError, Generation, GenerationRequest
+from r3async.rollout.engine import Engine, EngineLostError, Generation, GenerationRequest
 from r3async.schedule.admission import AdmissionController, GroupLease
 from r3async.schedule.pace import ConcurrencyLimiter, IdleTimeCounter, useful_concurrency
 from r3async.schedule.tasks import EpisodeEnd
@@ -87,11 +87,11 @@ class LeaseAnswer(msgspec.Struct, frozen=True, array_like=True):
 class VersionGate:
     """A wrapper of `engine` whose requests for a group wait until the engine has the weights that the group's lease
     names (`GroupLease.version`). All attributes but `generate` are those of the engine. `woken` is set when the engine
-    has died."""
+    is lost."""
 
     def __init__(self, engine: Engine, woken: asyncio.Event):
         self._engine, self._woken = engine, woken
-        self._death: EngineDeadError | None = None
+        self._loss: EngineLostError | None = None
         self._required_versions: dict[int, int] = {}
         """Required version by group, for groups that were leased before the engine had that version."""
         self._released = asyncio.Event()
@@ -118,10 +118,10 @@ class VersionGate:
             self._released.set()
             self._released = asyncio.Event()
 
-    def raise_if_dead(self) -> None:
-        """Raise `EngineDeadError` if a request has found that the engine is dead."""
-        if self._death is not None:
-            raise self._death
+    def raise_if_lost(self) -> None:
+        """Raise `EngineLostError` if a request has found that the engine is lost."""
+        if self._loss is not None:
+            raise self._loss
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Call `Engine.generate` once the engine has the version that the request's group requires."""
@@ -134,8 +134,8 @@ class VersionGate:
             self.waiting -= 1
         try:
             return await self._engine.generate(request)
-        except EngineDeadError as error:
-            self._death = error
+        except EngineLostError as error:
+            self._loss = error
             self._woken.set()
             raise
 

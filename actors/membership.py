@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from r3async.config import Config
-from r3async.rollout.engine import EngineDeadError
+from r3async.rollout.engine import EngineLostError
 from r3async.schedule.health import HealthState, RestartsExhausted
 from r3async.world import ActorLostError, ActorRef, World
 from r3async.world.stages import create_stage_task
@@ -235,15 +235,15 @@ class FleetMembership:
                     return
 
     async def _play_leases(self, generator: FleetGenerator) -> None:
-        """Have a generator play until nothing is left to play. If its engine is dead, its process is ended, and that is
+        """Have a generator play until nothing is left to play. If its engine is lost, its process is ended, and that is
         a loss like any other: raises `ActorLostError`."""
         try:
             await generator.handle.call("run", self._context.conductor)
-        except EngineDeadError as error:
+        except EngineLostError as error:
             if generator.end_reason:  # it is being ended already: an installation has failed
                 await wait_for_process_end(self._world, *generator.process)
             else:
-                generator.end_reason = f"its engine is dead: {error}"
+                generator.end_reason = f"its engine is lost: {error}"
                 await end_process(self._world, generator.handle, *generator.process)
             raise ActorLostError(f"{generator.generator_id}: {generator.end_reason}") from error
 

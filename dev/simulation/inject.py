@@ -275,7 +275,7 @@ class FaultInjector:
         process = self._simulation.find_process(fault.target)
         generator = process.actor.instance if process is not None and process.actor is not None else None
         if generator is not None and generator._loaded is not None:
-            generator._loaded.engine.die()
+            generator._loaded.engine.lose_process()
 
     def _spoil_environments(
         self, fault: PlannedFault, spoil: Callable[[EnvironmentProcess], object]

@@ -30,7 +30,7 @@ from r3async.actors.tasks import Evaluator
 from r3async.checkpoint.directory import CheckpointDirectory, CheckpointWriter
 from r3async.data import wire as wire_room
 from r3async.data.versions import Lineage
-from r3async.rollout.engine import EngineDeadError, EngineError
+from r3async.rollout.engine import EngineError, EngineLostError
 from r3async.rollout.episode import RetryingPlayer
 from r3async.rollout.scripted import ScriptedEngine
 from r3async.schedule.admission import AdmissionController, GroupLease
@@ -542,13 +542,13 @@ def version_not_held(use: Any) -> Any:
 
 
 @register_mutant(ScriptedEngine, "_require_started")
-def death_looks_like_a_failure(require_started: Any) -> Any:
-    """An engine that has died fails as if a request were to blame."""
+def loss_looks_like_a_failure(require_started: Any) -> Any:
+    """An engine that is lost fails as if a request were to blame."""
 
     def require_started_plainly(self: ScriptedEngine) -> None:
         try:
             require_started(self)
-        except EngineDeadError as error:
+        except EngineLostError as error:
             raise EngineError(str(error)) from None
 
     return require_started_plainly

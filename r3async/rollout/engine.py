@@ -23,7 +23,7 @@ class EngineError(RuntimeError):
     """The engine failed or returned something that cannot be trained on."""
 
 
-class EngineDeadError(EngineError):
+class EngineLostError(EngineError):
     """The engine has failed for good: every call fails until it is restarted. No request is to blame."""
 
 
@@ -116,7 +116,7 @@ class Engine(Protocol):
     """An inference engine that generates while its weights change under it.
 
     `generate` may run many times at once on one event loop. Cancelling it aborts the request in the engine. It raises
-    `EngineDeadError`, for running requests too, once the engine has failed for good.
+    `EngineLostError`, for running requests too, once the engine has failed for good.
     """
 
     version: int

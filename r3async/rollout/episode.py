@@ -29,7 +29,7 @@ from r3async.envs import (
 )
 from r3async.envs.errors import ErrorSummary, is_repeated_error, summarize_error
 from r3async.rollout.chat import ChatRenderer, Conversation
-from r3async.rollout.engine import Engine, EngineDeadError, EngineError, Generation, GenerationRequest
+from r3async.rollout.engine import Engine, EngineError, EngineLostError, Generation, GenerationRequest
 from r3async.rollout.samples import EpisodeSamples, PendingCall, SampleBuilder
 from r3async.schedule.tasks import EpisodeEnd, FailureSource
 from r3async.world import EventReporter, ignore_event
@@ -107,12 +107,12 @@ class RetryingEngine:
         """Sample the answer to the prompt of `call`: at least one token, at most `max_tokens`.
 
         `stop_strings` end the answer in addition to those of `episode.stop`. Raises `EngineError` or `EngineAbortError`
-        if the engine has failed too often, and at once if it is dead. Cancelling aborts the running request.
+        if the engine has failed too often, and at once if it is lost. Cancelling aborts the running request.
         """
         while True:
             try:
                 return await self._try_generate(call, max_tokens, stop_strings)
-            except EngineDeadError:
+            except EngineLostError:
                 raise
             except (EngineError, EngineAbortError) as error:
                 self._failure_count += 1
@@ -364,8 +364,8 @@ class RetryingPlayer:
         once more if the user's code raised twice at one place. A call that fails in the engine is repeated within the
         episode (`RetryingEngine`), up to `episode.engine_retries` times. A first prompt that is too long fails at once.
         An episode that failed for good is returned as a trajectory without turns (`build_failed_trajectory`); or, with
-        `raise_failures`, `EpisodeError` is raised with the last error's traceback. Raises `EngineDeadError` if the engine
-        is dead: the episode has not failed, and another engine can play it.
+        `raise_failures`, `EpisodeError` is raised with the last error's traceback. Raises `EngineLostError` if the engine
+        is lost: the episode has not failed, and another engine can play it.
         """
         tries, before = dict.fromkeys(self._retry_budgets, 0), None
         while True:
@@ -373,8 +373,8 @@ class RetryingPlayer:
                 trajectory = await self._play_episode(task)
                 return PlayedEpisode(trajectory, EpisodeEnd(task.group_index, task.episode_index, task.task_seed))
             except Exception as error:
-                if (dead := find_cause(error, EngineDeadError)) is not None and not self._raise_failures:
-                    raise dead from None
+                if (loss := find_cause(error, EngineLostError)) is not None and not self._raise_failures:
+                    raise loss from None
                 who: FailureSource = "engine" if is_engine_failure(error) else "environment"
                 raised, allowed = summarize_error(error), self._retry_budgets[who]
                 # The engine's retries are used up already: playing from the beginning would not help.

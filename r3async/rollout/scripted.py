@@ -25,7 +25,7 @@ from r3async.data.models import RoutingShape, read_moe_layers
 from r3async.data.routes import route_dtype
 from r3async.data.supports import SupportSets
 from r3async.data.versions import VersionSpanRecorder, expand_version_spans
-from r3async.rollout.engine import EngineDeadError, EngineError, Generation, GenerationRequest, InstallReport
+from r3async.rollout.engine import EngineError, EngineLostError, Generation, GenerationRequest, InstallReport
 from r3async.untrusted import decode_python_json
 from r3async.weights.manifest import TensorMismatch, WeightError, WeightManifest
 from r3async.world import Files, World
@@ -277,10 +277,10 @@ class ScriptedEngine:
         }
 
     async def stop(self) -> None:
-        self.die()
+        self.lose_process()
 
-    def die(self) -> None:
-        """End the engine, as if its process had ended: running and later calls raise `EngineDeadError`."""
+    def lose_process(self) -> None:
+        """End the engine, as if its process had ended: running and later calls raise `EngineLostError`."""
         self._is_started = False
         for calls in self._running_calls.values():
             for call in calls:
@@ -288,7 +288,7 @@ class ScriptedEngine:
 
     def _require_started(self) -> None:
         if not self._is_started:
-            raise EngineDeadError("the engine is not running")
+            raise EngineLostError("the engine is not running")
 
     def _remove_call(self, request_id: str, call: _RunningCall) -> None:
         self._running_calls[request_id].remove(call)

@@ -7,7 +7,7 @@ import pytest
 import pytest_asyncio
 
 from r3async.learner.torch.backend import TorchLearner
-from r3async.rollout.engine import EngineDeadError, EngineError, sample_probe
+from r3async.rollout.engine import EngineError, EngineLostError, sample_probe
 from r3async.rollout.vllm.engine import VllmEngine
 from r3async.weights.probe import compare_probe, compare_sampled_probe
 from r3async.weights.publish import VersionStore
@@ -105,7 +105,7 @@ async def test_a_broken_installation_is_seen_by_the_score_and_a_failed_one_ends_
         faulty.score_tokens(ids),
         faulty.install_version(manifest, 5),
     ):
-        with pytest.raises(EngineDeadError, match="lost half-way"):
+        with pytest.raises(EngineLostError, match="lost half-way"):
             await asyncio.wait_for(call, 10)
     await faulty.stop()
     assert faulty._processes

@@ -148,7 +148,7 @@ def test_a_generator_without_descriptors_fetches_its_weights_when_it_has_some():
     ]
 
 
-def test_what_a_dead_engine_would_have_played_is_played_again_and_nothing_fails():
+def test_what_a_lost_engine_would_have_played_is_played_again_and_nothing_fails():
     """Its generator lived on, was leased what the others were not, and failed all of it."""
     workload = SimulatedWorkload(3, steps=4, seconds=10.0, tail=0)
     simulated = run(workload, PlannedFault(20.0, "engine_dies", "generator-0"))

@@ -14,7 +14,7 @@ from r3async.envs import Message, StepResult
 from r3async.learner.batch import pack_samples
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.trainer import prepare_minibatches, train_minibatch
-from r3async.rollout.engine import EngineDeadError, EngineError
+from r3async.rollout.engine import EngineError, EngineLostError
 from r3async.rollout.episode import (
     EngineAbortError,
     EpisodeError,
@@ -259,20 +259,20 @@ async def test_a_failure_is_told_or_raised_with_the_traceback_of_what_failed(eng
 
 
 @pytest.mark.parametrize("by_an_agent", [False, True])
-async def test_no_episode_fails_by_an_engine_that_is_dead(engine, by_an_agent):
+async def test_no_episode_fails_by_an_engine_that_is_lost(engine, by_an_agent):
     """Another one plays it. Calls are not tried again: every one would fail."""
 
     async def play_with_agent(task):
-        raise RuntimeError("the endpoint answered 500") from EngineDeadError("the engine is not running")
+        raise RuntimeError("the endpoint answered 500") from EngineLostError("the engine is not running")
 
-    engine.die()
+    engine.lose_process()
     reports = []
     player = player_of(engine, Away, reports, retries=2, engine_retries=2)
     if by_an_agent:
         player._play_episode = play_with_agent
     with pytest.raises(ExceptionGroup) as raised:
         await play_lease(player, 0, 9, (0,))
-    assert isinstance(raised.value.exceptions[0], EngineDeadError)
+    assert isinstance(raised.value.exceptions[0], EngineLostError)
     assert reports == []
 
 

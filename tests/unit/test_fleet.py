@@ -13,7 +13,7 @@ from r3async.actors.delivery import choose_weight_backend
 from r3async.actors.leasing import LeaseAnswer, LeaseCall, LeaseDispatcher
 from r3async.actors.process import ActorNotLoaded, RunFailed
 from r3async.config import config_to_dict, load_config
-from r3async.rollout.engine import EngineDeadError, InstallReport
+from r3async.rollout.engine import EngineLostError, InstallReport
 from r3async.weights.manifest import TensorEntry, TensorMismatch, WeightManifest
 from r3async.weights.probe import FAILED_MODEL_DIRECTORY
 from r3async.weights.publish import TransferOffer
@@ -130,21 +130,21 @@ async def test_a_run_goes_on_without_a_generator_that_was_lost_too_often_and_end
 
 
 @pytest.mark.parametrize("known", ["", "it did not install version 1"])
-async def test_a_dead_engine_is_the_loss_of_its_generator_whose_process_is_ended_once(installer, fleet, handles, known):
+async def test_a_lost_engine_is_the_loss_of_its_generator_whose_process_is_ended_once(installer, fleet, handles, known):
     """Two may find it: the loop that plays, and an installation."""
     generator, handle = fleet["generator-0"], handles["generator-0"]
     generator.end_reason = known
-    handle.wrong |= {"run": EngineDeadError("its process ended with code -9"), "install_version": RuntimeError("dead")}
-    with pytest.raises(ActorLostError, match=known or "its engine is dead: its process ended with code -9"):
+    handle.wrong |= {"run": EngineLostError("its process ended with code -9"), "install_version": RuntimeError("dead")}
+    with pytest.raises(ActorLostError, match=known or "its engine is lost: its process ended with code -9"):
         await membership(installer)._play_leases(generator)
     await deliver(installer, 1)
     assert installer._world.killed == ([] if known else [(handle, True)])
 
 
-async def test_a_run_whose_engines_die_again_and_again_ends_with_what_they_died_of(installer, fleet, handles):
+async def test_a_run_whose_engines_are_lost_again_and_again_ends_with_the_reason(installer, fleet, handles):
     for handle in handles.values():
-        handle.wrong["run"] = EngineDeadError("its process ended with code -9")
-    reason = r"\(generator\.max_restarts = 2\), the last time by: its engine is dead: its process ended with code -9"
+        handle.wrong["run"] = EngineLostError("its process ended with code -9")
+    reason = r"\(generator\.max_restarts = 2\), the last time by: its engine is lost: its process ended with code -9"
     with pytest.raises(RunFailed, match=f"lost 3 times {reason}"):
         await asyncio.wait_for(membership(installer).run(), 30)
 

@@ -12,7 +12,7 @@ import r3async.actors.conductor
 from r3async.actors.conductor import Conductor
 from r3async.actors.leasing import HEARTBEAT_SECONDS, LeaseAnswer, LeaseCall, LeaseClient, VersionGate
 from r3async.config import config_to_dict, load_config
-from r3async.rollout.engine import EngineDeadError
+from r3async.rollout.engine import EngineLostError
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import EpisodeEnd
 from r3async.world.real import REAL_WORLD
@@ -164,18 +164,18 @@ async def test_what_is_leased_for_weights_that_the_engine_does_not_have_waits_fo
     assert gate.waiting == 0
 
 
-async def test_a_request_that_finds_the_engine_dead_wakes_the_loop_which_raises_it():
+async def test_a_request_that_finds_the_engine_lost_wakes_the_loop_which_raises_it():
     async def die(request):
-        raise EngineDeadError("its process ended")
+        raise EngineLostError("its process ended")
 
     woken = asyncio.Event()
     gate = VersionGate(SimpleNamespace(version=0, generate=die), woken)
-    gate.raise_if_dead()
-    with pytest.raises(EngineDeadError):
+    gate.raise_if_lost()
+    with pytest.raises(EngineLostError):
         await gate.generate(SimpleNamespace(request_id="g7e0t0"))
     assert woken.is_set()
-    with pytest.raises(EngineDeadError, match="its process ended"):
-        gate.raise_if_dead()
+    with pytest.raises(EngineLostError, match="its process ended"):
+        gate.raise_if_lost()
 
 
 async def test_a_call_that_has_waited_for_as_long_as_it_may_is_answered_and_leased_nothing_later(conductor):

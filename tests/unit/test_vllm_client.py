@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from r3async.rollout.engine import EngineDeadError, EngineError
+from r3async.rollout.engine import EngineError, EngineLostError
 from r3async.rollout.vllm.client import EngineCoreClient
 from r3async.rollout.vllm.engine import RequestRegistry
 from r3async.rollout.vllm.messages import build_sampling_params
@@ -103,15 +103,15 @@ async def test_what_left_before_a_pause_is_counted_and_an_unbegun_request_starts
     receiving.cancel()
 
 
-@pytest.mark.parametrize("error", [EngineDeadError("its process ended"), RuntimeError("its process ended")])
-async def test_an_engine_that_is_lost_is_dead_for_what_runs_and_what_comes(error):
+@pytest.mark.parametrize("error", [EngineLostError("its process ended"), RuntimeError("its process ended")])
+async def test_an_engine_that_is_lost_raises_it_for_what_runs_and_what_comes(error):
     requests, receiving, _, calls = await started(2)
     requests.core.queue.put_nowait(error)
     for call in calls:
-        with pytest.raises(EngineDeadError, match="its process ended"):
+        with pytest.raises(EngineLostError, match="its process ended"):
             await call
     await receiving
-    with pytest.raises(EngineDeadError, match="its process ended"):
+    with pytest.raises(EngineLostError, match="its process ended"):
         await requests.run_request(requests.create_request("later", 3), [1], None, None)
     assert len(requests) == 0
 

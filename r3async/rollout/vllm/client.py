@@ -23,7 +23,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from r3async.rollout.engine import EngineDeadError, EngineError
+from r3async.rollout.engine import EngineError, EngineLostError
 from r3async.rollout.vllm.messages import (
     ABORT_MESSAGE,
     ADD_MESSAGE,
@@ -53,7 +53,7 @@ KILL_SECONDS = 5.0
 class EngineCoreClient:
     """A client of the engine core, whose process begins to import vLLM at once. All calls belong to one event loop.
 
-    If the process fails, every call that waits for it raises its error as `EngineDeadError`.
+    If the process fails, every call that waits for it raises its error as `EngineLostError`.
 
     Args:
         args: Arguments of vLLM's `AsyncEngineArgs`.
@@ -140,7 +140,7 @@ class EngineCoreClient:
     async def receive_outputs(self) -> list[CoreOutput]:
         """Return the next outputs, in the order in which they left the core.
 
-        Raises `EngineDeadError` when the engine is lost.
+        Raises `EngineLostError` when the engine is lost.
 
         A task must wait here while calls run, because their results arrive in one stream with the outputs. So when a
         call has returned, everything that left the core before its result was returned here.
@@ -218,7 +218,7 @@ class EngineCoreClient:
         with contextlib.suppress(TimeoutError, EngineError):
             async with asyncio.timeout(KILL_SECONDS):
                 await self._receive_frames(self._output_socket)
-        return self._set_failure(EngineDeadError("the engine failed"))
+        return self._set_failure(EngineLostError("the engine failed"))
 
     def _set_failure(self, failure: EngineError) -> EngineError:
         """Make every waiting and later call raise `failure`, or the failure set before it; return that failure."""
@@ -236,7 +236,7 @@ class EngineCoreClient:
         with contextlib.suppress(EOFError, OSError):
             if self._failure_pipe.poll():
                 said = self._failure_pipe.recv()
-        self._set_failure(EngineDeadError(said))
+        self._set_failure(EngineLostError(said))
 
 
 def _spawn_core(run: Callable[..., None], threads: int, workers: int, args: tuple[Any, ...]) -> SpawnProcess:

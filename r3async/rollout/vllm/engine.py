@@ -24,8 +24,8 @@ from r3async.data.versions import VersionSpanRecorder
 from r3async.rollout.engine import (
     TENSOR_NAMES_FILE,
     CorruptWeightsError,
-    EngineDeadError,
     EngineError,
+    EngineLostError,
     Generation,
     GenerationRequest,
     InstallReport,
@@ -199,7 +199,7 @@ class VllmEngine:
         Until the engine is paused, a failure leaves it unchanged on its old version: `CorruptWeightsError` then names
         the tensor, or `EngineError` the number of requests that did not end in time. If anything fails later, or the
         call is cancelled, the weights are in an unknown state: the engine stays paused, and every running and later
-        request raises `EngineDeadError`.
+        request raises `EngineLostError`.
         """
         async with self._install_lock:
             if self._requests.failure is not None:
@@ -248,7 +248,7 @@ class VllmEngine:
         except BaseException as error:
             what = f"took longer than {timeout} s" if isinstance(error, TimeoutError) else f"failed: {error!r}"
             failure = EngineError(f"installing version {version} {what}; the engine must be restarted")
-            await requests.fail_requests(EngineDeadError(str(failure)))
+            await requests.fail_requests(EngineLostError(str(failure)))
             if isinstance(error, Exception):
                 raise failure from error
             raise
@@ -289,7 +289,7 @@ class VllmEngine:
                 f"tokens ({MAX_REROUTED_SHARE:.0%} may differ)"
             )
         failure = EngineError(f"with version {version} of the weights {problem}; {LOST_ROUTES_FIX}")
-        await self._requests.fail_requests(EngineDeadError(str(failure)))
+        await self._requests.fail_requests(EngineLostError(str(failure)))
         raise failure
 
     async def _drain_requests(self, version: int, deadline: float, timeout: float) -> None:
@@ -332,7 +332,7 @@ class VllmEngine:
         If no tensor differs, the engine continues with the same weights, to the bit. Otherwise, and if the comparison
         fails, it must be restarted. Raises `EngineError`.
         """
-        # Not `EngineDeadError`, for which the engine's owner would restart it, and lose the answer of this call.
+        # Not `EngineLostError`, for which the engine's owner would restart it, and lose the answer of this call.
         ended = EngineError("the engine's weights were compared and reloaded; it must be restarted")
         requests, version = self._requests, manifest.version
         async with self._install_lock:
@@ -632,7 +632,7 @@ class RequestRegistry:
 
     async def receive_outputs(self) -> None:
         """Receive the engine's outputs for as long as it lives; then make every running and later request raise
-        `EngineDeadError`."""
+        `EngineLostError`."""
         try:
             while True:
                 ended = [
@@ -644,10 +644,10 @@ class RequestRegistry:
                     running.finish_request()
                     # Its caller validates, parses and sends its next request: one caller per turn of the loop.
                     await asyncio.sleep(0)
-        except EngineDeadError as error:
+        except EngineLostError as error:
             await self.fail_requests(error)
         except Exception as error:
-            await self.fail_requests(EngineDeadError(f"its outputs cannot be read: {error!r}"))
+            await self.fail_requests(EngineLostError(f"its outputs cannot be read: {error!r}"))
 
     def _dispatch_output(self, output: Any) -> RunningRequest | None:
         """Add an output to its request and return the request if this was its last output; else None.
@@ -680,7 +680,7 @@ class RequestRegistry:
             if self.core is not None:
                 await self.core.abort_requests([request.request_id])
             raise
-        except EngineDeadError:
+        except EngineLostError:
             raise
         except Exception as error:
             if self.failure is not None:

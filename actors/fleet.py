@@ -15,11 +15,11 @@ from r3async.rollout.engine import InstallReport
 from r3async.schedule.groups import max_buffer_bytes
 from r3async.schedule.health import GeneratorHealth, HealthState
 from r3async.weights.probe import make_probe_text
-from r3async.world import ActorRef
+from r3async.world import ActorRef, World
 from r3async.world.real import REAL_WORLD
 from r3async.world.sockets import ClientKeys
 
-from .process import RunFailed, call_with_limit
+from .process import RunFailed, call_with_limit, end_process, wait_for_process_end
 
 BACKOFF_MAX_SECONDS = 60.0
 
@@ -129,6 +129,16 @@ class DepartedTotals(msgspec.Struct):
     restarts: int = 0
     fleet_seconds: float = 0.0
     paused_seconds: float = 0.0
+
+
+async def end_generator(world: World, generator: FleetGenerator, reason: str) -> None:
+    """End the process of a generator, whose loss is reported with `reason`; its supervisor does the rest, as for any
+    loss. Several may find that it has to end: it is ended once, and the first reason counts."""
+    if generator.end_reason:
+        await wait_for_process_end(world, *generator.process)
+        return
+    generator.end_reason = reason
+    await end_process(world, generator.handle, *generator.process)
 
 
 class Fleet:

@@ -30,8 +30,8 @@ from r3async.record.timeline import LagMeter, StageTimer, Timeline, time_engine_
 from r3async.rollout import build_engine
 from r3async.rollout.agents import is_agent, open_agent_player
 from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.engine import CorruptWeightsError, Engine, InstallReport, sample_probe
-from r3async.rollout.episode import EpisodeTask, RetryingPlayer, build_failed_trajectory
+from r3async.rollout.engine import CorruptWeightsError, Engine, EngineLostError, InstallReport, sample_probe
+from r3async.rollout.episode import EpisodeTask, RetryingPlayer, build_failed_trajectory, find_cause
 from r3async.rollout.evaluation import Evaluation, EvaluationPlayer, count_tasks_by_part, drop_long_prompts
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import EpisodeEnd
@@ -503,8 +503,8 @@ class GeneratorActor:
     async def evaluate(self) -> dict[str, Any]:
         """Play the tasks of `[evaluation]` beside the leases; nothing of it is sent to the learner.
 
-        Returns an `Evaluation`. Raises what an episode failed with after its retries, and `TimeoutError` after
-        `evaluation.timeout`.
+        Returns an `Evaluation`. Raises what an episode failed with after its retries, `EngineLostError` if the engine is
+        lost, and `TimeoutError` after `evaluation.timeout`.
         """
         player = EvaluationPlayer(
             self.config,
@@ -523,5 +523,9 @@ class GeneratorActor:
         except TimeoutError as error:
             limit = self.config.evaluation.timeout
             raise TimeoutError(f"it took longer than evaluation.timeout = {limit} s") from error
+        except Exception as error:
+            if (loss := find_cause(error, EngineLostError)) is not None:
+                raise loss from None
+            raise
         finally:
             self._evaluation_tasks.remove(playing)

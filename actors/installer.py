@@ -28,8 +28,8 @@ from r3async.world.files import DiskRetrier, is_disk_error
 from r3async.world.real import REAL_WORLD
 
 from .delivery import Published, zero_delivery_metrics
-from .fleet import Fleet, FleetGenerator, LearnerAddress
-from .process import RPC_SECONDS, ProcessLost, RunFailed, call_with_limit, end_process
+from .fleet import Fleet, FleetGenerator, LearnerAddress, end_generator
+from .process import RPC_SECONDS, ProcessLost, RunFailed, call_with_limit
 
 T = TypeVar("T")
 
@@ -288,9 +288,7 @@ class VersionInstaller:
             self._refusals[1][name] += 1
             if all(self._refusals[1][g.generator_id] >= MAX_REFUSALS for g in self.fleet if not g.is_finished):
                 raise RunFailed(f"{error} (no generator can install version {version} of the weights)") from error
-        if not generator.end_reason:  # else its process is being ended already
-            generator.end_reason = str(error)  # the loss itself shows only that the process is gone
-            await end_process(self._world, generator.handle, *generator.process)
+        await end_generator(self._world, generator, str(error))
 
     async def _probe_generator(self, generator: FleetGenerator, published: Published) -> None:
         """Probe a generator with what it has installed. If the learner did not score this version and has trained on,

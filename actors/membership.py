@@ -14,10 +14,10 @@ from r3async.world import ActorLostError, ActorRef, World
 from r3async.world.stages import create_stage_task
 
 from .delivery import check_can_join
-from .fleet import Fleet, FleetGenerator
+from .fleet import Fleet, FleetGenerator, end_generator
 from .installer import VersionInstaller
 from .leasing import LeaseDispatcher
-from .process import RPC_SECONDS, ProcessLost, RunFailed, end_process, wait_for_process_end
+from .process import RPC_SECONDS, ProcessLost, RunFailed, end_process
 
 LEAVE_STOP_SECONDS = 10.0
 """Seconds that a generator which leaves may take to end in order."""
@@ -240,11 +240,7 @@ class FleetMembership:
         try:
             await generator.handle.call("run", self._context.conductor)
         except EngineLostError as error:
-            if generator.end_reason:  # it is being ended already: an installation has failed
-                await wait_for_process_end(self._world, *generator.process)
-            else:
-                generator.end_reason = f"its engine is lost: {error}"
-                await end_process(self._world, generator.handle, *generator.process)
+            await end_generator(self._world, generator, f"its engine is lost: {error}")
             raise ActorLostError(f"{generator.generator_id}: {generator.end_reason}") from error
 
     async def _restart_generator(self, generator: FleetGenerator) -> None:

@@ -18,11 +18,11 @@ from r3async.config import Config
 from r3async.schedule.health import HealthState, Stall, Watchdog
 from r3async.world import ActorRef, World
 
-from .fleet import Fleet, FleetGenerator
+from .fleet import Fleet, FleetGenerator, end_generator
 from .installer import VersionInstaller
 from .learner import LearnerStatus
 from .leasing import LeaseDispatcher
-from .process import RPC_SECONDS, PolledCall, ProcessLost, RunFailed, end_process
+from .process import RPC_SECONDS, PolledCall, ProcessLost, RunFailed
 from .tasks import Evaluator
 
 STALL_CHECK_SECONDS = 2.0
@@ -237,8 +237,7 @@ class StallMonitor:
             if generator is None:
                 await self._end_learner(stall)
             else:
-                generator.end_reason = describe_stall(stall)
-                await self._end_generator(generator)
+                await end_generator(self.world, generator, describe_stall(stall))
 
     def _find_generator(self, stall: Stall) -> FleetGenerator | None:
         name = stall.stage.partition("/")[2]
@@ -269,10 +268,6 @@ class StallMonitor:
         if self._learner_status.pid:
             self.world.processes.kill_process(self._learner_status.pid, self._learner_status.host)
         raise ProcessLost(f"{describe_stall(stall)}; its process was ended")
-
-    async def _end_generator(self, generator: FleetGenerator) -> None:
-        """End its process; its supervisor does the rest, as for any loss."""
-        await end_process(self.world, generator.handle, *generator.process)
 
 
 def describe_stall(stall: Stall) -> str:

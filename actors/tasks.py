@@ -18,6 +18,7 @@ from r3async.checkpoint.directory import EvaluationFile, evaluation_path, read_e
 from r3async.config import Config, resolve_envs
 from r3async.envs.errors import summarize_error
 from r3async.record.reading import EVALUATION_FILE, QUARANTINE_FILE, QuarantinedTask, read_json_objects, read_quarantine
+from r3async.rollout.engine import EngineLostError
 from r3async.rollout.evaluation import flatten_evaluation
 from r3async.schedule.admission import count_slots
 from r3async.schedule.tasks import (
@@ -36,7 +37,7 @@ from r3async.world.appending import AppendFile
 from r3async.world.files import DiskRetrier
 from r3async.world.real import REAL_WORLD
 
-from .fleet import Fleet, FleetGenerator
+from .fleet import Fleet, FleetGenerator, end_generator
 from .process import RPC_SECONDS, RunFailed
 
 MAX_ERROR_CHARACTERS = 500
@@ -304,9 +305,11 @@ class Evaluator:
                 name = generator.generator_id
                 try:
                     result = await self._play_on_generator(generator)
-                except (GeneratorSilent, ActorLostError) as error:
+                except (GeneratorSilent, ActorLostError, EngineLostError) as error:
                     left[name] = self._clock.monotonic()
-                    if lost := isinstance(error, ActorLostError):
+                    if isinstance(error, EngineLostError):
+                        await end_generator(self._world, generator, f"its engine is lost: {error}")
+                    if lost := not isinstance(error, GeneratorSilent):
                         self._fleet.request_restart(generator)
                     else:
                         hearing.append(asyncio.create_task(self._wait_for_answer(generator)))

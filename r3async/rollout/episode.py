@@ -446,8 +446,11 @@ def is_engine_failure(error: BaseException) -> bool:
 
 
 def find_cause(error: BaseException | None, *kinds: type[BaseException]) -> BaseException | None:
-    """Return the first of `error`, its cause, the cause of that and so on that is of one of `kinds`; else None."""
+    """Return the first of `error`, its cause, the cause of that and so on that is of one of `kinds`; else None. Of a
+    group, each error is looked at."""
     while error is not None and not isinstance(error, kinds):
+        if isinstance(error, BaseExceptionGroup):
+            return next((found for each in error.exceptions if (found := find_cause(each, *kinds)) is not None), None)
         error = error.__cause__
     return error
 

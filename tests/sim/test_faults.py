@@ -175,7 +175,8 @@ def test_what_an_environment_s_process_loses_is_played_again(kind: str):
     assert {f.task for f in trained} >= {event.task for event in failed}
 
 
-def test_a_run_evaluates_what_is_due_though_the_generator_that_plays_it_ends():
+@pytest.mark.parametrize("kind", ["kill", "engine_dies"])
+def test_a_run_evaluates_what_is_due_though_the_generator_that_plays_it_ends(kind: str):
     workload = SimulatedWorkload(
         5, steps=4, least_train_seconds=20.0, train_seconds=21.0, evaluate_every=2, evaluation_seconds=30.0
     )
@@ -184,7 +185,7 @@ def test_a_run_evaluates_what_is_due_though_the_generator_that_plays_it_ends():
     begun = of(plain, EvaluationBegan)
     assert [event.step for event in begun] == [2, 4]
     for late in begun:
-        simulated = run(workload, PlannedFault(late.at + 5.0, "kill", "generator-0"))
+        simulated = run(workload, PlannedFault(late.at + 5.0, kind, "generator-0"))
         evaluated = of(simulated, EvaluationEnded)
         assert [event.step for event in evaluated] == [2, 4]
         assert of(simulated, RunFinished)[0].evaluated == (2, 4)

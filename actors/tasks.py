@@ -274,7 +274,8 @@ class Evaluator:
 
     async def _wait_for_generator(self, version: int, silent_since: Mapping[str, float]) -> FleetGenerator | None:
         """Wait for a healthy generator that has `version`, and return the one with the newest weights. Returns None if
-        there was none for as long as an evaluation may take.
+        there was none for as long as an evaluation may take. Meanwhile lost ones are restarted, also if they had
+        nothing more to play.
 
         A generator in `silent_since` must have answered something after that time (monotonic seconds).
         """
@@ -284,6 +285,8 @@ class Evaluator:
             able = [g for g in able if g.health.silent_seconds < now - silent_since.get(g.generator_id, -math.inf)]
             if able:
                 return max(able, key=lambda g: g.version)
+            for lost in [g for g in self._fleet if g.state == "lost"]:
+                self._fleet.request_restart(lost)
             await asyncio.sleep(EVALUATION_POLL_SECONDS)
         return None
 

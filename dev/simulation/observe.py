@@ -76,6 +76,7 @@ from r3async.data.wire import (
 )
 from r3async.learner.trainer import PreparedStep, StepOutcome, Trainer
 from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.engine import EngineLostError
 from r3async.rollout.scripted import DIGEST_TENSOR, read_weights_key
 from r3async.transport.receiver import NO_GROUP_LIMIT
 from r3async.untrusted import MalformedError, decode_json, decode_msgpack
@@ -442,6 +443,8 @@ def _observe_generator(kind: type) -> type:
         async def evaluate(self) -> Any:
             try:
                 return await super().evaluate()
+            except EngineLostError:
+                raise  # another one plays it
             except Exception:
                 _watched_simulation(self.world.process).see_event(EvaluationGivenUp, self.generator_id)
                 raise

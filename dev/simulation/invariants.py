@@ -626,7 +626,7 @@ def nobody_waits_for_who_is_silent(state: ObservedState, event: GroupsLeased) ->
         owner = state.generators[lease.owner]
         if owner.ended_processes != lease.ended_processes:
             continue
-        silent = event.at - max(owner.last_answer, owner.last_report, state.answering_since)
+        silent = event.at - max(owner.last_answer, owner.last_report, state.answering_since(event.at))
         if silent > 2 * state.guarantees.silence_seconds + SILENT_SECONDS:
             return (
                 f"{event.generator} asks for work, and is not leased {format_trajectory_id(group, episode)}, which "

@@ -267,8 +267,8 @@ class ObservedState:
         """Time from which on the effects of the last fault are over, too: connections that it silenced are given up."""
         self.learner_ended = False
         """True if the learner of this lineage has ended, so that the run is about to start again."""
-        self.answering_since = math.inf
-        """Time since which the conductor answers without a pause."""
+        self._answering_since = math.inf
+        """Time since which the conductor answers without a pause, as far as its answers show."""
         self._last_answer = -math.inf
         """Time of the conductor's last answer."""
         self.outdated_deliveries: dict[tuple[str, str], bool] = {}
@@ -325,6 +325,10 @@ class ObservedState:
         """Record that an event has happened."""
         if (change := self._handlers.get(type(event))) is not None:
             change(event)  # type: ignore[operator]
+
+    def answering_since(self, at: float) -> float:
+        """Return the time since which the conductor answers without a pause, given that it answers at `at`."""
+        return at if at - self._last_answer > PAUSE_SECONDS else self._answering_since
 
     @property
     def current_branch(self) -> LineageBranch:
@@ -440,8 +444,7 @@ class ObservedState:
         if event.at - generator.last_answer > self.guarantees.silence_seconds:
             generator.loose_before = event.at
         generator.last_answer = event.at
-        if event.at - self._last_answer > PAUSE_SECONDS:
-            self.answering_since = event.at
+        self._answering_since = self.answering_since(event.at)
         self._last_answer = event.at
         for group, episodes in event.leases:
             self.newest_leased = max(self.newest_leased, group)

@@ -364,8 +364,8 @@ class RetryingPlayer:
         once more if the user's code raised twice at one place. A call that fails in the engine is repeated within the
         episode (`RetryingEngine`), up to `episode.engine_retries` times. A first prompt that is too long fails at once.
         An episode that failed for good is returned as a trajectory without turns (`build_failed_trajectory`); or, with
-        `raise_failures`, `EpisodeError` is raised with the last error's traceback. Raises `EngineLostError` if the engine
-        is lost: the episode has not failed, and another engine can play it.
+        `raise_failures`, `EpisodeError` is raised with the last error's traceback. Without it, `EngineLostError` is
+        raised if the engine is lost: the episode has not failed, and another engine can play it.
         """
         tries, before = dict.fromkeys(self._retry_budgets, 0), None
         while True:

@@ -127,7 +127,7 @@ class SandboxContainer:
 
 
 async def find_docker_problem() -> str:
-    """Return why containers cannot be had on this machine; empty if they can."""
+    """Return why this machine cannot run containers; empty if it can."""
     try:
         asked = await run_bounded(("docker", "version", "--format", "{{.Server.Version}}"), START_SECONDS, 2048)
     except OSError as error:

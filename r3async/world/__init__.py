@@ -55,7 +55,7 @@ class ActorRef(Protocol):
 
 
 class InsufficientResourcesError(RuntimeError):
-    """Others use what is to be reserved. The message lists what is free where."""
+    """The resources of a reservation are in use. The message lists what is free on each host."""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ async def learning(
 
 
 def waiting(actor: Heard) -> list[tuple[int, int, int]]:
-    """Group, lineage and version of what is to be trained."""
+    """Return group, lineage and version of each trajectory that waits for a step."""
     held = (t for group in actor.buffer._groups.values() for t, _ in group.values())
     return sorted((t.group_index, t.lineage, t.newest_version) for t in held)
 

@@ -126,7 +126,7 @@ def poisoned_run(learner: Any, good: list[MicroBatch], poison: list[MicroBatch] 
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def clean_run(request, model_path, batches):
-    """Train both batches; yield the backend, and what came of it."""
+    """Train both batches; yield the backend and the metrics of each."""
     good, then = (pack_samples(samples, BUDGET) for samples in batches)
     return request.param, poisoned_run(build_learner(settings(request.param), model_path), good, None, then)
 

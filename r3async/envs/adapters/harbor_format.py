@@ -74,8 +74,8 @@ class HarborTask(msgspec.Struct, frozen=True):
 
 
 def load_task(folder: Path, variables: Mapping[str, str]) -> HarborTask:
-    """Return the task of a folder, with `variables` in the place of `${NAME}` in its `env` tables. Raises `OSError` or
-    `ValueError` that says what is missing, wrong, or asked for and not to be had here."""
+    """Return the task of a folder, with `variables` in place of `${NAME}` in its `env` tables. Raises `OSError`, or
+    `ValueError` that names what is missing, wrong or not supported."""
     for name in ("instruction.md", "tests/test.sh"):
         if not (folder / name).is_file():
             raise ValueError(f"it has no {name}")

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from r3async.record.metrics import METRICS, Metric
+from r3async.data.metrics import METRICS, Metric
 from r3async.record.sinks import to_prometheus_name
 from r3async.views.charts import CHARTS, Chart
 

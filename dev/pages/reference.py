@@ -25,8 +25,8 @@ from dev.pages.dashboard import render_dashboard
 from r3async.config import Config, DataConfig, EnvEntryConfig, RewardConfig, Section
 from r3async.config.rollout import EvaluationSetConfig
 from r3async.config.section import strip_range
+from r3async.data.metrics import METRICS, SINGLE_KIND_STAGES, STAGES_BY_ROLE, Metric
 from r3async.data.models import ARCHITECTURES, TORCH_ONLY_ARCHITECTURES, UNSUPPORTED_MODEL_TYPES
-from r3async.record.metrics import METRICS, SINGLE_KIND_STAGES, STAGES_BY_ROLE, Metric
 
 REFERENCE_PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 COMMANDS_PAGE = REFERENCE_PAGE.with_name("cli.md")

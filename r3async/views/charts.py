@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from r3async.record.metrics import LINE_COLORS, METRICS, finite_or_none, sort_metrics
+from r3async.data.metrics import LINE_COLORS, METRICS, finite_or_none, sort_metrics
 
 X_AXES = ("step", "time", "tokens")
 """X axes of curves: the step, seconds since the run began, and tokens trained so far."""

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from r3async.record.metrics import finite_or_none
+from r3async.data.metrics import finite_or_none
 from r3async.record.reading import read_json_objects, read_run_config
 from r3async.record.routes import (
     RouteEntry,

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from r3async.record.metrics import finite_or_none
+from r3async.data.metrics import finite_or_none
 from r3async.record.reading import (
     damaged_config_event,
     decode_line,

@@ -13,7 +13,7 @@ import numpy as np
 
 from r3async.config import MIX_ENV
 from r3async.data.container import FramedRecord, map_file
-from r3async.record.metrics import finite_or_none
+from r3async.data.metrics import finite_or_none
 from r3async.record.reading import EVALUATION_FILE, convert_valid, damaged_config_event, read_run_config
 from r3async.record.routes import ROUTES_CONTAINER, RouteEntry, RouteIndex, parse_episode_id
 from r3async.record.timeline import FILE, Span

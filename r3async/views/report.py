@@ -20,8 +20,8 @@ from typing import Annotated, Any
 import msgspec
 
 from r3async.config import Config, config_to_dict, flatten_section
+from r3async.data.metrics import METRICS, finite_or_none, format_stat_label
 from r3async.record.events import format_event_details
-from r3async.record.metrics import METRICS, finite_or_none, format_stat_label
 from r3async.record.reading import (
     EPISODES_FILE,
     EVALUATION_FILE,

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from r3async.record.events import format_event_details
-from r3async.record.metrics import (
+from r3async.data.metrics import (
     METRICS,
     MetricStats,
     compute_end_windows,
@@ -20,6 +19,7 @@ from r3async.record.metrics import (
     finite_or_none,
     format_stat_label,
 )
+from r3async.record.events import format_event_details
 from r3async.record.reading import EVALUATION_FILE, parse_schedule, read_run_config, read_run_files
 from r3async.schedule.admission import compute_staleness_bound
 from r3async.schedule.health import ALL_EPISODES_FAILED, ZERO_VARIANCE, explain_no_update

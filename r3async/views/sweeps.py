@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from r3async.data.metrics import LAST_STEPS, find_metric, finite_or_none
 from r3async.data.statistics import Estimate, RunKey, estimate_mean, paired_difference
-from r3async.record.metrics import LAST_STEPS, find_metric, finite_or_none
 from r3async.record.reading import convert_valid, read_json_objects
 from r3async.views.charts import X_AXES, Chart, ChartLine, ChartSet, make_x_columns, pick_color
 from r3async.views.summary import NOT_TRAINED, RunSummary, format_number, format_seconds, summarize_run

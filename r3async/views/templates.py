@@ -8,7 +8,7 @@ import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from r3async.record.metrics import find_metric
+from r3async.data.metrics import find_metric
 from r3async.views.summary import format_number
 
 TEMPLATE_DIRECTORY = Path(__file__).parent

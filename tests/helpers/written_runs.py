@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 
 from r3async.config import config_from_dict, config_to_toml
+from r3async.data.metrics import METRICS
 from r3async.record.events import open_event_log
-from r3async.record.metrics import METRICS
 from r3async.record.routes import EngineCall, RouteFile, TrainedRoutes
 from r3async.record.timeline import Timeline
 from r3async.record.writer import MetricsFile

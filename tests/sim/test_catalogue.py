@@ -4,7 +4,7 @@ import contextlib
 import re
 
 from r3async.actors.process import NotTrained
-from r3async.record.metrics import METRICS, find_metric
+from r3async.data.metrics import METRICS, find_metric
 from r3async.record.reading import read_json_objects
 
 

@@ -20,8 +20,8 @@ from dev.pages.reference import (
     render_reference,
 )
 from r3async.config import Config, ConfigError, load_config
+from r3async.data.metrics import METRICS, RENAMED_METRICS, find_metric
 from r3async.data.models import ARCHITECTURES, TORCH_ONLY_ARCHITECTURES, UNSUPPORTED_MODEL_TYPES
-from r3async.record.metrics import METRICS, RENAMED_METRICS, find_metric
 from r3async.schedule.admission import compute_staleness_bound
 from r3async.tools.presets import list_preset_paths
 
@@ -122,7 +122,7 @@ def test_every_metric_that_code_or_a_page_names_is_in_the_catalogue():
     named = re.compile(rf"[`\"']((?:{'|'.join(groups)})/[a-z_0-9]+)[`\"']")
     files = [f for d in ("r3async", "actors", "tools") for f in (ROOT / d).rglob("*.py")]
     for path in [*files, *PAGES, *ACCEPTED_RECORDS]:
-        old = RENAMED_METRICS if path == ROOT / "r3async/record/metrics.py" else {}  # the table of old names
+        old = RENAMED_METRICS if path == ROOT / "r3async/data/metrics.py" else {}  # the table of old names
         for name in {*named.findall(path.read_text())} - {*old}:
             assert find_metric(name).description != name, f"{path}: {name}"
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from r3async.record.metrics import METRICS, ROW_ID_COLUMNS
+from r3async.data.metrics import METRICS, ROW_ID_COLUMNS
 from r3async.record.routes import RouteFile
 from r3async.record.timeline import FILE, Span, Timeline, compute_busy_shares, read_timeline
 from r3async.tools.cli import app

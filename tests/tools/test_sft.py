@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from r3async.checkpoint import CheckpointDirectory, CheckpointError
 from r3async.config import ConfigError, load_config
-from r3async.record.metrics import METRICS
+from r3async.data.metrics import METRICS
 from r3async.record.reading import read_json_objects
 from r3async.tools.cli import app
 from r3async.tools.init_model import init_model

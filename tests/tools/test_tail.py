@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from r3async.config import Config, config_to_toml
+from r3async.data.metrics import METRICS
 from r3async.record.events import open_event_log
-from r3async.record.metrics import METRICS
 from r3async.schedule.admission import compute_staleness_bound
 from r3async.tools.cli import app
 from r3async.tools.tail import view

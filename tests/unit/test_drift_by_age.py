@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from r3async.data.metrics import find_metric
 from r3async.learner import MinibatchResult
 from r3async.learner.metrics import (
     POSITION_BINS,
@@ -16,7 +17,6 @@ from r3async.learner.metrics import (
     sum_drift,
 )
 from r3async.learner.results import DriftSums, GapMoments
-from r3async.record.metrics import find_metric
 
 TOKENS = st.lists(
     st.tuples(st.floats(-2, 0), st.floats(-2, 0), st.integers(0, 12), st.integers(0, 20), st.integers(0, 20000)),

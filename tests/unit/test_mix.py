@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from r3async.config import Config, ConfigError, config_to_toml, load_config, resolve_envs
 from r3async.config.load import apply_overrides
+from r3async.data.metrics import find_metric
 from r3async.data.mixed import ENV_SEED_BITS, join_seed, split_seed
 from r3async.data.tokens import Sample, TokenTable, Trajectory, Turn
 from r3async.envs import Action, Message
 from r3async.envs.factory import build_environment_factory
 from r3async.envs.mix import MixedEnvironment, add_default_evaluation_sets
-from r3async.record.metrics import find_metric
 from r3async.record.writer import compute_environment_metrics
 from r3async.rollout.evaluation import check_environment, count_tasks_by_part
 from r3async.schedule.tasks import MAX_PERIOD, EnvironmentOrder, MixedTaskCursor

@@ -8,7 +8,7 @@ import pytest
 from r3async.config import Config, ConfigError, load_config
 from r3async.config.others import EQUIVALENT_SETTINGS, TARGET_SETTINGS, find_equivalent_setting
 from r3async.config.rollout import OWNED_ENGINE_ARGS
-from r3async.record.metrics import METRICS, find_metric, find_new_name
+from r3async.data.metrics import METRICS, find_metric, find_new_name
 from r3async.tools.sweep.plan import read_sweep_plan
 from r3async.views.summary import RunSummary
 

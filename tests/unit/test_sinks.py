@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from r3async.config import ConfigError, LogConfig, ObserveConfig, config_from_dict, config_to_toml, load_config
-from r3async.record.metrics import METRICS
+from r3async.data.metrics import METRICS
 from r3async.record.sinks import (
     SINK_BACKENDS,
     SINK_PACKAGES,

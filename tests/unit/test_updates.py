@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from r3async.data.metrics import METRICS
 from r3async.record.events import open_event_log
-from r3async.record.metrics import METRICS
 from r3async.record.writer import MetricsFile
 from r3async.schedule.health import (
     DRIFT_TOO_LARGE,

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from r3async.data.metrics import finite_or_none
 from r3async.data.tokens import Trajectory, Turn
-from r3async.record.metrics import finite_or_none
 from r3async.record.routes import TrainedRoutes, parse_episode_id
 
 TrajectorySource = Literal["spool", "trace", "episode"]

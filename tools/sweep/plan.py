@@ -24,7 +24,7 @@ from r3async.config import (
 from r3async.config.load import nest_overrides
 from r3async.config.paths import resolve_relative_paths
 from r3async.config.section import SHORTHAND_KEYS, Seed
-from r3async.record.metrics import METRICS, find_metric, find_new_name
+from r3async.data.metrics import METRICS, find_metric, find_new_name
 from r3async.untrusted import MalformedError, decode_toml
 
 RESERVED_SETTINGS = {

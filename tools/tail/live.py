@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from r3async.record.metrics import finite_or_none
+from r3async.data.metrics import finite_or_none
 from r3async.schedule.health import explain_no_update
 from r3async.views.summary import format_seconds
 

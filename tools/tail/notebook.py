@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from r3async.record.metrics import finite_or_none
+from r3async.data.metrics import finite_or_none
 
 from ..terminal import SafeConsole
 from .live import LiveView

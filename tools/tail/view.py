@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from r3async.record.metrics import METRICS, Metric, sort_metrics
+from r3async.data.metrics import METRICS, Metric, sort_metrics
 from r3async.schedule.health import explain_no_update
 from r3async.views.charts import CHARTS, EVALUATION_REWARD, PASS_AT_PREFIX, Chart, find_number_suffixes
 from r3async.views.follow import FollowedRun

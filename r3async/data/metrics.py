@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import cycle, product
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -115,11 +115,20 @@ class CurveStyle(NamedTuple):
     is_scatter: bool = False
 
 
+MetricCombination = Literal["token_mean", "input_mean", "update_mean", "sum", "epoch_sum", "max", "min", "last"]
+"""How the value of a step follows from those of its updates, one for each minibatch and epoch.
+
+`token_mean` weighs each update by its trained tokens, `input_mean` by all of its tokens, `update_mean` all the same;
+`epoch_sum` is the sum over the minibatches of one epoch.
+"""
+
+
 class Metric(NamedTuple):
     """A metric of the catalogue.
 
     Attributes:
         desired: The better direction, `high` or `low`, or the desired value itself; empty if neither is better.
+        combine: The value of a step from those of its updates; see `MetricCombination`.
         comparison_stats: Fields of `MetricStats` that a comparison of runs shows, separated by spaces.
         gauge: The line of the live view that shows the metric.
         part_stats: Fields of `MetricStats` that a report shows for each part of the run, separated by spaces.
@@ -134,6 +143,7 @@ class Metric(NamedTuple):
     curve: CurveStyle | None = None
     gauge: str = ""
     part_stats: str = ""
+    combine: MetricCombination = "token_mean"
 
     @property
     def group(self) -> str:
@@ -232,7 +242,8 @@ _METRIC_TABLE = (
     Metric("rollout_kl/served_k3_estimate", "served drift, estimated", "nats", "low",
            "What the trust region takes for served drift in a step that does not measure it."),
     Metric("rollout_kl/served_k3_predicted", "drift ahead", "nats", "low",
-           "With `algorithm.rollout_kl.limit`: served drift of the probed episodes under the weights that the step made."),
+           "With `algorithm.rollout_kl.limit`: served drift of the probed episodes under the weights that the step made.",
+           combine="max"),
     Metric("rollout_kl/served_tokens", "probed tokens", "tokens", "", "Tokens that served drift was measured on."),
     Metric("rollout_kl/k3_staleness_0", "drift at staleness 0", "nats", "low",
            "Drift k3 over the trained tokens of that staleness; so `rollout_kl/k3_staleness_1`, and on; the last, 7, is of all "
@@ -245,7 +256,8 @@ _METRIC_TABLE = (
     Metric("loss/reference_kl", "reference loss", "", "low", "KL to the frozen reference model, weighted: a term of the loss."),
     Metric("loss/entropy", "entropy bonus", "", "", "Entropy, weighted and negative: a term of the loss."),
     Metric("loss/router_aux", "router loss", "", "low", "Load balance of the routers, weighted: a term of the loss."),
-    Metric("rollout_kl/coef", "drift coefficient", "", "", "Coefficient of the rollout-KL term in this step.", part_stats="mean"),
+    Metric("rollout_kl/coef", "drift coefficient", "", "", "Coefficient of the rollout-KL term in this step.", part_stats="mean",
+           combine="last"),
     Metric("reference_kl/k3", "distance to reference", "nats", "low", "KL(learner‖reference), k3, mean over trained tokens."),
     Metric("distillation/reverse_kl", "distance to teacher", "nats", "low",
            "KL(rollout‖teacher): mean of log μ_rollout - log teacher over trained tokens; may be negative.",
@@ -278,8 +290,9 @@ _METRIC_TABLE = (
     Metric("rollout_logprob/abs_diff_mean", "log-prob difference", "nats", "low",
            "Mean of |log π_learner - log μ_rollout| over trained tokens: 0 with the same weights; staleness adds to it."),
     Metric("rollout_logprob/abs_diff_max", "largest log-prob difference", "nats", "low",
-           "The same of the trained token where it is largest."),
-    Metric("ratio/max", "largest ratio", "", "low", "Largest π_learner/μ_rollout of a trained token.", part_stats="max"),
+           "The same of the trained token where it is largest.", combine="max"),
+    Metric("ratio/max", "largest ratio", "", "low", "Largest π_learner/μ_rollout of a trained token.", part_stats="max",
+           combine="max"),
     Metric("ratio/ess", "effective samples", "fraction", "high", "(Σw)²/(n Σw²) of the ratios: 1 when all weigh the same.",
            part_stats="mean"),
     Metric("entropy/mean", "entropy", "nats", "", "Mean entropy of the learner's distribution at trained tokens.",
@@ -300,27 +313,34 @@ _METRIC_TABLE = (
            "Share of trained tokens' inputs with recorded routes.",
            comparison_stats="mean", curve=CurveStyle("Routing", "recorded", "green")),
     Metric("routing/recorded_fraction_fed", "routes recorded, all inputs", "fraction", "high",
-           "Of all tokens fed forward, prompts too. A sample's last token has no route: no engine fed it."),
+           "Of all tokens fed forward, prompts too. A sample's last token has no route: no engine fed it.",
+           combine="input_mean"),
     Metric("routing/agreement", "routing agreement", "fraction", "high",
            "Share of (recorded token, MoE layer) for which the learner would choose the recorded set of experts.",
            comparison_stats="mean", curve=CurveStyle("Routing", "agreement", "blue"), gauge="routes agree", part_stats="mean"),
     Metric("routing/agreement_min", "lowest agreement", "fraction", "high",
-           "Routing agreement of the MoE layer where it is lowest."),
+           "Routing agreement of the MoE layer where it is lowest.", combine="min"),
     Metric("routing/load_imbalance", "load imbalance", "", "1",
-           "Tokens of the busiest expert over its layer's mean, in the worst layer: 1 is even."),
+           "Tokens of the busiest expert over its layer's mean, in the worst layer: 1 is even.", combine="max"),
     Metric("batch/groups", "groups", "groups", "",
            "Groups that the step consumed; with `schedule.replaced_groups`, those with zero variance too."),
     Metric("batch/quarantined", "quarantined", "trajectories", "0",
            "Trajectories that the step refused, and replaced: they could not be trained."),
-    Metric("batch/tokens", "tokens", "tokens", "", "Tokens of the batch, prompts and observations included."),
-    Metric("batch/trained_tokens", "trained tokens", "tokens", "", "Tokens that the policy sampled and that entered the loss."),
-    Metric("batch/micro_batches", "micro-batches", "", "low", "Forward and backward passes of the step."),
+    Metric("batch/tokens", "tokens", "tokens", "", "Tokens of the batch, prompts and observations included.",
+           combine="epoch_sum"),
+    Metric("batch/trained_tokens", "trained tokens", "tokens", "", "Tokens that the policy sampled and that entered the loss.",
+           combine="epoch_sum"),
+    Metric("batch/micro_batches", "micro-batches", "", "low", "Forward and backward passes of the step.",
+           combine="epoch_sum"),
     Metric("batch/split_episodes", "split episodes", "episodes", "low",
-           "In several micro-batches, with a loss that takes whole episodes: then the step has one more forward pass."),
+           "In several micro-batches, with a loss that takes whole episodes: then the step has one more forward pass.",
+           combine="epoch_sum"),
     Metric("batch/shared_tokens", "shared tokens", "tokens", "",
-           "Of the batch's tokens, those for which a row of another sample was fed forward: `learner.share_prefixes`."),
+           "Of the batch's tokens, those for which a row of another sample was fed forward: `learner.share_prefixes`.",
+           combine="epoch_sum"),
     Metric("batch/fill", "fill", "fraction", "high", "Tokens fed forward over the token budget of the micro-batches."),
-    Metric("tokens/dropped_non_finite", "dropped tokens", "tokens", "0", "Left out for a log-prob that is not finite."),
+    Metric("tokens/dropped_non_finite", "dropped tokens", "tokens", "0", "Left out for a log-prob that is not finite.",
+           combine="epoch_sum"),
     Metric(
         "grad_norm",
         "gradient norm",
@@ -329,16 +349,17 @@ _METRIC_TABLE = (
         "Global norm before clipping.",
         curve=CurveStyle("Gradient norm", "norm", "blue"),
     ),
-    Metric("lr", "learning rate", "", "", "Learning rate of the step."),
+    Metric("lr", "learning rate", "", "", "Learning rate of the step.", combine="last"),
     Metric("optimizer/step_share", "share of the step", "fraction", "high",
            "Share of an update that was made, mean over the step's updates: less than 1 where "
-           "`algorithm.rollout_kl.limit` shortened one, 0 where none was made."),
+           "`algorithm.rollout_kl.limit` shortened one, 0 where none was made.", combine="update_mean"),
     Metric("optimizer/broken", "broken", "", "0", "1 if the update was refused: drift beyond `algorithm.rollout_kl.max`.",
-           part_stats="max"),
-    Metric("optimizer/updates", "updates", "", "high", "Optimizer updates of the step: at most one a minibatch and epoch."),
-    Metric("optimizer/skipped", "skipped", "", "0", "1 if an update was left out, for whatever reason."),
+           part_stats="max", combine="max"),
+    Metric("optimizer/updates", "updates", "", "high", "Optimizer updates of the step: at most one a minibatch and epoch.",
+           combine="sum"),
+    Metric("optimizer/skipped", "skipped", "", "0", "1 if an update was left out, for whatever reason.", combine="max"),
     Metric("optimizer/zero_variance", "zero variance", "", "0",
-           "1 if no trained token of the step had an advantage: weights and moments stay."),
+           "1 if no trained token of the step had an advantage: weights and moments stay.", combine="min"),
     Metric("timing/wait_seconds", "learner waited", "s", "low", "Time the learner waited for a full batch.",
            curve=CurveStyle("Learner time", "waiting for data", "orange"), gauge="learner"),
     Metric("learner/idle_share", "learner idle", "fraction", "low",

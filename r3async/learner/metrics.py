@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from r3async.data.metrics import find_metric
 from r3async.data.statistics import t_quantile
 from r3async.learner.drift import clamped_k3, k2, k3
 from r3async.learner.optimizer import OptimizerUpdate
@@ -395,31 +396,8 @@ def build_minibatch_result(
 
     `total`, `drift`: see `Minibatch.reduce_loss_sums`, `Minibatch.reduce_drift`; `moments`: `compute_gap_moments`.
 
-    Metrics (means are over trained tokens, log-probs in nats), besides those of `LossSums.compute_metrics`:
-
-    * `rollout_kl/k3_staleness_N`, `_turn_N`, `_position_N`: means over the tokens of that staleness, turn or range of
-      positions.
-    * `rollout_kl/served_k3`, and by staleness, turn and position: the same with the routers' own choice, from
-      `rollout_kl/served_tokens` probed tokens, with the interval `_low` .. `_high`; else `_estimate` alone.
-      `_predicted`: of the probed tokens after the update, with a limit.
-    * `optimizer/step_share`: the share of the update that was made, less than 1 where `rollout_kl.limit` shortened it;
-      0 where no update was made. For several updates, their mean.
-    * `loss/router_aux`: adds up to the loss together with the other `loss/*`. `rollout_kl/coef`: the trust region's
-      coefficient.
-    * `routing/recorded_fraction`: share of trained tokens whose input position has recorded routes;
-      `routing/recorded_fraction_fed`: share of all input tokens that have.
-    * `routing/agreement`: share of (recorded position, MoE layer) whose own top-k set is the recorded one, also with
-      replay off; missing if nothing is recorded. `routing/agreement_min`: the same in the layer where it is lowest.
-    * `routing/load_imbalance`: tokens of the busiest expert over the layer's mean, in the worst layer.
-    * `grad_norm` before clipping, `lr` used, `optimizer/updates` 1 or 0, `optimizer/skipped` 0 or 1;
-      `optimizer/zero_variance` 1 if it was skipped because no trained token has an advantage, `optimizer/broken` because
-      the drift was beyond `algorithm.rollout_kl.max`.
-    * `tokens/dropped_non_finite`, `batch/tokens`, `batch/trained_tokens`, `batch/micro_batches`: counts.
-      `batch/shared_tokens`: those of `batch/tokens` that were not computed, as another sample's row served for them.
-      Routing figures count a row once for every sample that it belongs to.
-    * `batch/split_episodes`: with a loss that takes whole episodes, how many are in several micro-batches. If there are
-      any, the minibatch first takes one more forward pass.
-    * `batch/fill`: tokens computed as a share of the micro-batches' token budget.
+    The catalogue (`data/metrics.py`) says what each metric is. Routing figures count a row of several samples once for
+    each of them; `routing/agreement` is also there with replay off, and missing if nothing is recorded.
     """
     counts, cause, routing, layers = minibatch.counts, update.cause, replay.pop_counts(), replay.num_moe_layers
     mine = np.zeros((layers, 2 + replay.num_experts))
@@ -479,7 +457,7 @@ LAST_EPOCH_METRIC = f"{REPLAYED_DRIFT_METRIC}_last_epoch"
 def combine_results(results: Sequence[MinibatchResult], epochs: int = 1) -> MinibatchResult:
     """Combine the results of several minibatches into one.
 
-    Counts add up, extremes stay, the rest is averaged over trained tokens. `results` are those of the minibatches in
+    The catalogue says how each metric combines (`Metric.combine`). `results` are those of the minibatches in
     each of `epochs`, one epoch after the other; their tokens and load count once.
     """
     if len(results) == 1:
@@ -495,19 +473,9 @@ def combine_results(results: Sequence[MinibatchResult], epochs: int = 1) -> Mini
             np.average([r.metrics[REPLAYED_DRIFT_METRIC] for r in results[last:]], weights=weights[last:])
         )
     for name in dict.fromkeys(name for r in results for name in r.metrics):
-        if name.startswith(BINNED_METRIC_PREFIXES):
-            continue
-        having = [i for i, r in enumerate(results) if name in r.metrics]  # not all minibatches have recorded routes
-        values = [results[i].metrics[name] for i in having]
-        if name in METRIC_REDUCERS:
-            metrics[name] = float(METRIC_REDUCERS[name](values)) / (epochs if name in COUNTED_ONCE_METRICS else 1)
-        elif name == "routing/recorded_fraction_fed":
-            metrics[name] = float(np.average(values, weights=[max(r.metrics["batch/tokens"], 1) for r in results]))
-        else:
-            of = weights[having]
-            metrics[name] = float(np.average(values, weights=of if of.any() else None))
-    if predicted := [r.metrics[SERVED_PREDICTION_METRIC] for r in results if SERVED_PREDICTION_METRIC in r.metrics]:
-        metrics[SERVED_PREDICTION_METRIC] = max(predicted)
+        if name == SERVED_PREDICTION_METRIC or not name.startswith(BINNED_METRIC_PREFIXES):
+            # Not all minibatches have recorded routes, or make an update.
+            metrics[name] = _combine_metric(name, [r.metrics for r in results if name in r.metrics], epochs)
     if all(SERVED_ESTIMATE_METRIC in r.metrics for r in results):
         metrics[SERVED_ESTIMATE_METRIC] = float(
             np.average([r.metrics[SERVED_ESTIMATE_METRIC] for r in results], weights=weights)
@@ -522,25 +490,28 @@ def combine_results(results: Sequence[MinibatchResult], epochs: int = 1) -> Mini
     )
 
 
-COUNTED_ONCE_METRICS = (
-    "batch/tokens",
-    "batch/trained_tokens",
-    "batch/micro_batches",
-    "batch/shared_tokens",
-    "batch/split_episodes",
-    "tokens/dropped_non_finite",
-)
-METRIC_REDUCERS: dict[str, Callable[[list[float]], float]] = {
-    **dict.fromkeys(COUNTED_ONCE_METRICS, sum),
-    "ratio/max": max,
-    "rollout_logprob/abs_diff_max": max,
-    "routing/agreement_min": min,
-    "routing/load_imbalance": max,
-    "optimizer/updates": sum,
-    "optimizer/skipped": max,
-    "optimizer/zero_variance": min,
-    "optimizer/broken": max,
-    "optimizer/step_share": statistics.fmean,
-    **dict.fromkeys(("lr", "rollout_kl/coef"), lambda values: values[-1]),
-}
-"""Functions that combine a metric of several minibatches, for metrics that are not averaged."""
+def _combine_metric(name: str, updates: Sequence[Mapping[str, float]], epochs: int) -> float:
+    """Return a step's value of a metric, as the catalogue says, from the metrics of the updates that have it."""
+    values = [metrics[name] for metrics in updates]
+    match find_metric(name).combine:
+        case "token_mean":
+            return _weighted_mean(values, [metrics["batch/trained_tokens"] for metrics in updates])
+        case "input_mean":
+            return _weighted_mean(values, [metrics["batch/tokens"] for metrics in updates])
+        case "update_mean":
+            return statistics.fmean(values)
+        case "sum":
+            return float(sum(values))
+        case "epoch_sum":
+            return float(sum(values)) / epochs
+        case "max":
+            return max(values)
+        case "min":
+            return min(values)
+        case "last":
+            return values[-1]
+
+
+def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    """Return the weighted mean of `values`, or their mean if no weight is above 0."""
+    return float(np.average(values, weights=weights if any(weights) else None))

@@ -93,6 +93,42 @@ def test_tokens_are_counted_once_and_updates_every_time():
     assert one.expert_load.tolist() == [[40, 0]]
 
 
+def test_updates_combine_as_the_catalogue_says():
+    """What no update of the step has stays away, and what one lacks follows from the others."""
+
+    def result(trained, tokens, **more):
+        metrics = {
+            "batch/trained_tokens": trained,
+            "batch/tokens": tokens,
+            "rollout_kl/k3": 0.0,
+            "ratio/max": trained,
+            "optimizer/step_share": trained / 10,
+            "routing/recorded_fraction_fed": trained / 10,
+            "entropy/mean": trained / 10,
+        }
+        return MinibatchResult(metrics | more, np.asarray([1.0], np.float32), np.asarray([[trained, 0]]), [])
+
+    one = combine_results(
+        [
+            result(1, 30, **{"routing/agreement_min": 0.9}),
+            result(3, 10, **{"routing/agreement_min": 0.7}),
+            result(0, 40),
+        ]
+    )
+    assert one.metrics == pytest.approx(
+        {
+            "batch/trained_tokens": 4,
+            "batch/tokens": 80,
+            "rollout_kl/k3": 0.0,
+            "ratio/max": 3,
+            "optimizer/step_share": 0.4 / 3,
+            "routing/recorded_fraction_fed": (0.1 * 30 + 0.3 * 10) / 80,
+            "entropy/mean": (0.1 * 1 + 0.3 * 3) / 4,
+            "routing/agreement_min": 0.7,
+        }
+    )
+
+
 def test_the_learning_rate_falls_over_all_updates():
     more = ["steps=10", "schedule.minibatches_per_step=4", "schedule.epochs_per_step=3"]
     assert count_updates(load_config("quickstart", more)) == 120

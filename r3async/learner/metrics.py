@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -469,17 +469,14 @@ def combine_results(results: Sequence[MinibatchResult], epochs: int = 1) -> Mini
     moments = GapMoments(*np.sum([r.gap_moments for r in results], axis=0).tolist())
     if epochs > 1:
         last = len(results) - len(results) // epochs
-        metrics[LAST_EPOCH_METRIC] = float(
-            np.average([r.metrics[REPLAYED_DRIFT_METRIC] for r in results[last:]], weights=weights[last:])
-        )
+        metrics[LAST_EPOCH_METRIC] = _combine_metric(REPLAYED_DRIFT_METRIC, results[last:], epochs)
     for name in dict.fromkeys(name for r in results for name in r.metrics):
+        # What was measured of drift follows from its sums.
         if name == SERVED_PREDICTION_METRIC or not name.startswith(BINNED_METRIC_PREFIXES):
-            # Not all minibatches have recorded routes, or make an update.
-            metrics[name] = _combine_metric(name, [r.metrics for r in results if name in r.metrics], epochs)
+            metrics[name] = _combine_metric(name, results, epochs)
+    # A step that measured a part of its served drift has no estimate of it.
     if all(SERVED_ESTIMATE_METRIC in r.metrics for r in results):
-        metrics[SERVED_ESTIMATE_METRIC] = float(
-            np.average([r.metrics[SERVED_ESTIMATE_METRIC] for r in results], weights=weights)
-        )
+        metrics[SERVED_ESTIMATE_METRIC] = _combine_metric(SERVED_ESTIMATE_METRIC, results, epochs)
     return MinibatchResult(
         metrics | compute_drift_metrics(drift, moments, epochs),
         np.average([r.layer_agreement for r in results], axis=0, weights=weights).astype(np.float32),
@@ -490,8 +487,12 @@ def combine_results(results: Sequence[MinibatchResult], epochs: int = 1) -> Mini
     )
 
 
-def _combine_metric(name: str, updates: Sequence[Mapping[str, float]], epochs: int) -> float:
-    """Return a step's value of a metric, as the catalogue says, from the metrics of the updates that have it."""
+def _combine_metric(name: str, results: Sequence[MinibatchResult], epochs: int) -> float:
+    """Return the value of a metric over several updates, as the catalogue says, from those that have it.
+
+    Not all have recorded routes, for example.
+    """
+    updates = [result.metrics for result in results if name in result.metrics]
     values = [metrics[name] for metrics in updates]
     match find_metric(name).combine:
         case "token_mean":

@@ -4,8 +4,7 @@ docs/figures.
 Between `<!-- bench: NAME -->` and `<!-- end of NAME -->` stands the table of bench/NAME.json, the report that
 `python -m dev bench NAME --json` printed. Between `<!-- science: NAME -->` and `<!-- end of NAME -->` the data is
 science/NAME.json, the results of a sweep; `<!-- science: NAME: reward/mean | rollout_kl/served_k3, window -->` shows these
-outcomes alone. Figures within sentences are those of claims.toml (`bench/claims.py`). `--check` writes nothing, and
-exits 1 if a page differs from what would be written.
+outcomes alone. `--check` writes nothing, and exits 1 if a page differs from what would be written.
 """
 
 from __future__ import annotations
@@ -13,14 +12,17 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 
-from dev.bench import claims
 from dev.bench.report import BenchReport, format_table, report_lines
 from r3async.views.sweeps import AXIS_LABELS, SweepResults, describe_run_counts, format_estimate, format_outcome
 
-PLACE = re.compile(claims.TABLE, re.DOTALL)
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+FIGURES_DIRECTORY = DOCS / "figures"
+PLACE = re.compile(r"(<!-- (bench|science): ([\w-]+)(?:: ([^>\n]+))? -->\n)(.*?)(<!-- end of \3 -->)", re.DOTALL)
+"""The place of a table that is made from data."""
 SEEDS, MODELS = 5, 3
 """Smallest numbers of seeds and initial models whose runs say something about other runs."""
 
@@ -66,7 +68,7 @@ def fill_tables(page: str) -> str:
 
     def fill_table(place: re.Match[str]) -> str:
         begin, kind, name, outcomes, _, end = place.groups()
-        path = claims.FIGURES_DIRECTORY / kind / f"{name}.json"
+        path = FIGURES_DIRECTORY / kind / f"{name}.json"
         if not path.exists():
             return place.group()
         if kind == "science":
@@ -78,16 +80,23 @@ def fill_tables(page: str) -> str:
     return PLACE.sub(fill_table, page)
 
 
+def read_pages() -> dict[str, str]:
+    """Return the texts of README.md and of the pages in docs/, by path from the top of the repository."""
+    paths = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
+    return {str(path.relative_to(DOCS.parent)): path.read_text() for path in paths}
+
+
 def main(arguments: list[str]) -> int:
     """Write the pages, or compare them with `--check`."""
-    register, out_of_date = claims.read_register(), []
-    for name, text in claims.read_pages().items():
-        filled = claims.fill_claims(name, fill_tables(text), register)
-        if filled != text:
-            out_of_date.append(name)
-            if "--check" not in arguments:
-                (claims.DOCS.parent / name).write_text(filled)
-                print(f"wrote {name}")
+    out_of_date = []
+    for name, text in read_pages().items():
+        filled = fill_tables(text)
+        if filled == text:
+            continue
+        out_of_date.append(name)
+        if "--check" not in arguments:
+            (DOCS.parent / name).write_text(filled)
+            print(f"wrote {name}")
     if "--check" in arguments and out_of_date:
         print(f"{', '.join(out_of_date)}: out of date; run python -m dev.bench.page", file=sys.stderr)
         return 1

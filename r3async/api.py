@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from msgspec import UNSET
+
 from r3async.config import Config, load_config
 from r3async.config.load import apply_overrides
 from r3async.envs.factory import build_factory_with_objects, extract_objects, register_objects
@@ -24,7 +26,7 @@ def train(
     config: str | Path | Config = "quickstart",
     *,
     environment: Any = None,
-    reward: Any = None,
+    reward: Any = UNSET,
     callbacks: Sequence[Any] = (),
     runs: str | Path | None = None,
     **settings: Any,
@@ -37,12 +39,12 @@ def train(
     Args:
         config: A preset's name, a TOML file, or a `Config`.
         environment: A class, a function that makes environments, or a name as `env.name`.
-        reward: Reward of `data`: a function, a list of them, or a value of the setting `reward`.
+        reward: Reward of `data`: a function, a list of them, or a value of the setting `reward`. None unsets it.
         callbacks: Callbacks of the run, see `Callback`.
         runs: Where run directories are; by default R3ASYNC_RUNS, or `runs` in the current directory.
         settings: Settings over `config`: `train("quickstart", steps=3, learner={"lr": 1e-4})`; a dotted key is
-            passed as `**{"learner.lr": 1e-4}`. With the `name` of an existing run, that run resumes from its newest
-            checkpoint.
+            passed as `**{"learner.lr": 1e-4}`. `data` may be rows: a list of dicts, or a `datasets.Dataset`. With the
+            `name` of an existing run, that run resumes from its newest checkpoint.
 
     Raises `ConfigError` for a wrong setting or an object that cannot be sent to the generators, `CheckpointError`
     for a checkpoint that cannot be resumed, and `RunFailed` for a run that ended early. `CallbackFailed`,
@@ -73,7 +75,7 @@ def evaluate(
     env: Any = None,
     *,
     environment: Any = None,
-    reward: Any = None,
+    reward: Any = UNSET,
     tasks: int | None = None,
     seed: int | None = None,
     policy: Literal["model", "oracle", "random"] = "model",
@@ -125,10 +127,12 @@ def _name_objects(
     environment: Any, reward: Any, settings: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return all arguments as settings, with names in place of objects, and the pickled objects by name."""
-    arguments = {"environment": environment, "reward": reward}
-    named_settings, objects = extract_objects(
-        {**settings, **{name: value for name, value in arguments.items() if value is not None}}
-    )
+    arguments = dict(settings)
+    if environment is not None:
+        arguments["environment"] = environment
+    if reward is not UNSET:
+        arguments["reward"] = reward
+    named_settings, objects = extract_objects(arguments)
     if "environment" in named_settings:
         named_settings["env.name"] = named_settings.pop("environment")
     return named_settings, objects

@@ -50,6 +50,7 @@ from r3async.config.section import (
     DATASET_ENV,
     MIX_ENV,
     SHORTHAND_KEYS,
+    UNSET_WORD,
     ConfigError,
     PositiveInt,
     Secret,
@@ -154,9 +155,6 @@ class Config(Section):
                 "such a sample could not be trained"
             )
 
-
-UNSET_WORD = "null"
-"""Value that unsets a setting of a file or preset below: TOML has no null."""
 
 REMOVED_KEYS = {
     "algorithm.correction.max_token_age": "it is `schedule.max_token_age` now",
@@ -298,6 +296,15 @@ def _merge_layer(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[st
     return merge_tables(base, overlay)
 
 
+def _drop_unset_args(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return settings without the arguments of a dataset that are None, which unsets them."""
+    env = data.get("env")
+    args = env.get("args") if isinstance(env, Mapping) and env.get("name") == DATASET_ENV else None
+    if not isinstance(env, Mapping) or not isinstance(args, Mapping):
+        return data
+    return {**data, "env": {**env, "args": {key: value for key, value in args.items() if value is not None}}}
+
+
 def parse_mix_entries(env: EnvConfig) -> dict[str, EnvEntryConfig]:
     """Return the environments of a mix, in the order of their labels; none if `env` is no mix. Raises `ConfigError`
     that names the entry."""
@@ -386,7 +393,8 @@ def _read_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[_ConfigLayer]:
 
 
 def _build_config(layers: Sequence[_ConfigLayer]) -> Config:
-    return _convert_value(Config, functools.reduce(_merge_layer, (layer.data for layer in layers)), "")
+    merged = functools.reduce(_merge_layer, (layer.data for layer in layers))
+    return _convert_value(Config, _drop_unset_args(merged), "")
 
 
 def _refuse_unread_settings(config: Config, layers: Sequence[_ConfigLayer], command: CommandName | None) -> None:
@@ -433,10 +441,12 @@ def nest_overrides(overrides: Overrides) -> dict[str, Any]:
         given = [parse_override(text) for text in overrides]
     over: dict[str, Any] = {}
     for keys, value in given:
+        if keys == ["data"] and isinstance(value, str) and value != UNSET_WORD:
+            keys = ["data", "path"]
         for key in reversed(keys):
             value = {key: value}
-        over = merge_tables(over, expand_shorthand(value))
-    return over
+        over = merge_tables(over, value)
+    return expand_shorthand(over)
 
 
 def load_config(name_or_path: str, overrides: Overrides = (), command: CommandName | None = "train") -> Config:

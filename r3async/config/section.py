@@ -268,6 +268,8 @@ DATASET_ENV = "dataset"
 """Value of `env.name` for the user's own rows."""
 MIX_ENV = "mix"
 """Value of `env.name` for several environments: `env.args` has a table for each, by its label."""
+UNSET_WORD = "null"
+"""Value that unsets a setting of a file or preset below: TOML has no null."""
 SHORTHAND_KEYS = ("data", "reward")
 """Keys at the top that stand for `env.name` and `env.args` of a dataset."""
 
@@ -282,7 +284,7 @@ def merge_tables(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[st
 
 def expand_shorthand(layer: Mapping[str, Any]) -> dict[str, Any]:
     """Return a layer (a file or the overrides) in which `data` and `reward` are expanded to the `env.name` and
-    `env.args` that they stand for, and `[[env]]` likewise."""
+    `env.args` that they stand for, and `[[env]]` likewise. A value "null" there becomes None, which unsets it."""
     if isinstance(entries := layer.get("env"), list):
         if both := next((key for key in SHORTHAND_KEYS if key in layer), ""):
             raise ConfigError(f"`{both}` beside [[env]]: set it in the entry that it is for")
@@ -290,15 +292,31 @@ def expand_shorthand(layer: Mapping[str, Any]) -> dict[str, Any]:
     given = {key: layer[key] for key in SHORTHAND_KEYS if key in layer}
     if not given:
         return dict(layer)
+    rest = {key: value for key, value in layer.items() if key not in SHORTHAND_KEYS}
+    _refuse_two_environments(given, rest.get("env"))
     data = given.pop("data", {})
+    if data is None or data == UNSET_WORD:
+        raise ConfigError("`data` cannot be unset: set `env.name`, which names an environment without rows")
     if isinstance(data, str):
         data = {"path": data}
     if not isinstance(data, Mapping):
-        raise ConfigError(f"`data` = {data!r} must be a path, or a section with `path` in it")
+        raise ConfigError(
+            f"`data` = {format_value(data)} must be a path, a section with `path` in it, or in Python rows: a list of "
+            "dicts, or a datasets.Dataset"
+        )
     if "reward" in data:
         raise ConfigError("`data.reward`: `reward` is set beside `data`, not in it")
-    rest = {key: value for key, value in layer.items() if key not in SHORTHAND_KEYS}
-    return merge_tables(rest, {"env": {"name": DATASET_ENV, "args": {**data, **given}}})
+    args = {key: None if value == UNSET_WORD else value for key, value in {**data, **given}.items()}
+    return merge_tables(rest, {"env": {"name": DATASET_ENV, "args": args}})
+
+
+def _refuse_two_environments(shorthand: Mapping[str, Any], env: Any) -> None:
+    """Raise `ConfigError` if a layer has rows, and names an environment that is none of rows."""
+    name = env.get("name") if isinstance(env, Mapping) else None
+    if isinstance(name, str) and name.partition(":")[0] != DATASET_ENV:
+        raise ConfigError(
+            f"`{next(iter(shorthand))}` is for rows, and `env.name` = {name!r} is another environment: set one of the two"
+        )
 
 
 def _expand_entry(entry: Any) -> Any:

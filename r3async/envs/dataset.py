@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,11 +25,17 @@ from r3async.envs import Action, EnvironmentFactory, EnvironmentProtocolError, M
 from r3async.envs.factory import get_pickled_object, is_object_name, register_objects
 from r3async.envs.pool import make_pooled_factory
 from r3async.envs.rewards import RewardFunction, RewardInputs, check_reward_row, compute_rewards, load_reward
-from r3async.envs.rows import MISSING, DatasetTask, LocatedRow, collect_file_stamps, parse_task, parse_tools, read_rows
-from r3async.untrusted import decode_json
+from r3async.envs.rows import (
+    MISSING,
+    DatasetTask,
+    LocatedRow,
+    collect_source_stamps,
+    parse_task,
+    parse_tools,
+    read_rows,
+)
+from r3async.untrusted import decode_json, decode_python_json
 from r3async.world.processes import run_on_shared_loop
-
-_row_encoder = msgspec.json.Encoder(enc_hook=str)  # for parquet columns that hold more than plain data
 
 # -- the rows of a run -------------------------------------------------------------------------------------------------
 
@@ -75,7 +82,12 @@ def _identify_source(data: DataConfig) -> tuple[str, str]:
     """Return the path of a dataset, and which of its rows are used."""
     if data.part == "train" or not isinstance(data.eval, str):
         return data.path, f"{data.split}, {data.part}"
-    return (data.eval, "train, train") if resolve_user_path(data.eval).is_file() else (data.path, f"{data.eval}, train")
+    return (data.eval, "train, train") if _is_own_source(data.eval) else (data.path, f"{data.eval}, train")
+
+
+def _is_own_source(evaluated: str) -> bool:
+    """Return True if `data.eval` names rows of their own, and no split of `data.path`."""
+    return is_object_name(evaluated) or resolve_user_path(evaluated).is_file()
 
 
 def find_shared_prompts(env: EnvConfig, other: EnvConfig) -> list[DatasetTask]:
@@ -110,9 +122,7 @@ class TaskSplits:
         self.train = self._load_tasks(data, rewards, data.path, data.split)[: data.limit or None]
         self.eval: list[DatasetTask] = []
         if isinstance(data.eval, str) and data.eval:
-            path, split = (
-                (data.eval, DataConfig().split) if resolve_user_path(data.eval).is_file() else (data.path, data.eval)
-            )
+            path, split = (data.eval, DataConfig().split) if _is_own_source(data.eval) else (data.path, data.eval)
             self.eval = self._load_tasks(data, rewards, path, split)
         elif data.eval:
             self.eval = _choose_held_out(self.train, data.eval)
@@ -138,7 +148,7 @@ class TaskSplits:
         made = hashlib.sha256()
         for part in (self.train, self.eval):
             for task in part:
-                made.update(_row_encoder.encode(task.row) + b"\n")
+                made.update(json.dumps(task.row).encode() + b"\n")
             made.update(b"\0")
         return made.hexdigest()[:32]
 
@@ -171,9 +181,9 @@ def _load_splits(settings: bytes, stamps: tuple[tuple[str, int, int], ...]) -> T
 def load_task_splits(data: DataConfig) -> TaskSplits:
     """Return the tasks of both parts. Raises `ConfigError` for a source that cannot be read, a row that does not fit,
     and rows that do not match `data.digest`."""
-    places = [resolve_user_path(place) for place in (data.path, data.eval) if isinstance(place, str)]
+    sources = [source for source in (data.path, data.eval) if isinstance(source, str)]
     settings = msgspec.json.encode(msgspec.structs.replace(data, part="train", digest=""))
-    tasks = _load_splits(settings, tuple(stamp for place in places for stamp in collect_file_stamps(place)))
+    tasks = _load_splits(settings, tuple(stamp for source in sources for stamp in collect_source_stamps(source)))
     if data.digest not in ("", tasks.digest):
         raise ConfigError(
             f"`data` = {data.path!r}: the rows are not those that the run began with (digest {tasks.digest}, not "
@@ -252,7 +262,8 @@ class DatasetEnvironment:
     async def _reward_in_pool(self, asked: RewardInputs) -> dict[str, float]:
         judging = self._make_worker()
         await judging.reset(0)
-        return (await judging.step(Action(_row_encoder.encode(asked).decode()))).metrics
+        # Python's JSON, because others have no NaN: a reward gets the same values here and there.
+        return (await judging.step(Action(json.dumps(msgspec.to_builtins(asked))))).metrics
 
 
 def _build_reward_inputs(task: DatasetTask, action: Action) -> RewardInputs:
@@ -277,7 +288,8 @@ class RewardWorker:
         return []
 
     def step(self, action: Action) -> StepResult:
-        told = run_on_shared_loop(compute_rewards(self._rewards, decode_json(action.text, RewardInputs)))
+        asked = msgspec.convert(decode_python_json(action.text), RewardInputs)
+        told = run_on_shared_loop(compute_rewards(self._rewards, asked))
         return StepResult(0.0, done=True, metrics=told)
 
 

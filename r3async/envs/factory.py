@@ -15,6 +15,7 @@ from typing import Any
 from r3async.config import DATASET_ENV, MIX_ENV, ConfigError, EnvConfig, did_you_mean
 from r3async.config.paths import import_object
 from r3async.envs import EnvironmentFactory
+from r3async.envs.given_rows import encode_given_rows
 from r3async.envs.pool import make_pooled_factory
 
 BUILTIN_ENVIRONMENTS = {
@@ -165,7 +166,7 @@ def import_optional_package(name: str, config: EnvConfig, extra: str = "envs") -
         ) from error
 
 
-# Environments and rewards that the caller passes as objects: a configuration names them `object:NAME`.
+# Environments, rewards and rows that the caller passes as objects: a configuration names them `object:NAME`.
 #
 # A program gives `r3async.train` a class, a function that makes environments, or a reward. They are pickled, by value
 # or by reference (cloudpickle), and travel to the generators through Ray, to the process that makes a start model, and
@@ -226,14 +227,23 @@ def construct_from_pickle(data: bytes, arguments: dict[str, Any]) -> Any:
 
 
 def extract_objects(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return `settings` with each class and function replaced by `object:NAME`, and the pickled objects by name.
+    """Return `settings` with each class, each function and all rows replaced by `object:NAME`, and the objects by name:
+    pickled, or lines of JSON for rows.
 
-    Raises `ConfigError` for an object that cannot be pickled; the message names the setting, the object, and the part
-    of it that is the reason.
+    Raises `ConfigError` for an object that cannot be pickled, or a row that JSON cannot hold; the message names the
+    setting, the object, and the part of it that is the reason.
     """
     objects: dict[str, bytes] = {}
 
+    def add_object(data: bytes, name: str) -> str:
+        name = next(each for each in (name, *(f"{name}{n}" for n in range(2, 99))) if objects.get(each, data) == data)
+        objects[name] = data
+        return f"{OBJECT_PREFIX}:{name}"
+
     def replace_objects(value: Any, where: str) -> Any:
+        rows = encode_given_rows(value, where)
+        if rows is not None:
+            return add_object(rows, "rows")
         if isinstance(value, Mapping):
             return {
                 key: replace_objects(inner, f"{where}.{key}" if where else str(key)) for key, inner in value.items()
@@ -242,10 +252,7 @@ def extract_objects(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
             return [replace_objects(inner, f"{where}[{at}]") for at, inner in enumerate(value)]
         if not callable(value) and not _is_environment(value):
             return value
-        data, name = _pickle_object(value, where), _name_object(value)
-        name = next(each for each in (name, *(f"{name}{n}" for n in range(2, 99))) if objects.get(each, data) == data)
-        objects[name] = data
-        return f"{OBJECT_PREFIX}:{name}"
+        return add_object(_pickle_object(value, where), _name_object(value))
 
     return replace_objects(settings, ""), objects
 

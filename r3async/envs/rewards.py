@@ -10,13 +10,29 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from r3async.config import ConfigError, RewardConfig, did_you_mean
 from r3async.envs import EnvironmentProtocolError
 from r3async.envs.factory import import_for_setting, is_object_name, load_object
+from r3async.envs.reward_arguments import (
+    FOREIGN_NAMES,
+    TRL_ARGUMENTS,
+    TRL_RESERVED_COLUMNS,
+    TRL_TOKEN_ID_NAMES,
+    PlainArguments,
+    RewardForm,
+    bind_plain_arguments,
+    call_by_name,
+    find_form,
+    get_signature,
+    list_named,
+    list_required,
+    refuse_unknown_arguments,
+    takes_any_name,
+)
 from r3async.envs.rows import INSTALL_HINT, MISSING, DatasetTask, list_field_names
 from r3async.untrusted import format_value, to_finite_float
 
@@ -77,17 +93,6 @@ BLOCKING_REWARDS = ("math",)
 
 # -- user-defined rewards ----------------------------------------------------------------------------------------------
 
-RewardForm = Literal["trl", "verl", "plain"]
-SecondArgument = Literal["", "answer", "row"]
-TRL_TOKEN_ID_NAMES = ("completion_ids", "completions_ids")
-"""Names of the argument for token ids of completions; TRL's page on GRPO used the second before version 1."""
-TRL_ARGUMENTS = ("prompts", "completions", *TRL_TOKEN_ID_NAMES, "log_metric")
-TRL_UNSUPPORTED_ARGUMENTS = ("trainer_state", "environments", "log_extra")
-"""Arguments that TRL's trainer passes to rewards and that do not exist here."""
-VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-TRL_RESERVED_COLUMNS = ("prompt", "completion", "completion_ids")
-"""Columns that TRL does not pass to rewards."""
-
 
 class RewardInputs(msgspec.Struct, frozen=True):
     """An answer and its task, as sent to the process that judges it.
@@ -110,7 +115,7 @@ class RewardFunction(NamedTuple):
 
     Attributes:
         is_nonblocking: True if it may be called on an event loop.
-        second_argument: The argument that a plain function gets after the completion.
+        arguments: What the parameters of a plain function get.
         required_columns: Columns that it requires.
         needs_answer: True if it requires an answer.
     """
@@ -121,7 +126,7 @@ class RewardFunction(NamedTuple):
     form: RewardForm
     is_nonblocking: bool
     is_builtin: bool = False
-    second_argument: SecondArgument = ""
+    arguments: PlainArguments = PlainArguments({})
     required_columns: Sequence[str] = ()
     needs_answer: bool = False
     needs_token_ids: bool = False
@@ -177,7 +182,7 @@ def _call_trl(reward: RewardFunction, asked: RewardInputs, logged: dict[str, flo
     completion: Any = [{"role": "assistant", "content": asked.completion}] if chat else asked.completion
     columns = {name: [value] for name, value in asked.row.items() if name not in TRL_RESERVED_COLUMNS}
     given = {"prompts": [asked.prompt], "completions": [completion], "log_metric": logged.__setitem__}
-    return _call_by_name(
+    return call_by_name(
         reward.function, columns | given | {name: [list(asked.token_ids)] for name in TRL_TOKEN_ID_NAMES}
     )
 
@@ -190,21 +195,16 @@ def _call_verl(reward: RewardFunction, asked: RewardInputs, logged: dict[str, fl
         "ground_truth": asked.answer,
         "extra_info": row.get("extra_info") or {},
     }
-    return _call_by_name(reward.function, given)
-
-
-def _call_by_name(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Call `function` with those of `arguments` that it takes."""
-    parameters = inspect.signature(function).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        arguments = {name: value for name, value in arguments.items() if name in parameters}
-    return function(**arguments)
+    return call_by_name(reward.function, given)
 
 
 def _call_plain(reward: RewardFunction, asked: RewardInputs, logged: dict[str, float]) -> Any:
     answer = str(asked.answer) if reward.is_builtin else asked.answer
-    second: dict[str, list[Any]] = {"": [], "answer": [answer], "row": [asked.row]}
-    return reward.function(asked.completion, *second[reward.second_argument])
+    given = {"completion": asked.completion, "answer": answer, "prompt": asked.prompt, "row": asked.row}
+    if answer is None and not reward.needs_answer:
+        del given["answer"]  # the parameter keeps its default
+    named = {name: given[role] for name, role in reward.arguments.roles.items() if role in given}
+    return call_by_name(reward.function, asked.row | given | named)
 
 
 CALLERS_BY_FORM: dict[RewardForm, Callable[[RewardFunction, RewardInputs, dict[str, float]], Any]] = {
@@ -235,7 +235,7 @@ def load_reward(config: RewardConfig) -> RewardFunction:
         "plain",
         quick,
         is_builtin=True,
-        second_argument="answer",
+        arguments=PlainArguments({"completion": "completion", "answer": "answer"}),
         needs_answer=True,
     )
 
@@ -244,40 +244,22 @@ def _load_user_reward(config: RewardConfig) -> RewardFunction:
     function = load_reward_function(config.fn)
     if not callable(function):
         raise ConfigError(f"`reward` = {config.fn!r} is a {type(function).__name__}, not a function")
+    signature = get_signature(function, config.fn)
     quick = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-    parameters = list(inspect.signature(function).parameters.values())
-    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    must = [p.name for p in named if p.default is p.empty]
-    made = functools.partial(RewardFunction, config.name, config.weight, function)
-    names = [p.name for p in named]
-    if "solution_str" in names:
-        if unknown := [name for name in must if name not in VERL_ARGUMENTS]:
-            raise ConfigError(
-                f"`reward` = {config.fn!r} asks for {unknown[0]!r}; a reward in verl's form gets {', '.join(VERL_ARGUMENTS)}"
-            )
-        return made("verl", quick, needs_answer="ground_truth" in must)
-    if {"prompts", "completions", *TRL_TOKEN_ID_NAMES}.intersection(names) or (parameters and not names):
-        if lacking := [name for name in must if name in TRL_UNSUPPORTED_ARGUMENTS]:
-            raise ConfigError(
-                f"`reward` = {config.fn!r} asks for `{lacking[0]}`, which only TRL's trainer has: give it a default"
-            )
-        columns = [name for name in must if name not in TRL_ARGUMENTS]
-        any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)  # which may be one of these
+    required, form = list_required(signature), find_form(signature)
+    refuse_unknown_arguments(signature, config.fn, form)
+    made = functools.partial(RewardFunction, config.name, config.weight, function, form, quick)
+    if form == "verl":
+        return made(needs_answer="ground_truth" in required)
+    if form == "trl":
+        any_name = takes_any_name(signature)  # which may be one of these
         return made(
-            "trl",
-            quick,
-            required_columns=columns,
-            needs_token_ids=any_name or not {*TRL_TOKEN_ID_NAMES}.isdisjoint(names),
+            required_columns=[name for name in required if name not in TRL_ARGUMENTS],
+            needs_token_ids=any_name or not {*TRL_TOKEN_ID_NAMES}.isdisjoint(list_named(signature)),
         )
-    positional = [p.name for p in named if p.kind is not p.KEYWORD_ONLY]
-    if not positional or not set(must) <= {*positional[:2]}:
-        raise ConfigError(
-            f"`reward` = {config.fn!r} is called `{getattr(function, '__name__', 'it')}{inspect.signature(function)}`; it must "
-            "take (completion, answer), or (completion, row), or as in TRL (completions, **columns), or as in verl "
-            "(data_source, solution_str, ground_truth, extra_info)"
-        )
-    second: SecondArgument = "" if len(positional) < 2 else "row" if positional[1] == "row" else "answer"
-    return made("plain", quick, second_argument=second, needs_answer=second == "answer" and positional[1] in must)
+    arguments = bind_plain_arguments(signature, config.fn, getattr(function, "__name__", "it"))
+    needs_answer = any(role == "answer" and name in required for name, role in arguments.roles.items())
+    return made(arguments=arguments, required_columns=arguments.columns, needs_answer=needs_answer)
 
 
 def load_reward_function(path: str) -> Any:
@@ -290,6 +272,7 @@ def load_reward_function(path: str) -> Any:
 
 def check_reward_row(reward: RewardFunction, task: DatasetTask) -> None:
     """Raise `ConfigError`, which names the row, if `task` lacks something that `reward` needs."""
+    _refuse_shadowed_columns(reward, task)
     if reward.needs_answer and task.answer is MISSING:
         raise ConfigError(
             f"{task.location}: no answer, which reward {reward.name!r} asks for; its fields: "
@@ -298,6 +281,7 @@ def check_reward_row(reward: RewardFunction, task: DatasetTask) -> None:
     for column in reward.required_columns:
         if column not in task.row:
             hint = did_you_mean(column, task.row, f"its fields: {', '.join(task.row)}")
+            hint = FOREIGN_NAMES.get(column, hint)
             raise ConfigError(f"{task.location}: no field {column!r}, which reward {reward.name!r} asks for; {hint}")
     if not reward.is_builtin:
         return
@@ -307,6 +291,19 @@ def check_reward_row(reward: RewardFunction, task: DatasetTask) -> None:
         )
     if reward.function is reward_number and find_last_number(str(task.answer)) is None:
         raise ConfigError(f"{task.location}: `number` finds no number in the answer {task.answer!r:.80}")
+
+
+def _refuse_shadowed_columns(reward: RewardFunction, task: DatasetTask) -> None:
+    """Raise `ConfigError` for a parameter that has the name of a column, and would get something else."""
+    given = {"answer": task.answer} if task.is_chat else {"answer": task.answer, "prompt": task.messages[0].content}
+    for name, role in reward.arguments.roles.items():
+        if name == role or name not in task.row or task.row[name] == given.get(role, MISSING):
+            continue
+        remedy = f", or set `data.answer` = {name!r}" if role == "answer" else ""
+        raise ConfigError(
+            f"{task.location}: reward {reward.name!r} asks for {name!r}, which the row has as a column, and would get the "
+            f"{role}: call the parameter `{role}`, or take (completion, row){remedy}"
+        )
 
 
 async def compute_rewards(rewards: Sequence[RewardFunction], inputs: RewardInputs) -> dict[str, float]:

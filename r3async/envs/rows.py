@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import importlib.util
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -17,19 +18,11 @@ from r3async.config import ConfigError, DataConfig, did_you_mean
 from r3async.config.paths import resolve_user_path
 from r3async.config.rollout import PromptTemplate
 from r3async.envs import REASONING_KEYS, Message
+from r3async.envs.arrow_rows import Row, is_saved_dataset, read_dataset_rows, read_parquet_rows
+from r3async.envs.factory import get_pickled_object, is_object_name
 from r3async.untrusted import MalformedError, decode_json, decode_python_json
 
-Row = dict[str, Any]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-VALUE_OVERHEAD_BYTES = 64
-"""Bytes of memory that a value takes besides its content."""
-PARQUET_BATCH_ROWS = 256
-MAX_COMPRESSION_RATIO = 100
-"""Highest compression ratio of a parquet column that can be text. In a file with a better packed column, rows are made
-one by one."""
-UNCHECKED_BYTES, MAX_EXPANSION_RATIO = 64 * 2**20, 1000
-"""Limits of the memory that the rows of a parquet file or of the hub may take: the former in bytes, or the latter times
-the bytes of their source, whichever is more."""
 _SUBSET_HINT = "`data.limit` takes the first rows, and `data.eval` a share or a file to evaluate"
 INSTALL_HINT = "pip install 'r3async[data]'"
 
@@ -48,10 +41,13 @@ class LocatedRow(NamedTuple):
 
 
 def read_rows(data: DataConfig, path: str, split: str) -> list[LocatedRow]:
-    """Return all rows of `path`, in order; `path` is a file, a directory of files, or an id on the hub.
+    """Return all rows of `path`, in order; `path` is a file, a directory of files, an id on the hub, or names rows that
+    a program gave.
 
     Raises `ConfigError` that says what is missing, or names the line or row that is not valid.
     """
+    if is_object_name(path):
+        return _read_given_rows(path, split)
     found = resolve_user_path(path)
     if not found.exists():
         return _load_hub_dataset(data, path, split, found)
@@ -60,35 +56,68 @@ def read_rows(data: DataConfig, path: str, split: str) -> list[LocatedRow]:
             f"`data.subset` = {data.subset!r}: {found} is not on the hub, and has no subsets: leave it out"
         )
     if found.is_dir():
-        files = _list_split_files(found, split)
+        if is_saved_dataset(found):
+            rows = _load_saved_dataset(found, split)
+        else:
+            rows = [each for file in _list_split_files(found, split) for each in _read_file(file)]
     elif split == DataConfig().split:
-        files = [found]
+        rows = list(_read_file(found))
     else:
         raise ConfigError(f"{found} is one file and has no split {split!r}: leave `data.split` out; {_SUBSET_HINT}")
-    rows = [each for file in files for each in _read_file(file)]
     if not rows:
         raise ConfigError(f"{found} has no rows")
     return rows
 
 
-def collect_file_stamps(place: Path) -> list[tuple[str, int, int]]:
-    """Return name, modification time and size of the files at `place`; the list differs when one of them has
-    changed."""
-    files = [place, *sorted(place.iterdir())] if place.is_dir() else [place]
+def collect_source_stamps(source: str) -> list[tuple[str, int, int]]:
+    """Return name, modification time and size of the files at `source`, or the hash of rows that a program gave. The
+    list differs when they have changed."""
+    if is_object_name(source):
+        return [(source, hash(get_pickled_object(source, "data")), 0)]
+    place = resolve_user_path(source)
+    inner = place.rglob("*") if is_saved_dataset(place) else place.iterdir() if place.is_dir() else ()
+    files = [place, *sorted(inner)]
     return [(str(file), (found := file.stat()).st_mtime_ns, found.st_size) for file in files if file.exists()]
 
 
+_SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval", "evaluation", "holdout", "heldout")
+_SPLIT_WORD = re.compile(
+    rf"(?<![a-z])(?:(?:train|test|valid)[a-z]*|{'|'.join(_SPLIT_NAMES)})(?:_[a-z]\w*)?(?![a-z])", re.IGNORECASE
+)
+"""A word that names a split in the name of a file, with what qualifies it: `train`, `testmini`, `train_prefs`."""
+
+
 def _list_split_files(directory: Path, split: str) -> list[Path]:
+    """Return the files of a directory whose names have `split` as a word; all files if no name has any split's word,
+    and the training split is asked for."""
     known = sorted(
         file for file in directory.iterdir() if file.suffix in FILE_READERS and not file.name.startswith(".")
     )
     if not known:
         raise ConfigError(f"`data.path`: {directory} has no file that ends in {', '.join(FILE_READERS)}")
-    chosen = [file for file in known if file.name.startswith(split)]
-    if not chosen and split != DataConfig().split:
-        names = ", ".join(file.name for file in known)
-        raise ConfigError(f"no file of {directory} begins with the split {split!r}; it has {names}; {_SUBSET_HINT}")
-    return chosen or known
+    word = re.compile(rf"(?<![a-z]){re.escape(split)}(?P<qualifier>_[a-z]\w*)?(?![a-z])", re.IGNORECASE)
+    named: dict[str, list[Path]] = {}
+    for file in known:
+        found = word.search(file.stem)
+        if found and not (split in _SPLIT_NAMES and _names_another_split(file.stem, split)):
+            named.setdefault((found["qualifier"] or "").lower(), []).append(file)
+    if "" in named or len(named) == 1:
+        return named.get("") or next(iter(named.values()))
+    names = ", ".join(file.name for file in known)
+    if named:
+        splits = ", ".join(f"{split}{qualifier}" for qualifier in sorted(named))
+        raise ConfigError(f"`data.split` = {split!r} is any of {splits} in {directory}: name one of them")
+    if split == DataConfig().split and not any(_SPLIT_WORD.search(file.stem) for file in known):
+        return known
+    raise ConfigError(
+        f"no file of {directory} has the split {split!r} in its name; it has {names}: name a file with `data.path`, or "
+        f"its split with `data.split`; {_SUBSET_HINT}"
+    )
+
+
+def _names_another_split(name: str, split: str) -> bool:
+    words = {found[0].lower() for found in re.finditer(r"[a-z]+", name, re.IGNORECASE)}
+    return bool(words.intersection(_SPLIT_NAMES) - {split})
 
 
 def _read_file(file: Path) -> Iterator[LocatedRow]:
@@ -152,47 +181,9 @@ def _read_csv(file: Path) -> NumberedRows:
 
 
 def _read_parquet(file: Path) -> NumberedRows:
-    try:
-        import pyarrow
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise ConfigError(f"{file} needs pyarrow, which is not installed: {INSTALL_HINT}") from error
-    number, used, size = 0, 0, file.stat().st_size
-    try:
-        with ParquetFile(file) as table:
-            groups = [table.metadata.row_group(at) for at in range(table.num_row_groups)]
-            columns = [group.column(at) for group in groups for at in range(group.num_columns)]
-            least = table.metadata.num_rows * VALUE_OVERHEAD_BYTES + sum(group.total_byte_size for group in groups)
-            _check_expansion(file, size, least)
-            packed = any(
-                each.total_uncompressed_size > MAX_COMPRESSION_RATIO * each.total_compressed_size for each in columns
-            )
-            for batch in table.iter_batches(1 if packed else PARQUET_BATCH_ROWS):
-                rows = batch.to_pylist()
-                _check_expansion(file, size, used := used + _estimate_memory(rows))
-                for row in rows:
-                    number += 1
-                    yield "row", number, row
-    except pyarrow.ArrowException as error:
-        raise ConfigError(f"{file} is no parquet file: {str(error).splitlines()[0]}") from error
-
-
-def _check_expansion(source: Path | str, size: int, used: int) -> None:
-    """Raise `ConfigError` for rows that take far more memory than their source has bytes: a few hundred bytes can
-    become gigabytes."""
-    if used > max(UNCHECKED_BYTES, MAX_EXPANSION_RATIO * size):
-        raise ConfigError(
-            f"`data.path`: {source} has {size} bytes and its rows take {used} and more, so it holds the same over and over: "
-            "write the rows that you mean as .jsonl"
-        )
-
-
-def _estimate_memory(value: Any) -> int:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list):
-        return VALUE_OVERHEAD_BYTES + sum(map(_estimate_memory, value))
-    return VALUE_OVERHEAD_BYTES + (len(value) if isinstance(value, str | bytes) else 0)
+    if importlib.util.find_spec("pyarrow") is None:
+        raise ConfigError(f"{file} needs pyarrow, which is not installed: {INSTALL_HINT}")
+    yield from (("row", number, row) for number, row in enumerate(read_parquet_rows(file), 1))
 
 
 FILE_READERS: dict[str, Callable[[Path], NumberedRows]] = {
@@ -203,7 +194,36 @@ FILE_READERS: dict[str, Callable[[Path], NumberedRows]] = {
 }
 
 
-# -- the hub -----------------------------------------------------------------------------------------------------------
+def _read_given_rows(path: str, split: str) -> list[LocatedRow]:
+    """Return the rows that a program gave r3async.train; they are lines of JSON."""
+    if split != DataConfig().split:
+        raise ConfigError(f"`data` was given as rows, which have no split {split!r}: leave it out; {_SUBSET_HINT}")
+    lines = get_pickled_object(path, "data").splitlines()
+    try:
+        return [LocatedRow(decode_python_json(line), "data", "row", number) for number, line in enumerate(lines, 1)]
+    except MalformedError as error:  # text that is no Unicode, or lists too deep
+        raise ConfigError(f"`data`: a row cannot be kept as JSON: {error}") from error
+
+
+# -- the library `datasets` --------------------------------------------------------------------------------------------
+
+
+def _load_saved_dataset(directory: Path, split: str) -> list[LocatedRow]:
+    """Return the rows that `save_to_disk` of `datasets` wrote into a directory, of one split where it has several."""
+    datasets = _import_datasets(f"`data.path` = {str(directory)!r} is a directory that `datasets` wrote")
+    try:
+        saved = datasets.load_from_disk(str(directory))
+    except Exception as error:  # the files may raise anything
+        raise ConfigError(f"{directory} cannot be loaded by `datasets`: {_first_line(error)}") from error
+    if isinstance(saved, datasets.DatasetDict):
+        if split not in saved:
+            raise ConfigError(f"{directory} has no split {split!r}; it has {', '.join(saved)}; {_SUBSET_HINT}")
+        saved = saved[split]
+    elif split not in (DataConfig().split, str(saved.split)):
+        raise ConfigError(f"{directory} is one split and has no split {split!r}: leave it out; {_SUBSET_HINT}")
+    size = sum(file.stat().st_size for file in directory.rglob("*.arrow"))
+    rows = read_dataset_rows(saved, directory, size)
+    return [LocatedRow(row, str(directory), "row", number) for number, row in enumerate(rows, 1)]
 
 
 def _load_hub_dataset(data: DataConfig, path: str, split: str, file: Path) -> list[LocatedRow]:
@@ -212,35 +232,39 @@ def _load_hub_dataset(data: DataConfig, path: str, split: str, file: Path) -> li
     if "/" not in path:
         near = did_you_mean(path, [each.name for each in file.parent.glob("*")], "and an id on the hub is NAME/NAME")
         raise ConfigError(f"`data.path` = {path!r}: there is no file {file}; {near}")
+    datasets = _import_datasets(
+        f"`data.path` = {path!r}: there is no file {file}, and to take it from the Hugging Face hub"
+    )
     try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError(
-            f"`data.path` = {path!r}: there is no file {file}, and to take it from the Hugging Face hub needs `datasets`, which "
-            f"is not installed: {INSTALL_HINT}"
-        ) from error
-    found, used = [], 0
-    try:
-        rows = datasets.load_dataset(path, data.subset or None, split=split)
-        for number, row in enumerate(rows, 1):
-            _check_expansion(path, rows.download_size or 0, used := used + _estimate_memory(row))
-            found.append(LocatedRow(dict(row), f"{path} ({split})", "row", number))
+        found = datasets.load_dataset(path, data.subset or None, split=split)
+        rows = list(read_dataset_rows(found, path, found.download_size or 0))
     except ConfigError:
         raise
     except Exception as error:  # the hub, the network and the dataset's files may raise anything
-        line = next(iter(str(error).splitlines()), type(error).__name__)
         name = path.split("/")[1]
         elsewhere = (
-            f". Where there is a network: hf download {path} --repo-type dataset --local-dir {name}, and set `data.path` to the "
-            f"folder of its files here, such as {name}/data"
+            f". Where there is a network: hf download {path} --repo-type dataset --local-dir {name}, and set "
+            f"`data.path` to the folder of its files here, such as {name}/data"
         )
         raise ConfigError(
-            f"`data.path` = {path!r} cannot be loaded from the Hugging Face hub: {line}"
+            f"`data.path` = {path!r} cannot be loaded from the Hugging Face hub: {_first_line(error)}"
             + elsewhere * isinstance(error, ConnectionError)
         ) from error
-    if not found:
+    if not rows:
         raise ConfigError(f"{path} ({split}) has no rows")
-    return found
+    return [LocatedRow(row, f"{path} ({split})", "row", number) for number, row in enumerate(rows, 1)]
+
+
+def _import_datasets(purpose: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(f"{purpose} needs `datasets`, which is not installed: {INSTALL_HINT}") from error
+    return datasets
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 # Making tasks from rows: which column is the prompt and which the answer, in the forms of TRL and verl or by templates.
@@ -250,13 +274,26 @@ def _load_hub_dataset(data: DataConfig, path: str, split: str, file: Path) -> li
 
 ANSWER_COLUMNS = ("reward_model.ground_truth", "answer", "solution", "ground_truth")
 """Columns that are searched for an answer, in this order, unless `data.answer` names one."""
+_TOOLS_REMEDY = "write its tools into the column `tools`"
+_SYSTEM_REMEDY = (
+    "put it into the messages, or show it with `data.prompt`, a list of messages such as "
+    '{ role = "system", content = "{NAME}" }'
+)
+_VARIABLE_REMEDY = "a row has no variables of its own: set `episode.template_args`, which is for all rows"
+_TOKENS_REMEDY = "rows are texts, and the chat template decides what is learnt of them"
+_TEXT_REMEDY = "only text is shown"
 UNSUPPORTED_COLUMNS = {
-    "chat_template_kwargs": "a row has no variables of its own: set `episode.template_args`, which is for all rows",
-    "images": "only text is shown",
-    "videos": "only text is shown",
-    "audios": "only text is shown",
+    **dict.fromkeys(("tool_defs", "tool_definitions", "tool_schemas", "functions"), _TOOLS_REMEDY),
+    **dict.fromkeys(("system", "system_prompt", "system_message"), _SYSTEM_REMEDY),
+    "documents": "put their texts into the messages, or show them with `data.prompt`",
+    "history": "put its turns into the messages",
+    **dict.fromkeys(("chat_template_kwargs", "enable_thinking", "reasoning_effort", "builtin_tools"), _VARIABLE_REMEDY),
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _TEXT_REMEDY),
+    **dict.fromkeys(("input_ids", "loss_mask", "completion_mask", "assistant_mask", "assistant_masks"), _TOKENS_REMEDY),
+    **dict.fromkeys(("loss_weight", "sample_weight"), "every answer has the weight 1"),
 }
-"""Columns that a chat template or a model would use elsewhere, and what to do instead."""
+"""Columns by which other trainers change what is shown or learnt, and what to do instead. They are refused unless
+`data.prompt` or `data.answer` reads them."""
 NOT_SHOWN_OF_A_MESSAGE = {
     "function_call": "write it as one of `tool_calls`",
     "tool_responses": "write each as a message of the role `tool`",
@@ -264,10 +301,21 @@ NOT_SHOWN_OF_A_MESSAGE = {
     "functions": "write them into the row's column `tools`",
     "recipient": "write a call as one of `tool_calls`",
     "channel": "write a thought as `reasoning_content`, and a call as one of `tool_calls`",
+    "from": "write it as `role`, and its `value` as `content`",
 }
 """Keys of a message that some chat templates would show, and what to write instead."""
-TRAIN_FLAG_KEYS = ("weight", "train", "loss")
+TRAIN_FLAG_KEYS = ("weight", "train", "training", "trainable", "loss", "loss_mask")
 """Keys of a message that say whether an answer is trained on."""
+MASK_FLAG_KEY = "masked"
+"""Key of a message that says the opposite."""
+NEUTRAL_MESSAGE_KEYS = frozenset(
+    """
+    country created created_at date hash hashed_ip header id index lang language message_id meta metadata model
+    model_name openai_id parent_id rank redacted score source state status timestamp token_count toxic turn
+    turn_identifier turn_index user_id uuid
+    """.split()  # noqa: SIM905
+)
+"""Keys of a message that record where it is from: no trainer shows or learns them."""
 _FIELD_PATTERN = re.compile(r"\{([^{}\s]+)\}")
 MISSING: Any = msgspec.UNSET
 
@@ -340,19 +388,42 @@ def parse_task(located_row: LocatedRow, data: DataConfig) -> DatasetTask:
             raise ConfigError(f"{where}: the prompt has a system message of its own: leave `data.system` empty")
         asked, chat = [Message("system", data.system), *asked], True
     task = DatasetTask(asked, chat, _find_answer(data.answer, row, where), row, where)
-    parse_tools(task)
+    _check_columns(task, data)
     return task
+
+
+def _check_columns(task: DatasetTask, data: DataConfig) -> None:
+    """Raise `ConfigError` for tools that are none, and for a column that would change what is shown or learnt
+    elsewhere, and has no effect here."""
+    parse_tools(task)
+    read_columns = _list_read_columns(data)
+    for name, remedy in UNSUPPORTED_COLUMNS.items():
+        if _has_content(task.row.get(name)) and name not in read_columns:
+            raise ConfigError(
+                f"{task.location}: its column {name!r} has no effect: {remedy.replace('NAME', name)}; or leave the "
+                "column out"
+            )
+    if data.prompt == "instruction" and _has_content(task.row.get("input")):
+        raise ConfigError(
+            f"{task.location}: its column 'input' is not shown: set `data.prompt` to a template such as "
+            "'{instruction} {input}'"
+        )
+
+
+def _has_content(value: Any) -> bool:
+    return value not in (None, "", [], {})
+
+
+def _list_read_columns(data: DataConfig) -> set[str]:
+    """Return the columns that the settings name."""
+    texts = [data.prompt] if isinstance(data.prompt, str) else [text for each in data.prompt for text in each.values()]
+    names = [data.answer, *texts, *(name for text in texts for name in _FIELD_PATTERN.findall(text))]
+    return {column for name in names for column in (name, name.partition(".")[0])}
 
 
 def parse_tools(task: DatasetTask) -> list[dict[str, Any]]:
     """Return the tools that the chat template gets besides the messages: the row's column `tools`, a list or a list in
-    JSON.
-
-    Raises `ConfigError` if they are not tools, and for a row with other columns that the chat template would need.
-    """
-    for name, remedy in UNSUPPORTED_COLUMNS.items():
-        if task.row.get(name):
-            raise ConfigError(f"{task.location}: its column {name!r} has no effect: {remedy}; leave the column out")
+    JSON. Raises `ConfigError` if they are not tools."""
     tools = task.row.get("tools") or []
     if isinstance(tools, str):
         with contextlib.suppress(MalformedError):
@@ -407,9 +478,11 @@ def parse_messages(value: Any, where: str) -> list[Message]:
 
 def _parse_message(value: Any, where: str) -> Message:
     kept = {k: v for k, v in value.items() if v is not None} if isinstance(value, Mapping) else value
+    is_trained = True
     if isinstance(kept, dict):
-        if name := next((name for name in NOT_SHOWN_OF_A_MESSAGE if kept.get(name)), None):
-            raise ConfigError(f"{where}: a message has a `{name}`, which is not shown: {NOT_SHOWN_OF_A_MESSAGE[name]}")
+        is_trained = _pop_train_flags(kept, where)
+        kept = {key: inner for key, inner in kept.items() if key not in NEUTRAL_MESSAGE_KEYS}
+        _refuse_unknown_keys(kept, where)
         kept["content"] = _join_text_blocks(kept.get("content", "" if kept.get("tool_calls") else None), where)
         thoughts = [kept.pop(name) for name in REASONING_KEYS if kept.get(name)]
         if any(thought != thoughts[0] for thought in thoughts):
@@ -418,9 +491,21 @@ def _parse_message(value: Any, where: str) -> Message:
         if isinstance(calls := kept.get("tool_calls"), list):
             kept["tool_calls"] = [_decode_call_arguments(call) for call in calls]
     try:
-        return msgspec.convert(kept, Message if _is_trained(kept, where) else MaskedAnswer)
+        return msgspec.convert(kept, Message if is_trained else MaskedAnswer)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: a chat message must have role and content, both texts: {error}") from error
+
+
+def _refuse_unknown_keys(message: Mapping[str, Any], where: str) -> None:
+    known = {*Message.__struct_fields__, *REASONING_KEYS}
+    name = next((name for name in message if name not in known and _has_content(message[name])), None)
+    if name in NOT_SHOWN_OF_A_MESSAGE:
+        raise ConfigError(f"{where}: a message has a `{name}`, which is not shown: {NOT_SHOWN_OF_A_MESSAGE[name]}")
+    if name is not None:
+        raise ConfigError(
+            f"{where}: a message has a `{name}`, which is neither shown nor decides what is learnt "
+            f"({', '.join((*TRAIN_FLAG_KEYS, MASK_FLAG_KEY))} do): leave it out"
+        )
 
 
 def _join_text_blocks(content: Any, where: str) -> Any:
@@ -446,13 +531,23 @@ def _decode_call_arguments(call: Any) -> Any:
     return call
 
 
-def _is_trained(message: Any, where: str) -> bool:
-    marks = {name: message[name] for name in TRAIN_FLAG_KEYS if name in message} if isinstance(message, Mapping) else {}
+def _pop_train_flags(message: dict[str, Any], where: str) -> bool:
+    """Remove the keys of a message that say whether it is learnt, and return whether an answer with them is. Raises
+    `ConfigError` for another value than 0 or 1, and for a message to be learnt that is no answer."""
+    names = [name for name in (*TRAIN_FLAG_KEYS, MASK_FLAG_KEY) if name in message]
+    marks = {name: message.pop(name) for name in names}
     if wrong := [name for name, mark in marks.items() if mark not in (0, 1)]:
         raise ConfigError(
-            f"{where}: `{wrong[0]}` = {_abbreviate_repr(marks[wrong[0]])} of a message: an answer is learnt (1) or only shown (0)"
+            f"{where}: `{wrong[0]}` = {_abbreviate_repr(marks[wrong[0]])} of a message: an answer is learnt (1) or only "
+            "shown (0)"
         )
-    return all(marks.values())
+    learnt = [bool(mark) != (name == MASK_FLAG_KEY) for name, mark in marks.items()]
+    if message.get("role") != "assistant" and any(learnt):
+        raise ConfigError(
+            f"{where}: `{names[0]}` of a message of the role {message.get('role')!r}: only answers of the assistant are "
+            "learnt; leave it out"
+        )
+    return all(learnt)
 
 
 def _find_answer(name: str, row: Row, where: str) -> Any:
@@ -514,7 +609,7 @@ def parse_conversation(located_row: LocatedRow, data: DataConfig) -> DatasetTask
         )
         task = task._replace(messages=[*task.messages, *said], is_chat=True)
     _check_conversation(task.messages, where)
-    parse_tools(task)
+    _check_columns(task, data)
     return task
 
 

@@ -56,8 +56,8 @@ def test_a_directory_is_its_files_in_order_or_those_of_a_split(tmp_path):
         ("rows.jsonl", {"split": "test"}, r"is one file and has no split 'test'"),
         ("rows.jsonl", {"eval": "test"}, r"is one file and has no split 'test'"),
         ("rows.jsonl", {"subset": "main"}, r"`data.subset` = 'main': .* is not on the hub"),
-        ("", {"split": "train[:2]"}, r"no file of .* begins with the split 'train\[:2\]'; it has rows.jsonl"),
-        ("", {"eval": "test"}, r"no file of .* begins with the split 'test'"),
+        ("", {"split": "train[:2]"}, r"no file of .* has the split 'train\[:2\]' in its name; it has rows.jsonl"),
+        ("", {"eval": "test"}, r"no file of .* has the split 'test' in its name"),
     ],
 )
 def test_a_split_that_a_file_or_directory_does_not_have_is_refused(tmp_path, place, settings, message):
@@ -110,7 +110,10 @@ def _bombs(folder):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     long = pyarrow.array(["x" * 1_000_000]).dictionary_encode()
     column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 5000, pyarrow.int32()), long.dictionary)
+    listed = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 100_000, pyarrow.int32()), long.dictionary)
+    one_row = pyarrow.ListArray.from_arrays(pyarrow.array([0, 100_000], pyarrow.int32()), listed)
     tables = {
+        "one row of one text again and again": pyarrow.table({"prompt": one_row}),
         "one long text in every row": pyarrow.table({"prompt": column, "answer": ["1"] * 5000}),
         "rows without end": pyarrow.table({"prompt": pyarrow.nulls(3_000_000, pyarrow.string())}),
         "a page that is packed": pyarrow.table({"prompt": ["y" * 100_000_000]}),
@@ -307,6 +310,21 @@ def test_data_and_reward_are_short_for_an_environment(tmp_path):
     assert load_config(str(file), ["env.name=guess"]).env.args == {}
 
 
+@pytest.mark.parametrize("overrides", [["reward=null", "data.system=null"], {"reward": None, "data.system": None}])
+def test_null_and_none_unset_what_a_file_sets(tmp_path, overrides):
+    file = tmp_path / "mine.toml"
+    file.write_text('extends = "math"\nreward = "number"\ndata = { path = "b.jsonl", system = "S" }\n')
+    data = resolve_data_config(load_config(str(file), overrides).env)
+    assert (data.path, data.reward, data.system) == ("b.jsonl", "exact", "")
+
+
+def test_a_file_names_rows_or_another_environment(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('extends = "math"\ndata = "b.jsonl"\n[env]\nname = "guess"\n')
+    with pytest.raises(ConfigError, match=r"`data` is for rows, and `env.name` = 'guess' is another environment"):
+        load_config(str(file))
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -319,6 +337,13 @@ def test_data_and_reward_are_short_for_an_environment(tmp_path):
         (["data.eval=1.5"], r"`eval` = 1.5: a share below 1, or a whole number of rows"),
         (["data.limit=many"], "`data.limit` = 'many'"),
         (["reward.fn=exact"], "`data.reward` = "),
+        (["data=null"], "`data` cannot be unset: set `env.name`"),
+        ({"data": None}, "`data` cannot be unset"),
+        ({"data": [1, 2]}, r"`data` = \[1, 2\] must be a path, .* in Python rows: a list of dicts"),
+        (["data=x.jsonl", "env.name=guess"], "`data` is for rows, and `env.name` = 'guess' is another environment"),
+        (["env.name=guess", "reward=exact"], "`reward` is for rows, and `env.name` = 'guess'"),
+        ({"data": "x.jsonl", "env.name": "guess"}, "`data` is for rows, and `env.name` = 'guess'"),
+        (["data=x.jsonl", "env=[{name='guess'}]"], r"`data` beside \[\[env\]\]"),
     ],
 )
 def test_settings_that_cannot_be_are_named_as_they_are_written(overrides, message):
@@ -394,7 +419,7 @@ def test_a_row_that_does_not_fit_is_one_line_with_its_place(tmp_path, what):
         ({"path": "rows.jsonl", "reward": "exakt"}, "did you mean 'exact'"),
         (
             {"path": "rows.jsonl", "reward": "tests.helpers.envs:three_arguments"},
-            r"must take \(completion, answer\), or",
+            r"no field 'difficulty', which reward 'three_arguments' asks for",
         ),
         ({"path": "rows.jsonl", "answer": "info.answr"}, r"did you mean 'info.answer'\? .*`data.answer`"),
         ({"path": "chat.jsonl", "system": "s"}, r"line 1: the prompt has a system message of its own"),

@@ -3,11 +3,13 @@
 import pickle
 import threading
 
+import datasets
 import numpy as np
 import pytest
 
-from r3async.config import ConfigError, EnvConfig, RewardConfig
+from r3async.config import ConfigError, EnvConfig, RewardConfig, load_config
 from r3async.envs import Action, Message, StepResult
+from r3async.envs.dataset import load_task_splits, resolve_data_config
 from r3async.envs.factory import (
     build_environment_factory,
     build_factory_with_objects,
@@ -133,3 +135,30 @@ def test_what_is_no_environment_or_was_not_given_is_named():
 async def test_a_generator_holds_what_it_is_given_when_it_makes_environments():
     factory = build_factory_with_objects({"Given": pickle.dumps(Echo)}, EnvConfig(name="object:Given"))
     assert await factory().reset(1) == "say it"
+
+
+def test_rows_in_place_of_a_path_are_trained_and_evaluated():
+    trained = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(4)]
+    for rows in (trained, datasets.Dataset.from_list(trained)):
+        settings, objects = extract_objects({"data": {"path": rows, "eval": [{"prompt": "2+1=", "answer": "3"}]}})
+        assert settings == {"data": {"path": "object:rows", "eval": "object:rows2"}}
+        register_objects(objects)
+        config = load_config("math", settings)
+        tasks = load_task_splits(resolve_data_config(config.env))
+        assert [task.row for task in tasks.train] == [trained[0], trained[1], trained[3]]
+        assert [task.row["prompt"] for task in tasks.eval] == ["2+1="]
+        assert tasks.train[0].location == "data, row 1"
+
+
+def test_other_rows_under_the_same_name_are_read_again():
+    for answer in ("2", "3"):
+        settings, objects = extract_objects({"data": [{"prompt": "q", "answer": answer}]})
+        register_objects(objects)
+        config = load_config("math", {**settings, "data.eval": 0})
+        assert load_task_splits(resolve_data_config(config.env)).train[0].answer == answer
+
+
+def test_rows_that_a_process_was_not_given_are_asked_for():
+    config = load_config("math", {"data": "object:rows_of_another_program"})
+    with pytest.raises(ConfigError, match=r"is an object that a program gave r3async.train, and no file keeps it"):
+        load_task_splits(resolve_data_config(config.env))

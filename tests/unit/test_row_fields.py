@@ -57,14 +57,17 @@ def test_a_thought_beside_the_content_is_learnt_whatever_it_is_called(key):
     assert learnt(row)[1] == "<think>because</think>A<E>"
 
 
-@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"loss": False}])
+LEFT_OUT = [{name: 0} for name in ("weight", "train", "training", "trainable", "loss", "loss_mask")]
+
+
+@pytest.mark.parametrize("mark", [*LEFT_OUT, {"masked": True}, {"train": False}])
 def test_an_answer_that_is_not_to_be_learnt_is_shown(mark):
     text, trained = learnt({"messages": [USER, {"role": "assistant", "content": "BAD", **mark}, USER, ANSWER]})
     assert "BAD" in text
     assert trained == "A<E>"
 
 
-@pytest.mark.parametrize("mark", [{"weight": 1}, {"train": True}, {"loss": None}])
+@pytest.mark.parametrize("mark", [{"weight": 1}, {"train": True}, {"loss": None}, {"masked": False}, {"training": 1}])
 def test_an_answer_that_is_to_be_learnt_is(mark):
     assert learnt({"messages": [USER, ANSWER | mark]})[1] == "A<E>"
 
@@ -129,6 +132,17 @@ BAD_COLUMNS = [
         "'chat_template_kwargs' has no effect: .*`episode.template_args`",
     ),
     ({"images": ["a.png"]}, "'images' has no effect: only text is shown"),
+    ({"tools": None, "tool_defs": json.dumps([TOOL])}, "'tool_defs' has no effect: write its tools into .* `tools`"),
+    ({"functions": [TOOL]}, "'functions' has no effect: write its tools"),
+    ({"tool_definitions": [TOOL]}, "'tool_definitions' has no effect: write its tools"),
+    ({"system": "S"}, r"'system' has no effect: put it into the messages, .*\{system\}"),
+    ({"system_prompt": "S"}, r"'system_prompt' has no effect: .*\{system_prompt\}"),
+    ({"documents": [{"text": "T"}]}, "'documents' has no effect: put their texts into the messages"),
+    ({"enable_thinking": False}, "'enable_thinking' has no effect: .*`episode.template_args`"),
+    ({"history": [["Q", "A"]]}, "'history' has no effect"),
+    ({"loss_mask": [0, 1]}, "'loss_mask' has no effect: rows are texts"),
+    ({"assistant_masks": [0, 1]}, "'assistant_masks' has no effect"),
+    ({"sample_weight": 0.5}, "'sample_weight' has no effect: every answer has the weight 1"),
 ]
 BAD_FIELDS = [
     ({"content": [{"type": "image_url", "image_url": "a.png"}]}, "must be text, or blocks of text"),
@@ -140,6 +154,10 @@ BAD_FIELDS = [
     ({"reasoning_content": ["one"]}, "must have role and content"),
     ({"weight": 0.5}, "`weight` = 0.5 of a message"),
     ({"train": "no"}, "`train` = 'no' of a message"),
+    ({"from": "gpt", "value": "A"}, "`from`, which is not shown: write it as `role`"),
+    ({"mask": True}, "`mask`, which is neither shown nor decides what is learnt .*masked do"),
+    ({"train_detail": [{"begin_offset": 0}]}, "`train_detail`, which is neither"),
+    ({"loss_scale": 0.5}, "`loss_scale`, which is neither"),
 ]
 
 
@@ -153,6 +171,32 @@ def test_a_column_or_a_field_of_a_message_that_would_have_no_effect_is_refused_b
     ):
         with pytest.raises(ConfigError, match=f"rows.jsonl, line 1: .*{message}"):
             form(found(row | columns), DataConfig(path="rows.jsonl"))
+
+
+@pytest.mark.parametrize("role", ["user", "system"])
+def test_a_question_that_is_to_be_learnt_is_refused(role):
+    asked = [{"role": role, "content": "Q", "weight": 1}, USER, ANSWER]
+    with pytest.raises(ConfigError, match=f"`weight` of a message of the role '{role}': only answers"):
+        learnt({"messages": asked})
+    assert learnt({"messages": [asked[0] | {"weight": 0}, USER, ANSWER]})[1] == "A<E>"
+
+
+def test_columns_for_rewards_and_keys_that_say_where_a_message_is_from_have_no_effect():
+    columns = {"answer": "x", "id": "x", "metadata": {"a": 1}, "difficulty": "x", "label": 3}
+    row = {"messages": [USER | {"id": 1, "timestamp": "t", "language": "en"}, ANSWER | {"model": "m", "extra": None}]}
+    assert learnt(row | columns) == learnt({"messages": [USER, ANSWER]})
+
+
+def test_a_column_that_the_prompt_reads_is_shown():
+    prompt = [{"role": "system", "content": "{system}"}, {"role": "user", "content": "{documents.first}"}]
+    row = {"system": "S", "documents": {"first": "Q"}, "completion": "A"}
+    task = parse_conversation(found(row), DataConfig(path="rows.jsonl", prompt=prompt))
+    assert [message.content for message in task.messages] == ["S", "Q", "A"]
+    row = {"instruction": "Q", "input": "more", "answer": "A"}
+    with pytest.raises(ConfigError, match=r"its column 'input' is not shown: .*'\{instruction\} \{input\}'"):
+        parse_task(found(row), DataConfig(path="rows.jsonl", prompt="instruction"))
+    task = parse_task(found(row), DataConfig(path="rows.jsonl", prompt="{instruction} {input}"))
+    assert task.messages == [Message("user", "Q more")]
 
 
 @pytest.mark.parametrize("empty", [None, [], "", {}])

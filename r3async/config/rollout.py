@@ -507,13 +507,14 @@ class DataConfig(Section):
     at the top. Both become `env.name = "dataset"` and `env.args`, and appear so in a run's `config.toml`."""
 
     path: str = ""
-    """A `.jsonl`, `.json`, `.csv` or `.parquet` file, a directory of such files, or the id of a dataset on the Hugging
-    Face hub. A relative path starts where the run was started; in a TOML file, at that file."""
+    """A `.jsonl`, `.json`, `.csv` or `.parquet` file, a directory of such files or of `datasets.save_to_disk`, or the id
+    of a dataset on the Hugging Face hub. A relative path starts where the run was started; in a TOML file, at that file.
+    From Python also rows: a list of dicts, or a `datasets.Dataset`."""
     subset: str = ""
     """Subset of a dataset on the hub, such as `main`."""
     split: str = "train"
-    """Split of a dataset on the hub, also as `train[:100]`. In a directory: the files whose names begin with it; for
-    `train`, all files if none does."""
+    """Split of a dataset on the hub, also as `train[:100]`. In a directory: the files whose names have it as a word
+    (`gsm8k_train.jsonl`). Where no name has the word of any split, `train` is all files."""
     prompt: PromptTemplate = "prompt"
     """Column with a text or chat messages; or a template over columns, such as `"{question}"`, with dotted names for
     nested columns; or messages of such templates: `[{ role = "user", content = "{question}" }]`."""

@@ -195,18 +195,20 @@ class McpServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         command: Program and arguments, which run in `directory`.
         headers: HTTP headers, in which `$NAME` stands for a variable of `environment`.
-        tools: Names of the tools that are offered; empty for all.
+        tools: Names of the tools that are offered; None for all.
     """
 
     command: list[str] = []
     directory: str = ""
     url: str = ""
     headers: dict[str, str] = {}
-    tools: list[str] = []
+    tools: list[str] | None = None
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url):
             raise ValueError("a server has a `command` or a `url`")
+        if self.tools == []:
+            raise ValueError("`tools` = [] offers no tool of the server: name some, or leave it out for all")
         if self.command and shutil.which(self.command[0]) is None:
             raise ValueError(f"`command` = {self.command[:1]} names no program")
         if self.url and not self.url.startswith(("http://", "https://")):
@@ -335,7 +337,7 @@ class McpServers:
             found += page.tools
             if (cursor := page.next_cursor) is None:
                 break
-        if missing := sorted(set(server.tools) - {tool.name for tool in found}):
+        if missing := sorted(set(server.tools or ()) - {tool.name for tool in found}):
             raise EnvironmentFailed(f"server {name!r} has no tool {missing[0]!r}")
         for tool in found:
             if server.tools and tool.name not in server.tools:

@@ -130,6 +130,7 @@ SETTINGS = [
     (f"{MCP}{PYTHON} env.args.task.leters=3", "did you mean 'letters'"),
     (f"{MCP}env.args.servers.a.tools=[]", "has a `command` or a `url`"),
     (f"{MCP}{PYTHON} env.args.servers.a.url=http://x", "has a `command` or a `url`"),
+    (f"{MCP}{PYTHON} env.args.servers.a.tools=[]", "offers no tool of the server: name some, or leave it out for all"),
     (f'{MCP}env.args.servers.a.command=["no-such"]', "names no program"),
     (f"{MCP}env.args.servers.a.url=x", "must begin with http:// or https://"),
     (f"{MCP}env.args.servers.a.url=http://x env.args.servers.a.headers.A=$B", "`headers` name B"),

@@ -255,8 +255,8 @@ class AlgorithmConfig(Section):
     normalize_std: bool = True
     """Divide by the group's standard deviation, with `advantage = "grpo"`. Off gives Dr.GRPO's advantage."""
     filter_zero_variance: bool = False
-    """Leave groups out of training whose episodes all have the same score. `schedule.replaced_groups` takes others
-    in their place."""
+    """Leave groups out of training whose episodes all have the same score, without `overlong_penalty`: answers that
+    differ by their lengths alone are equal. `schedule.replaced_groups` takes others in their place."""
     overlong_filter: bool = False
     """Leave episodes out of training that ended because an answer, or the context, became too long. Their scores still
     count in their group."""

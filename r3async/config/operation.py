@@ -65,7 +65,8 @@ class ScheduleConfig(Section):
     all that may be in flight."""
     replaced_groups: int = 0
     """Dynamic sampling: maximum number of groups that a step takes in place of those whose episodes all have the same
-    score. Set `algorithm.filter_zero_variance` too, which keeps the replaced ones from training."""
+    score, without `algorithm.overlong_penalty`. Set `algorithm.filter_zero_variance` too, which keeps the replaced ones
+    from training."""
     difficulty: DifficultyConfig = msgspec.field(default_factory=DifficultyConfig)
     group_size: PositiveInt = 8
     """Episodes of one prompt, whose rewards are compared."""

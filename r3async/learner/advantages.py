@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -56,13 +57,16 @@ def assign_advantages(
 ) -> tuple[list[Sample], dict[str, float]]:
     """Return the samples of all groups of a step, in order, with the column `advantages` (float32 `[T]`), and figures.
 
-    `loss_mask` is cleared where a filter drops a sample: `filter_zero_variance` drops groups in which no compared
-    scores differ, and `overlong_filter` drops episodes that ended by length (their scores are still compared with those
-    of others). `max_new_tokens` is needed for `compute_overlong_penalty`, whose value is added to the reward of each
-    turn (and, with `credit = "token"`, to that of its last token).
+    `loss_mask` is cleared where a filter drops a sample: `filter_zero_variance` drops groups with zero variance, and
+    `overlong_filter` drops episodes that ended by length (their scores are still compared with those of others).
+    `max_new_tokens` is needed for `compute_overlong_penalty`, whose value is added to the reward of each turn (and, with
+    `credit = "token"`, to that of its last token).
 
-    The figures are always the same: `advantage/zero_variance_groups` (groups with zero variance: no compared scores
-    differ), `advantage/zero_variance_share` (as a share of all groups), `advantage/overlong_samples` (episodes that
+    A group has zero variance if no compared scores differ without the penalty: answers that are all wrong have nothing
+    to compare, whatever their lengths. Kept in training, such a group has advantages by length.
+
+    The figures are always the same: `advantage/zero_variance_groups` (groups with zero variance),
+    `advantage/zero_variance_share` (as a share of all groups), `advantage/overlong_samples` (episodes that
     ended by length), `advantage/filtered_tokens` (tokens that are no longer trained), `advantage/overlong_penalty`
     (mean over turns), and over trained tokens `advantage/mean`, `advantage/std`, `advantage/abs_max`.
 
@@ -123,6 +127,8 @@ class _EpisodeTokens:
     """int32 `[N]`: the turn that sampled each token, or -1."""
     reward_to_go: np.ndarray
     """float64 `[N]`: the sum of the column `rewards` and penalties from a token to the end; for credit by token only."""
+    task_reward_to_go: np.ndarray
+    """float64 `[N]`: the same without penalties."""
     advantages: np.ndarray
     """float64 `[N]`: the advantages, 0 until `_assign_group_advantages` sets them."""
 
@@ -135,17 +141,17 @@ class _EpisodeTokens:
         }
         tables = [sample.table for sample in trajectory.samples]
         turn = tables[0]["turn"] if len(tables) == 1 else np.concatenate([t["turn"] for t in tables])
+        advantages = np.zeros(len(turn))
         if config.credit != "token":
-            return _EpisodeTokens(trajectory, turns, penalties, turn, np.zeros(0), np.zeros(len(turn)))
+            return _EpisodeTokens(trajectory, turns, penalties, turn, np.zeros(0), np.zeros(0), advantages)
+        order = _order_by_turn(turn, [len(t) for t in tables])
         rewards = np.concatenate([t["rewards"] for t in tables]).astype(np.float64)
+        task_to_go = _sum_to_end(rewards, order)
         for index, penalty in penalties.items():
             at = np.flatnonzero(turn == index)
             if penalty and len(at):
                 rewards[at[-1]] += penalty
-        order = _order_by_turn(turn, [len(t) for t in tables])
-        to_go = np.zeros(len(rewards))
-        to_go[order] = np.cumsum(rewards[order][::-1])[::-1]
-        return _EpisodeTokens(trajectory, turns, penalties, turn, to_go, np.zeros(len(turn)))
+        return _EpisodeTokens(trajectory, turns, penalties, turn, _sum_to_end(rewards, order), task_to_go, advantages)
 
     def turn_reward(self, turn: int) -> float:
         """Return the reward of one turn, its penalty included."""
@@ -174,45 +180,79 @@ def _order_by_turn(turn: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
     return np.argsort(belongs, kind="stable")
 
 
+def _sum_to_end(rewards: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Return float64 `[N]`: the sum of `rewards` from each token to the end, in this order of tokens."""
+    sums = np.zeros(len(rewards))
+    sums[order] = np.cumsum(rewards[order][::-1])[::-1]
+    return sums
+
+
+class _ComparedEpisode(NamedTuple):
+    """An episode in one comparison within its group.
+
+    Attributes:
+        tokens: The tokens that the comparison is about.
+        earned: What each of them earned, float64.
+        score: What is compared, with penalties.
+        task_score: The same without penalties.
+    """
+
+    episode: _EpisodeTokens
+    tokens: np.ndarray
+    earned: np.ndarray | float
+    score: float
+    task_score: float
+
+
 def _assign_group_advantages(group: Sequence[_EpisodeTokens], config: AlgorithmConfig) -> bool:
-    """Set the advantages of one group's episodes. Return True if any compared scores in it differ."""
+    """Set the advantages of one group's episodes. Return True if any compared scores differ without penalties."""
     indices = {e.trajectory.group_index for e in group}
     if len(indices) > 1:
         raise ValueError(f"advantages are relative to one group, got trajectories of groups {sorted(indices)}")
     differs = False
     for compared in _iter_comparisons(group, config.credit):
-        scores = [score for *_, score in compared]
+        scores = [each.score for each in compared]
         baselines, scale = compute_baseline_and_scale(scores, config.advantage, normalize_std=config.normalize_std)
-        for (episode, at, earned, _), baseline in zip(compared, baselines.tolist(), strict=True):
-            episode.advantages[at] = scale * (earned - baseline)
-        differs |= has_variance(scores)
+        for each, baseline in zip(compared, baselines.tolist(), strict=True):
+            each.episode.advantages[each.tokens] = scale * (each.earned - baseline)
+        differs |= has_variance([each.task_score for each in compared])
     return differs
 
 
 def group_has_variance(group: Sequence[Trajectory], config: AlgorithmConfig, max_new_tokens: int) -> bool:
-    """Return True if any compared scores in a group differ.
+    """Return True if any compared scores in a group differ without penalties.
 
     `advantage/zero_variance_groups` counts the groups where none do.
     """
     episodes = [_EpisodeTokens.from_trajectory(t, config, max_new_tokens) for t in group]
-    compared = _iter_comparisons(episodes, config.credit)
-    return any(has_variance([score for *_, score in scores]) for scores in compared)
+    comparisons = _iter_comparisons(episodes, config.credit)
+    return any(has_variance([each.task_score for each in compared]) for compared in comparisons)
 
 
-def _iter_comparisons(
-    group: Sequence[_EpisodeTokens], credit: str
-) -> Iterator[list[tuple[_EpisodeTokens, np.ndarray, np.ndarray | float, float]]]:
-    """Yield the comparisons within a group: each episode with its tokens, what each of them earned, and the score."""
+def _iter_comparisons(group: Sequence[_EpisodeTokens], credit: str) -> Iterator[list[_ComparedEpisode]]:
+    """Yield the comparisons within a group."""
     if credit == "trajectory":
-        totals = [(e, float(sum(e.turn_reward(i) for i in e.turns))) for e in group if e.turns]
-        yield [(e, e.token_turns >= 0, total, total) for e, total in totals]
+        compared = []
+        for e in group:
+            if e.turns:
+                total = float(sum(e.turn_reward(i) for i in e.turns))
+                task_total = float(sum(turn.reward for turn in e.turns.values()))
+                compared.append(_ComparedEpisode(e, e.token_turns >= 0, total, total, task_total))
+        yield compared
         return
     for index in sorted({i for e in group for i in e.turns}):
-        tokens = [(e, np.flatnonzero(e.token_turns == index)) for e in group if index in e.turns]
-        if credit == "token":
-            yield [(e, at, e.reward_to_go[at], float(e.reward_to_go[at[0]])) for e, at in tokens if len(at)]
-        else:
-            yield [(e, at, e.turn_reward(index), e.turn_reward(index)) for e, at in tokens]
+        compared = []
+        for e in group:
+            if index not in e.turns:
+                continue
+            at = np.flatnonzero(e.token_turns == index)
+            if credit == "turn":
+                reward = e.turn_reward(index)
+                compared.append(_ComparedEpisode(e, at, reward, reward, e.turns[index].reward))
+            elif len(at):
+                earned, first = e.reward_to_go[at], at[0]
+                compared.append(_ComparedEpisode(e, at, earned, float(earned[0]), float(e.task_reward_to_go[first])))
+        yield compared
 
 
 # -- advantages from scores ---------------------------------------------------------------------------------------------
@@ -246,8 +286,8 @@ def compute_baseline_and_scale(
     std has n - 1 in the denominator. "Then batch": the mean of the advantages of all trained tokens of the step is
     subtracted from them, and they are divided by their standard deviation (`standardize_advantages`).
 
-    A group with zero variance (fewer than two scores, or all equal) has nothing to compare: its advantages are exactly 0,
-    except under `reinforce_pp`, which compares with the whole batch. So a batch has variance exactly where a trained token's
+    Fewer than two scores, or equal ones, have nothing to compare: their advantages are exactly 0, except under
+    `reinforce_pp`, which compares with the whole batch. So a batch has variance exactly where a trained token's
     advantage is not 0, and this decides whether an update is made (`trainer.Minibatch.skip_cause`).
     """
     values = np.asarray(scores, np.float64)

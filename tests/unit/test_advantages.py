@@ -9,7 +9,7 @@ import pytest
 
 from r3async.config import AlgorithmConfig, OverlongPenaltyConfig, config_from_dict
 from r3async.data.tokens import Sample, TokenTable, Trajectory, Turn
-from r3async.learner.advantages import assign_advantages, compute_overlong_penalty
+from r3async.learner.advantages import assign_advantages, compute_overlong_penalty, group_has_variance
 from r3async.learner.trainer import prepare_minibatches
 from tests.helpers.algorithms import algorithm
 
@@ -272,3 +272,26 @@ def test_the_batch_is_whitened_over_the_tokens_that_are_trained(estimator, witho
     assert trained.std() == pytest.approx(1, abs=1e-5)
     assert figures["advantage/mean"] == pytest.approx(trained.mean(), abs=1e-5)
     assert figures["advantage/filtered_tokens"] == 0, "they are counted as dropped for their log-prob"
+
+
+@pytest.mark.parametrize("credit", ["trajectory", "turn", "token"])
+def test_equal_answers_of_different_lengths_have_zero_variance(credit):
+    config = algorithm(credit=credit, filter_zero_variance=True, overlong_penalty={"buffer": 8})
+    wrong = [episode(i, [0.0], lengths=[n]) for i, n in enumerate((4, 8, 14, 16))]
+    assert not group_has_variance(wrong, config, 16)
+    samples, figures = assign_advantages([wrong], config, max_new_tokens=16)
+    assert figures["advantage/zero_variance_groups"] == 1
+    assert not any(sample.table["loss_mask"].any() for sample in samples), "the filter drops them"
+
+    differing = [episode(0, [0.0], lengths=[4]), episode(1, [1.0], lengths=[12])]
+    assert group_has_variance(differing, config, 16)
+    _, figures = assign_advantages([differing], config, max_new_tokens=16)
+    assert figures["advantage/zero_variance_groups"] == 0
+
+
+@pytest.mark.parametrize("credit", ["trajectory", "turn", "token"])
+def test_equal_answers_that_are_kept_have_advantages_by_length(credit):
+    config = algorithm(advantage="dr_grpo", credit=credit, overlong_penalty={"buffer": 8})
+    wrong = [episode(i, [0.0], lengths=[n]) for i, n in enumerate((4, 16))]
+    short, long = advantages([wrong], config, max_new_tokens=16)
+    assert (short, long) == ([0.5] * 4, [-0.5] * 16)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,13 @@ if TYPE_CHECKING:
 MODEL_FILE_BYTES = 2 * 10**9
 """Most bytes of weights in one file of a model directory, unless one weight is larger. A rank copies as many to its host
 at once."""
+
+WEIGHT_FILE_ENDINGS = (
+    *(".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf"),
+    *(".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".ckpt", ".npz"),
+    "adapter_config.json",
+)
+"""Ends of the names of files that hold weights or name files of weights. They are not copied beside new weights."""
 
 
 @dataclass(frozen=True)
@@ -341,6 +348,22 @@ def copy_version_file(weights: Path, target: Path) -> None:
     shutil.copyfile(weights, target)
 
 
+def omit_prediction_layers(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a `config.json` without layers for multi-token prediction, which are neither trained nor written.
+
+    Numbers and switches become 0 and False, because a model's class may have another default. All else that describes
+    these layers is left out, in nested configurations too.
+    """
+    kept: dict[str, Any] = {}
+    for key, value in described.items():
+        if "nextn" in key or "mtp" in key.split("_"):
+            if isinstance(value, int):
+                kept[key] = type(value)(0)
+        else:
+            kept[key] = omit_prediction_layers(value) if isinstance(value, dict) else value
+    return kept
+
+
 @contextmanager
 def _stage_model_directory(directory: Path, source: Path, dtype: str) -> Iterator[Path]:
     """Yield a temporary directory for weights, which becomes `directory` at the end."""
@@ -349,9 +372,9 @@ def _stage_model_directory(directory: Path, source: Path, dtype: str) -> Iterato
     try:
         yield aside
         for path in source.iterdir():
-            if path.is_file() and not path.name.endswith((".safetensors", ".bin", ".index.json", ".pt", ".gguf")):
+            if path.is_file() and not path.name.endswith(WEIGHT_FILE_ENDINGS):
                 shutil.copy2(path, aside / path.name)
-        described = decode_python_json((source / "config.json").read_bytes())
+        described = omit_prediction_layers(decode_python_json((source / "config.json").read_bytes()))
         described.pop("torch_dtype", None)
         described["dtype"] = dtype
         (aside / "config.json").write_text(json.dumps(described, indent=2) + "\n")

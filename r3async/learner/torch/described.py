@@ -11,6 +11,9 @@ from typing import Any
 from r3async.learner.results import LearnerError
 from r3async.untrusted import decode_python_json
 
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+"""Keys of a `config.json`, or of one nested in it, that describe quantized weights."""
+
 
 def read_model_config(path: Path) -> dict[str, Any]:
     """Return the `config.json` of a Hugging Face model directory.
@@ -23,7 +26,8 @@ def read_model_config(path: Path) -> dict[str, Any]:
         raise LearnerError(
             f"`model.path` = {path} is not a Hugging Face model directory: config.json: {error}"
         ) from error
-    if "quantization_config" in config:
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    if any(key in part for part in parts for key in QUANTIZATION_KEYS):
         raise LearnerError(
             f"{path}: quantized weights cannot be trained; set `model.path` to the model in full precision"
         )

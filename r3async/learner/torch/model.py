@@ -241,6 +241,12 @@ class PackedModel(nn.Module):
         self.causal_lm = causal_lm
         self.entropy_gradient = False
         """True if the loss has an entropy term."""
+        if causal_lm.config.model_type != config["model_type"]:
+            # What is written would be a part of what its config.json describes.
+            raise LearnerError(
+                f"model_type {config['model_type']!r} has more than the text model {causal_lm.config.model_type!r}, which "
+                "alone would be trained and written: set `model.path` to a model of text alone"
+            )
         layers = getattr(causal_lm.base_model, "layers", None)
         if not isinstance(layers, nn.ModuleList) or not isinstance(causal_lm.get_output_embeddings(), nn.Linear):
             raise LearnerError(f"{type(causal_lm).__name__} has no list of decoder layers, or no linear output layer")

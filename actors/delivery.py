@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from r3async.config import LOOPBACK_HOST, Config, ConfigError, is_loopback_host
-from r3async.config.rollout import bracket_ipv6
+from r3async.config.rollout import bracket_ipv6, strip_brackets
 from r3async.data.versions import Lineage
 from r3async.learner import LearnerError
 from r3async.record.timeline import Timeline
@@ -243,7 +243,10 @@ def build_weight_sender(config: Config, backend: str, world: World = REAL_WORLD)
     if backend == "nccl":
         weights = config.weights
         limit = partial(weights.resolve_install_timeout, first=True)
-        return NcclSender(get_weights_directory(config), config.transport.host, weights.bucket_bytes, limit)
+        host = config.transport.host
+        if _is_wildcard(host):
+            host = world.actors.host_address(config.cluster.interface)
+        return NcclSender(get_weights_directory(config), host, weights.bucket_bytes, limit)
     if backend == "tcp":
         return DeltaVersionStore(get_weights_directory(config), config.weights.bucket_bytes, world)
     return VersionStore(get_weights_directory(config), bucket_bytes=config.weights.bucket_bytes, world=world)
@@ -274,19 +277,30 @@ def with_loopback_host(config: Config) -> Config:
     return msgspec.structs.replace(config, transport=msgspec.structs.replace(config.transport, host=LOOPBACK_HOST))
 
 
+def _is_wildcard(host: str) -> bool:
+    return strip_brackets(host) in _WILDCARD_HOSTS
+
+
+def _select_wildcard(address: str) -> str:
+    """Return the host that stands for all interfaces of the family of `address`."""
+    return "[::]" if ":" in address else "0.0.0.0"
+
+
 def build_part_server(config: Config, keys: ServerKeys, world: World = REAL_WORLD) -> PartServer:
     """Return the server of another host of the learner, from which engines fetch its parts of versions."""
 
-    def reached_at(bound: str) -> str:
-        return f"tcp://{bracket_ipv6(world.actors.host_address(config.cluster.interface))}:{bound.rpartition(':')[2]}"
+    address = bracket_ipv6(world.actors.host_address(config.cluster.interface))
 
-    return PartServer("0.0.0.0", keys, world, public_endpoint=reached_at)
+    def reached_at(bound: str) -> str:
+        return f"tcp://{address}:{bound.rpartition(':')[2]}"
+
+    return PartServer(_select_wildcard(address), keys, world, public_endpoint=reached_at)
 
 
 def resolve_endpoint(config: Config, world: World, endpoint: str) -> str:
     """Return the address at which other hosts reach a socket that is bound at `endpoint` of `transport.host`. A
     wildcard is replaced by this host's address."""
-    if config.transport.host not in _WILDCARD_HOSTS:
+    if not _is_wildcard(config.transport.host):
         return endpoint
     return f"tcp://{bracket_ipv6(world.actors.host_address(config.cluster.interface))}:{endpoint.rpartition(':')[2]}"
 
@@ -299,10 +313,11 @@ def build_weight_receiver(
     if backend == "nccl":
         return NcclReceiver(generator_id)
     if backend == "tcp":
-        local = is_loopback_host(config.transport.host)
-        host, name = (
-            ("127.0.0.1", "127.0.0.1") if local else ("0.0.0.0", world.actors.host_address(config.cluster.interface))
-        )
+        if is_loopback_host(config.transport.host):
+            host = name = LOOPBACK_HOST
+        else:
+            name = bracket_ipv6(world.actors.host_address(config.cluster.interface))
+            host = _select_wildcard(name)
         if not config.weights.relay:
             host = ""
         return TcpReceiver(get_weights_directory(config), share, generator_id, keys, host=host, name=name, world=world)
@@ -396,7 +411,7 @@ def _check_nccl(
             f"learner and an engine share GPU {min(shared)}, on which NCCL cannot be both ends (weights.backend): set "
             'weights.backend="shared_memory", or give them GPUs of their own'
         )
-    if len(hosts) > 1 and (is_loopback_host(config.transport.host) or config.transport.host in _WILDCARD_HOSTS):
+    if len(hosts) > 1 and (is_loopback_host(config.transport.host) or _is_wildcard(config.transport.host)):
         raise ConfigError(
             f'weights.backend="nccl" meets engines of other hosts at transport.host = "{config.transport.host}", where '
             "they cannot find it: leave it out, or name an interface of the learner's host"

@@ -31,6 +31,7 @@ import numpy as np
 
 from r3async.config import flatten_section
 from r3async.config.operation import LogConfig, ObserveConfig
+from r3async.config.rollout import bracket_ipv6, strip_brackets
 from r3async.config.section import ConfigError
 from r3async.data.metrics import find_metric, select_main_metrics
 from r3async.record.reading import read_run_config
@@ -488,9 +489,10 @@ class MetricsEndpoint:
         ProcessCollector(registry=registry)
         registry.register(self)  # its `collect` makes it a collector
         self._server, self._thread, self.port = _start_server(
-            registry, config.prometheus_host, config.prometheus_port or 0
+            registry, strip_brackets(config.prometheus_host), config.prometheus_port or 0
         )
-        host = socket.gethostname() if config.prometheus_host in ("0.0.0.0", "::") else config.prometheus_host
+        host = strip_brackets(config.prometheus_host)
+        host = socket.gethostname() if host in ("0.0.0.0", "::") else bracket_ipv6(host)
         self.target_file = run_dir / "prometheus" / f"{role}.json"
         described = json.dumps([{"targets": [f"{host}:{self.port}"], "labels": self._labels}])
         try:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import zmq
 
+from r3async.config.rollout import bracket_ipv6, strip_brackets
 from r3async.untrusted import MalformedError, decode_msgpack
 from r3async.weights.manifest import NcclSource, WeightError, WeightManifest
 from r3async.weights.publish import TransferOffer, VersionStore
@@ -251,7 +252,8 @@ class NcclSender:
     See `NcclLinkTable`. A thread answers the generators, from the first `publish_tensors` on.
 
     Args:
-        host: The interface for the generators' requests, at which they also form groups with the senders.
+        host: The interface for the generators' requests, at which they also form groups with the senders: an address,
+            an IPv6 address with or without brackets, or a name.
         timeout: `timeout(nbytes)` returns the seconds that a delivery of so many bytes may take.
     """
 
@@ -264,7 +266,7 @@ class NcclSender:
         start: Callable[[str, str], SenderProcess] | None = None,
     ):
         self._store = VersionStore(directory, bucket_bytes=bucket_bytes)
-        self._host, self._bucket_bytes, self._timeout = host, bucket_bytes, timeout
+        self._host, self._bucket_bytes, self._timeout = strip_brackets(host), bucket_bytes, timeout
         self._start_process = start or start_sender_process
         self._paths: dict[int, str] = {}
         self._endpoint = ""
@@ -301,9 +303,9 @@ class NcclSender:
         self._store.close()
 
     def _start_listening(self, timeout: float) -> None:
-        router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-        router.linger = 0
-        self._endpoint = f"tcp://{self._host}:{router.bind_to_random_port(f'tcp://{self._host}')}"
+        address = f"tcp://{bracket_ipv6(self._host)}"
+        router = open_nccl_socket(zmq.Context.instance(), zmq.ROUTER, address)
+        self._endpoint = f"{address}:{router.bind_to_random_port(address)}"
         self._thread = threading.Thread(
             target=self._serve_requests, args=(router, timeout), name="nccl-links", daemon=True
         )
@@ -367,9 +369,7 @@ def request_receive_offer(manifest: WeightManifest, rank: int, workers: int) -> 
     source = manifest.source
     assert source is not None
     where = f"weights version {manifest.version} (weights.backend = nccl)"
-    dealer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-    with contextlib.closing(dealer):
-        dealer.linger = 0
+    with contextlib.closing(open_nccl_socket(zmq.Context.instance(), zmq.DEALER, source.endpoint)) as dealer:
         dealer.connect(source.endpoint)
         dealer.send(encode_nccl_message(Ready(source.generator, source.receiver, manifest.version, rank, workers)))
         if not dealer.poll(int(source.timeout * 1000)):
@@ -380,9 +380,22 @@ def request_receive_offer(manifest: WeightManifest, rank: int, workers: int) -> 
     return answer
 
 
+def open_nccl_socket(context: zmq.Context[Any], kind: int, address: str) -> zmq.Socket[bytes]:
+    """Open a socket to bind or connect at `address`, of IPv4 or IPv6, that drops unsent messages when it is closed."""
+    opened: zmq.Socket[bytes] = context.socket(kind)
+    opened.linger = 0
+    opened.setsockopt(zmq.IPV6, "[" in address)
+    return opened
+
+
+def listen_at(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at `host`, an IPv4 or IPv6 address or a name. Port 0 is a free one."""
+    family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server((host, port), family=family)
+
+
 def find_free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
+    with listen_at(host, 0) as probe:
         return int(probe.getsockname()[1])
 
 

@@ -12,12 +12,20 @@ import msgspec
 import pytest
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.utils import StatelessProcessGroup
 
 from r3async.actors.delivery import choose_weight_backend
 from r3async.config import load_config
 from r3async.rollout.vllm import worker as vllm_worker
 from r3async.rollout.vllm.engine import _verify_manifest
-from r3async.rollout.vllm.worker import WorkerExtension, make_nccl_sender, order_tensor_names, read_tensors, serve_sends
+from r3async.rollout.vllm.worker import (
+    WorkerExtension,
+    listen_for_workers,
+    make_nccl_sender,
+    order_tensor_names,
+    read_tensors,
+    serve_sends,
+)
 from r3async.weights.manifest import WeightError, WeightManifest
 from r3async.weights.nccl import (
     NcclLinkTable,
@@ -31,8 +39,10 @@ from r3async.weights.nccl import (
     Up,
     decode_nccl_message,
     encode_nccl_message,
+    find_free_port,
     request_receive_offer,
 )
+from tests.unit.test_hosts import needs_ipv6
 
 
 class Process:
@@ -470,3 +480,11 @@ def test_workers_get_the_reason_that_the_process_ended_that_too_few_came_and_tha
     machine.deliver(2)
     machine.links.close()
     assert all(p.killed or p.code for p in machine.processes.values())
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
+def test_the_group_listens_at_an_address_of_either_family(host):
+    port = find_free_port(host)
+    with listen_for_workers(host, port):
+        group = StatelessProcessGroup.create(host, port, rank=0, world_size=1, store_timeout=5)
+    assert group.broadcast_obj("here", src=0) == "here"

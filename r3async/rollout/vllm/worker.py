@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -27,7 +28,16 @@ from r3async.rollout.vllm.load_plan import LoadPlan, LoadRecorder
 from r3async.untrusted import decode_msgpack
 from r3async.weights.fetch import VersionFile, iter_verified_tensors, map_file_privately
 from r3async.weights.manifest import TensorMismatch, WeightError, WeightManifest
-from r3async.weights.nccl import Send, Sent, Up, decode_nccl_message, encode_nccl_message, request_receive_offer
+from r3async.weights.nccl import (
+    Send,
+    Sent,
+    Up,
+    decode_nccl_message,
+    encode_nccl_message,
+    listen_at,
+    open_nccl_socket,
+    request_receive_offer,
+)
 from r3async.world.processes import exit_with_owner
 
 # The worker extension, which installs published weights inside vLLM's worker processes.
@@ -443,7 +453,7 @@ def serve_sends(endpoint: str, link: str, send_version: SendVersion, stop: Calla
 
     A failed operation leaves no group that could be used again.
     """
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+    with zmq.Context() as context, open_nccl_socket(context, zmq.DEALER, endpoint) as dealer:
         dealer.linger = 1000
         dealer.connect(endpoint)
         dealer.send(encode_nccl_message(Up(link)))
@@ -499,14 +509,32 @@ def make_nccl_sender() -> SendVersion:
                 world_size=job.workers + 1,
                 packed_buffer_size_bytes=job.bucket_bytes,
             )
-            trainers.append(
-                NCCLTrainerWeightTransferEngine.trainer_init(info, client=_PassiveWorkerClient(), source=source)
-            )
+            with listen_for_workers(job.host, job.port):
+                trainers.append(
+                    NCCLTrainerWeightTransferEngine.trainer_init(info, client=_PassiveWorkerClient(), source=source)
+                )
             check_nccl_group(trainers[0])
         trainers[0].send_weights()
         source.tensors = {}
 
     return send_version
+
+
+@contextlib.contextmanager
+def listen_for_workers(host: str, port: int) -> Iterator[None]:
+    """Have the group that is created inside this block listen at `host`, of IPv4 or IPv6.
+
+    vLLM 0.30 listens on IPv4 alone, unless it is handed a socket.
+    """
+    from vllm.distributed.utils import StatelessProcessGroup
+
+    create = StatelessProcessGroup.create
+    listening = partial(create, listen_socket=listen_at(host, port))
+    StatelessProcessGroup.create = staticmethod(listening)
+    try:
+        yield
+    finally:
+        StatelessProcessGroup.create = staticmethod(create)
 
 
 def check_nccl_group(engine: Any) -> None:

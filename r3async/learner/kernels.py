@@ -371,15 +371,11 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 def zero_empty_gradients(weight: Tensor, ends: Tensor) -> Tensor:
     """Return `weight` `[E, ...]`, the matrices of a grouped product, with a gradient that is 0 for groups without a row.
 
-    `ends` int32 `[E]` are the ends of the groups' rows. On Blackwell torch leaves these gradients unwritten
-    (github.com/pytorch/pytorch, issues 172439 and 193633). Elsewhere this does nothing: it takes a pass over the gradient.
+    `ends` int32 `[E]` are the ends of the groups' rows. Torch leaves these gradients unwritten on some devices
+    (github.com/pytorch/pytorch, issues 172439 and 193633). What it does on a device nobody can see from the outside, so
+    the mask is there on all of them: it takes a pass over the gradient.
     """
-    return _ZeroEmptyGradients.apply(weight, ends) if _leaves_gradients_unwritten(weight.device) else weight
-
-
-@cache
-def _leaves_gradients_unwritten(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
+    return _ZeroEmptyGradients.apply(weight, ends)
 
 
 class _ZeroEmptyGradients(torch.autograd.Function):

@@ -182,3 +182,19 @@ def test_the_backward_pass_of_a_micro_batch_has_to_begin_while_its_routes_are_bo
         hidden = routes.track_backward(ht.logits(learner, collate_samples(fed)))
     with pytest.raises(RoutingError, match="after its routes were released"):
         hidden.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+def test_replayed_experts_without_any_probability_leave_the_step_finite(models, name):
+    """A router so sharp that the probabilities of the recorded experts round to 0: their gates must not be 0/0."""
+    learner = TorchLearner.from_pretrained(settings(), models[name])
+    with torch.no_grad():
+        for gate in gates_of(learner.model.causal_lm):
+            gate.weight.mul_(1e4)
+    batches = pack_samples(ht.recorded_samples(ht.moe_layers(VARIANTS[name][0])), ht.BUDGET)
+    before = learner.export_weights()
+    result = train_minibatch(learner, batches)
+    assert result.metrics["routing/agreement"] < 1, "some tokens replay experts that the router would not choose"
+    assert np.isfinite(result.metrics["grad_norm"])
+    assert result.metrics["optimizer/updates"] == 1
+    assert any(not torch.equal(tensor, before[key]) for key, tensor in learner.export_weights().items())

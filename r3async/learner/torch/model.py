@@ -87,7 +87,7 @@ _grouped_product = moe._grouped_mm
 
 
 def _multiply_groups(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """Multiply as transformers does, with gradients that are right on Blackwell too."""
+    """Multiply as transformers does, with gradients that are 0 for experts without a row on every device."""
     product: Tensor = _grouped_product(input, zero_empty_gradients(weight, offs), offs)
     return product
 
@@ -541,7 +541,21 @@ class _ReplayInterceptor(TopKInterceptor):
         self.choice_count += 1
         balanced, chosen = self._choose(scores, result.indices)
         same = balanced is scores and chosen is result.indices
-        return result if same else _make_topk_result(balanced.gather(1, chosen), chosen)
+        return result if same else _make_topk_result(_gather_scores(balanced, chosen), chosen)
+
+
+LEAST_SCORE = 1e-30
+"""The least score of a replayed expert: sums of such scores, and their inverses, are float32 numbers."""
+
+
+def _gather_scores(scores: Tensor, chosen: Tensor) -> Tensor:
+    """Return the scores `[N, K]` of the chosen experts. Probabilities below `LEAST_SCORE` count as that, without gradient.
+
+    A router may have no probability left for any expert that is replayed, and would divide 0 by 0 when it makes gates of
+    them.
+    """
+    found = scores.gather(1, chosen)
+    return torch.where((found >= 0) & (found < LEAST_SCORE), LEAST_SCORE, found)
 
 
 def _to_probabilities(scores: Tensor) -> Tensor:

@@ -33,8 +33,9 @@ class RolloutKLConfig(Section):
     """Drift, in nats per token, above which the coefficient is raised after a step. Unset: the coefficient stays
     constant."""
     limit: PositiveFloat | None = None
-    """Hard bound: a step is shortened before it is published if served drift on the probed episodes would exceed this.
-    Unset: the `target`, if there is one."""
+    """A step is shortened, to 1/32 at most, if served drift on the probed episodes would exceed this. What is above it
+    even so is published, with the event `drift_beyond_limit`; `max` makes no update. Unset: the `target`, if there is
+    one."""
     max: PositiveFloat | None = None
     """Measured drift above which a step makes no optimizer update; nor does one whose drift is not finite. Unset: no
     step is refused."""

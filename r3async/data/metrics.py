@@ -353,6 +353,9 @@ _METRIC_TABLE = (
     Metric("optimizer/step_share", "share of the step", "fraction", "high",
            "Share of an update that was made, mean over the step's updates: less than 1 where "
            "`algorithm.rollout_kl.limit` shortened one, 0 where none was made.", combine="update_mean"),
+    Metric("optimizer/beyond_limit", "beyond the limit", "updates", "0",
+           "Updates that lead to more served drift than `algorithm.rollout_kl.limit`, although they were shortened as far as "
+           "that does (to 1/32 of a step) or lower the drift: they were made all the same.", combine="sum"),
     Metric("optimizer/broken", "broken", "", "0", "1 if the update was refused: drift beyond `algorithm.rollout_kl.max`.",
            part_stats="max", combine="max"),
     Metric("optimizer/updates", "updates", "", "high", "Optimizer updates of the step: at most one a minibatch and epoch.",

@@ -425,6 +425,7 @@ def build_minibatch_result(
             "optimizer/skipped": float(bool(cause)),
             "optimizer/zero_variance": float(cause == "zero_variance"),
             "optimizer/broken": float(cause == "trust_region"),
+            "optimizer/beyond_limit": float(update.is_beyond_limit),
             "optimizer/step_share": 0.0 if cause else update.step_share,
             "tokens/dropped_non_finite": counts.dropped,
             "batch/tokens": counts.total,

@@ -34,6 +34,7 @@ class OptimizerUpdate:
         lr: Learning rate of this step.
         step_share: Share of the step that was made; less than 1 where `rollout_kl.limit` shortened it.
         predicted_drift: The served drift that the step leads to, where that was measured.
+        is_beyond_limit: True if that is above `rollout_kl.limit`, although the step was shortened as far as it may be.
         served_drift_estimate: The estimate of served drift before the step, in a step that did not measure it.
     """
 
@@ -42,6 +43,7 @@ class OptimizerUpdate:
     cause: SkipCause = ""
     step_share: float = 1.0
     predicted_drift: float | None = None
+    is_beyond_limit: bool = False
     served_drift_estimate: float | None = None
 
 

@@ -52,6 +52,7 @@ from r3async.learner.metrics import (
     REPLAYED_DRIFT_METRIC,
     SERVED_DRIFT_METRIC,
     SERVED_ESTIMATE_METRIC,
+    SERVED_PREDICTION_METRIC,
     LossSums,
     build_minibatch_result,
     combine_results,
@@ -234,6 +235,16 @@ class Trainer:
         if number == 1 and narrow:
             self.event_log.warning("gspo_range_within_noise", hint=narrow)
         for result in results:
+            if result.metrics["optimizer/beyond_limit"]:
+                self.event_log.warning(
+                    "drift_beyond_limit",
+                    step=number,
+                    predicted=result.metrics[SERVED_PREDICTION_METRIC],
+                    limit=region.update_limit,
+                    step_share=result.metrics["optimizer/step_share"],
+                    hint="algorithm.rollout_kl.limit shortens a step to 1/32 at most, and this one was made: lower learner.lr "
+                    "or schedule.max_staleness, or set algorithm.rollout_kl.max, which makes no update",
+                )
             if result.metrics["optimizer/broken"]:
                 names = (SERVED_DRIFT_METRIC, SERVED_ESTIMATE_METRIC) if region.measure == "served" else ()
                 judged = next((name for name in names if name in result.metrics), REPLAYED_DRIFT_METRIC)

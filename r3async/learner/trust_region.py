@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 MAX_PROBED_SHARE = 1 / 4
 """Largest share of a step's tokens that are probed for `rollout_kl.probe_tokens`."""
 MIN_STEP_SHARE = 1 / 32
-"""Least share of a step that is made, however far it goes: `rollout_kl.max` refuses a step before it is made."""
+"""Least share of a step that is made, however far it goes: `rollout_kl.max` skips a step before it is made."""
 LINE_SEARCH_TRIES = 5
 """Shares of one step that are tried after the whole step: each takes one forward pass over the probed episodes."""
 LINE_SEARCH_MARGIN = 0.9
@@ -256,7 +256,9 @@ def limit_update(
 ) -> OptimizerUpdate:
     """Shorten the update that the optimizer has just made until the drift that it leads to is within the limit.
 
-    It is first shortened to `TrustRegion.max_share` of it. Collective: the figures that decide are reduced over all
+    The least share is made whatever its drift (`OptimizerUpdate.is_beyond_limit`). What is above the limit then is the
+    drift of versions in flight, which no shorter step lowers; the moments move on, and a term of the loss that lowers
+    drift goes on. A step is first shortened to `TrustRegion.max_share` of it. Collective: the figures that decide are reduced over all
     ranks, so every rank makes the same share of the step.
 
     `drift` is from before the update, over all ranks. What is limited is the drift of the tokens of the next update, a
@@ -270,7 +272,10 @@ def limit_update(
     trial = TrialStep(backend, minibatch, probes, drift)
     predicted = shorten_to_limit(trial, limit / carryover, max_share)
     backend.trust_region.record_step_share(trial.share / max_share)
-    return replace(update, step_share=trial.share, predicted_drift=predicted * carryover)
+    ahead = predicted * carryover
+    return replace(
+        update, step_share=trial.share, predicted_drift=ahead, is_beyond_limit=not predicted <= limit / carryover
+    )
 
 
 class TrialStep:

@@ -64,6 +64,17 @@ def test_a_pipe_gets_plain_lines_once_per_step_and_phase():
     assert all(len(line) <= 80 for line in lines if "reward" in line)
 
 
+def test_steps_beyond_the_limit_of_drift_are_told_once():
+    screen = io.StringIO()
+    with LiveView(Console(file=screen), 10) as view:
+        for step, count in ((3, 0), (4, 1), (5, 2)):
+            view.show_status(status(row={**ROW, "step": step, "optimizer/beyond_limit": float(count)}))
+    lines = screen.getvalue().splitlines()
+    told = [index for index, line in enumerate(lines) if "algorithm.rollout_kl.limit" in line]
+    assert len(told) == 1
+    assert lines[told[0] - 1].strip().startswith("4/10"), "beside the first such step"
+
+
 def test_an_evaluation_is_a_line_of_its_own_once_with_each_of_its_sets():
     row = {"step": 20, "time": 7.0, "evaluation/reward_mean": 0.5, "evaluation/reward_error": 0.0625}
     assert describe_evaluation(row) == "evaluation after step 20: reward 0.500 ± 0.062"

@@ -17,7 +17,7 @@ from r3async.config import Config, LearnerConfig, RolloutKLConfig
 from r3async.data.tokens import Sample
 from r3async.learner import build_learner, trust_region
 from r3async.learner.backend import SINGLE_RANK
-from r3async.learner.batch import pack_samples
+from r3async.learner.batch import CostModel, pack_samples
 from r3async.learner.drift import TrustRegion
 from r3async.learner.metrics import (
     DRIFT_BINS,
@@ -30,7 +30,7 @@ from r3async.learner.metrics import (
 )
 from r3async.learner.optimizer import MasterAdamW, OptimizerUpdate
 from r3async.learner.results import DriftSums, GapMoments
-from r3async.learner.trainer import prepare_minibatches, train_minibatch
+from r3async.learner.trainer import Trainer, prepare_minibatches, train_minibatch, train_minibatches
 from r3async.learner.trust_region import (
     LINE_SEARCH_TRIES,
     MIN_STEP_SHARE,
@@ -217,6 +217,34 @@ def test_every_rank_makes_the_same_share(two_ranks, model_path, backend):
     assert [one[n] for n in names] == [other[n] for n in names]
     assert [one[n] for n in names] == pytest.approx([alone[n] for n in names], rel=1e-3)
     assert one["optimizer/step_share"] < 1
+
+
+class Rank:
+    """The only rank, as the trainer drives it."""
+
+    def __init__(self, backend: Any):
+        self.backend = backend
+
+    def train_minibatches(self, minibatches: Any, *, version: int, trace: bool = False) -> Any:
+        return train_minibatches(self.backend, [own for (own,) in minibatches], version=version, trace=trace)
+
+
+@pytest.mark.parametrize(("limit", "updates"), [(1e-9, [1]), (1e6, []), (None, [])])
+def test_an_update_beyond_the_limit_is_made_counted_and_reported(model_path, limit, updates):
+    config, events = configured(limit=limit), []
+    learner = build_learner(config, model_path)
+    log = SimpleNamespace(warning=lambda name, **told: events.append((name, told)))
+    tracer = SimpleNamespace(should_trace=lambda samples: False, write_trace=lambda *args: None)
+    trainer = Trainer(config, CostModel(), Rank(learner), tracer, log, lambda trajectory: trajectory)
+    prepared = trainer.prepare_step([trajectories(0, batch())])
+    metrics = trainer.train_step(1, 0, prepared).metrics
+    assert (metrics["optimizer/updates"], metrics["optimizer/skipped"]) == (1, 0)
+    assert metrics["optimizer/beyond_limit"] == len(updates)
+    told = [each for name, each in events if name == "drift_beyond_limit"]
+    assert [each["step"] for each in told] == updates
+    for each in told:
+        assert each["step_share"] == metrics["optimizer/step_share"] == MIN_STEP_SHARE
+        assert each["predicted"] == metrics["rollout_kl/served_k3_predicted"] > each["limit"] == limit
 
 
 class MadeUpStep(TrialStep):

@@ -85,6 +85,12 @@ def describe_evaluation(row: dict[str, Any]) -> str:
     return f"evaluation after step {row['step']}: {'; '.join(parts)}"
 
 
+BEYOND_LIMIT_NOTE = (
+    "     served drift is above algorithm.rollout_kl.limit with the shortest step, too: lower learner.lr or "
+    "schedule.max_staleness (each such step is an event drift_beyond_limit)"
+)
+
+
 class LiveView:
     """A view with one line per step and, on a terminal, a moving line below: the current phase, progress and time."""
 
@@ -95,6 +101,7 @@ class LiveView:
         self._pace = StepPace()
         self._shown_phase, self._shown_at = "", 0.0
         self._restarts = 0
+        self._warned_of_limit = False
         self._last_evaluation_time = 0.0
         """End time of the last evaluation that was shown."""
         self._progress: Progress | None = None
@@ -167,5 +174,8 @@ class LiveView:
         self.shown_step = row["step"]
         self._pace.add_step(row)
         self.print_line(f"{row['step']:>4}/{self._steps}  {text}{self._pace.describe(self._steps)}")
+        if row.get("optimizer/beyond_limit") and not self._warned_of_limit:
+            self._warned_of_limit = True
+            self.print_line(BEYOND_LIMIT_NOTE)
         if self._progress:
             self._progress.update(self._task, completed=row["step"], description=phase)

@@ -257,8 +257,10 @@ def limit_update(
     """Shorten the update that the optimizer has just made until the drift that it leads to is within the limit.
 
     The least share is made whatever its drift (`OptimizerUpdate.is_beyond_limit`). What is above the limit then is the
-    drift of versions in flight, which no shorter step lowers; the moments move on, and a term of the loss that lowers
-    drift goes on. A step is first shortened to `TrustRegion.max_share` of it. Collective: the figures that decide are reduced over all
+    drift of versions in flight, which no shorter step lowers; the moments move on, and so does a term of the loss that
+    lowers drift.
+
+    A step is first shortened to `TrustRegion.max_share` of it. Collective: the figures that decide are reduced over all
     ranks, so every rank makes the same share of the step.
 
     `drift` is from before the update, over all ranks. What is limited is the drift of the tokens of the next update, a

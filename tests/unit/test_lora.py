@@ -9,8 +9,10 @@ from safetensors.torch import load_file
 
 from r3async.checkpoint.directory import check_resume_settings
 from r3async.checkpoint.state import CheckpointError
-from r3async.config import config_from_dict, config_to_dict
+from r3async.checkpoint.tensors import TensorSlice
+from r3async.config import LoraConfig, config_from_dict, config_to_dict
 from r3async.learner import LearnerError
+from r3async.learner.lora import LoraAdapter
 from tests.helpers import architectures as ha
 from tests.helpers import checkpoint as hc
 from tests.helpers import lora as hl
@@ -142,3 +144,23 @@ def test_a_run_keeps_what_it_trains(change):
     saved = config_to_dict(config_from_dict({"learner": {"lora": {"rank": 2}}}))
     with pytest.raises(CheckpointError, match=rf"learner.{next(iter(change))}"):
         check_resume_settings(saved, config_from_dict({"learner": {"lora": {"rank": 2}} | change}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(6, 5), (3, 6, 5)])
+def test_gradients_of_either_dtype_are_projected_with_the_scale_and_add_up(dtype, shape):
+    """Two micro-batches, of a matrix and of a stack of three."""
+    config, cpu = LoraConfig(rank=2, alpha=6.0), torch.device("cpu")
+    adapter = LoraAdapter.initialize(TensorSlice.full_tensor("layer.weight", shape), config, 0, cpu)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        adapter.lora_b.normal_(generator=generator)
+    gradients = [torch.randn(shape, generator=generator).to(dtype) for _ in range(2)]
+    kept = [gradient.clone() for gradient in gradients]
+    for gradient in gradients:
+        adapter.project_gradient(gradient)
+    total = sum(gradient.double() for gradient in kept)
+    a, b = adapter.lora_a.detach().double(), adapter.lora_b.detach().double()
+    torch.testing.assert_close(adapter.lora_a.grad.double(), 3.0 * b.mT @ total, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(adapter.lora_b.grad.double(), 3.0 * total @ a.mT, rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(mine, before) for mine, before in zip(gradients, kept, strict=True))

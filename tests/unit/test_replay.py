@@ -10,7 +10,7 @@ import torch
 
 from r3async.data import packed
 from r3async.data.packed import PackedRoutes
-from r3async.data.routes import RoutingError
+from r3async.data.routes import RoutingError, route_dtype
 from r3async.data.tokens import Sample, Trajectory
 from r3async.data.wire import decode_trajectory, encode_trajectory
 from r3async.learner import LearnerError
@@ -330,3 +330,27 @@ def test_a_recomputed_pass_replays_what_the_forward_pass_did():
         routes.is_recomputing = True
         assert torch.equal(routes.choose_experts(1, again), used)
     assert torch.equal(replay.counts.expert_load, load)
+
+
+@pytest.mark.parametrize("experts", [129, 257, 2**15 + 2])
+def test_the_last_experts_of_any_number_are_replayed_and_recomputed(experts):
+    replay = RoutingReplay(
+        num_moe_layers=1,
+        moe_layer_indices=[0],
+        top_k=2,
+        num_experts=experts,
+        is_enabled=True,
+        device=torch.device("cpu"),
+        is_recomputed=True,
+    )
+    last = np.arange(experts - 6, experts).reshape(3, 1, 2)
+    table = hm.make_samples(5, [3], routes=False)[0].table.with_columns(
+        routed_experts=last.astype(route_dtype(experts)), routing_recorded=np.ones(3, bool)
+    )
+    preferred = torch.tensor([[0, 1], [1, 2], [2, 0]])
+    with replay.bind_routes(collate_samples([Sample("s", table)])) as routes:
+        used = routes.choose_experts(0, preferred)
+        assert used.tolist() == last[:, 0].tolist()
+        routes.is_recomputing = True
+        assert torch.equal(routes.choose_experts(0, preferred), used)
+    assert replay.counts.expert_load[0].nonzero()[:, 0].tolist() == last.reshape(-1).tolist()

@@ -14,7 +14,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from r3async.config import Config, LearnerConfig, RolloutKLConfig
-from r3async.data.tokens import Sample
+from r3async.data.tokens import Sample, TokenTable
 from r3async.learner import build_learner, trust_region
 from r3async.learner.backend import SINGLE_RANK
 from r3async.learner.batch import CostModel, pack_samples
@@ -36,6 +36,7 @@ from r3async.learner.trust_region import (
     MIN_STEP_SHARE,
     ProbeBatches,
     TrialStep,
+    build_probes,
     choose_probes,
     compute_drift_carryover,
     limit_update,
@@ -503,3 +504,44 @@ def test_with_a_limit_the_probed_episodes_are_trained_like_all_others():
     for with_limit, without in zip(bounded, free, strict=True):
         for name in ("loss_weights", "advantages", "place"):
             assert (with_limit.table[name] == without.table[name]).all()
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_variance_of_the_gap_is_unbiased_over_few_episodes(epochs):
+    """Against its formula (Cochran, 6.9), with n - 1 in the denominator: among three episodes that is half as much again."""
+    tokens, gaps = np.array([10.0, 20.0, 40.0]), np.array([1.0, 3.0, 2.0])
+    drift, moments = probed_sums(np.ones(3), 1 + gaps, tokens, np.ones(3, bool))
+    share = gaps.sum() / tokens.sum()
+    exact = ((gaps - share * tokens) ** 2).sum() / (3 - 1)
+    drift = DriftSums(*(epochs * sums for sums in drift))
+    moments = GapMoments(*(epochs * np.array(moments)).tolist())
+    assert compute_gap_variance(drift, moments, epochs) == pytest.approx(exact)
+
+
+def test_tokens_that_two_probed_samples_share_are_probed_once():
+    """The second sample branches off the first one's answer: these tokens are trained, and probed, in the first."""
+    first, other = fully_recorded(hm.make_samples(3, [20, 26]))
+    columns = {
+        name: np.concatenate([first.table[name][:14], other.table[name][14:]])
+        for name in first.table
+        if name not in ("routed_experts", "routing_recorded")
+    }
+    columns["loss_mask"] = np.arange(26) >= 16
+    second = Sample("branch", TokenTable(columns), 0.5)
+    samples = [
+        Sample(s.sample_id, s.table.with_columns(probed=np.ones(len(s.table), bool)), s.temperature)
+        for s in (Sample(first.sample_id, first.table.without_columns("routed_experts", "routing_recorded")), second)
+    ]
+    (shared,) = pack_samples(samples, BUDGET, share_prefixes=True)
+    assert shared.num_shared_tokens == 14
+    backend = SimpleNamespace(config=configured(), ranks=SINGLE_RANK, pad_for_parallel=list)
+    probes = build_probes(backend, None, [shared])
+    found = sorted(
+        (float(temperature), int(token))
+        for m, rows in zip(probes.micro_batches, probes.trained_rows, strict=True)
+        for temperature, token in zip(m.token_temperatures[rows], m.table["token_ids"][rows], strict=True)
+    )
+    exact = [(s.temperature, int(t)) for s in samples for t in s.table["token_ids"][s.table["loss_mask"]]]
+    assert found == sorted(exact), "each trained token once, at its sample's temperature"
+    lengths = [len(s.table) for s in samples]
+    assert sorted(np.concatenate([m.segment_lengths for m in probes.micro_batches]).tolist()) == sorted(lengths)

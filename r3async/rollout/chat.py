@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +27,17 @@ import numpy as np
 from r3async.data.tokens import GrowingTokens, Sample, TokenTable
 from r3async.envs import REASONING_KEYS, THINK_OPEN_TAG, Message
 from r3async.envs.rows import MaskedAnswer
+from r3async.rollout.call_forms import (
+    CALL_FORMS,
+    MARKER_CHARACTERS,
+    PROBE_TOOL,
+    CallForm,
+    describe_odd_arguments,
+    describe_unwritten_call,
+    detect_call_form,
+    find_missing_part,
+    remove_whitespace,
+)
 
 if TYPE_CHECKING:
     from jinja2 import nodes
@@ -38,8 +48,6 @@ MAX_CACHED_MESSAGES = 3
 """Largest number of messages of a conversation beginning whose text is cached."""
 NONDETERMINISTIC_NAMES = ("strftime_now", "now(", "random", "uuid")
 """Names by which a template is recognised whose text changes with time or at random."""
-MARKER_CHARACTERS = range(0xF0000, 0xFFFFE)
-"""Private-use characters, each of which marks the end of one answer to show where a template writes it."""
 _PROBE_ANSWER, _PROBE_NEXT = "quokka", "wombat"
 """Message contents that are looked for in a template's text."""
 
@@ -92,6 +100,8 @@ class ChatRenderer:
         """Function that returns the tokens of a text, int32 `[T]`, read-only. Special tokens in the text are
         recognised, none is added."""
         self._renderers_by_args: dict[bytes, ChatRenderer] = {}
+        self._call_forms: dict[bool, CallForm | None] = {}
+        """Form in which the template writes calls, without and with tools; None if it writes none."""
         self.render([Message("user", "hello")])
         ends = [self.eos_token_id, *stop_token_ids]
         if own := self._find_end_token([self.decode([token]) for token in ends]):
@@ -124,6 +134,7 @@ class ChatRenderer:
             other = copy.copy(self)
             other.template_args = {**self.template_args, **args}
             other.template_analysis, other._renderers_by_args = TemplateAnalysis(self._template), {}
+            other._call_forms = {}
             other._render_cached = functools.lru_cache(CACHE_ENTRIES)(other._render_plain)
             other.render([Message("user", "hello")])
             while len(self._renderers_by_args) >= CACHE_ENTRIES:
@@ -201,17 +212,52 @@ class ChatRenderer:
             raise TemplateError(
                 f"the chat template reads no `{REASONING_KEYS[0]}`: write the thought into `content`, as the model is to say it"
             )
+        if not any(message.tool_calls for message in messages):
+            return self._render_form(messages, tools, CALL_FORMS[0], add_generation_prompt)
+        form = self._find_call_form(bool(tools))
+
+        def render(shown: Sequence[Message], form: CallForm) -> str:
+            return self._render_form(shown, tools, form, add_generation_prompt)
+
+        text = render(messages, form or CALL_FORMS[0])
+        unwritten = describe_unwritten_call(messages, text, form, render)
+        if unwritten:
+            raise TemplateError(unwritten)
+        return text
+
+    def _find_call_form(self, has_tools: bool) -> CallForm | None:
+        """Return the form in which the template writes calls, without or with tools; None if it writes none."""
+        if has_tools not in self._call_forms:
+            tools = [PROBE_TOOL] if has_tools else []
+            self._call_forms[has_tools] = detect_call_form(lambda *asked: self._render_form(asked[0], tools, asked[1]))
+        return self._call_forms[has_tools]
+
+    def _render_form(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        form: CallForm,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        shown = [_add_thought_keys(form.build_message(message), message) for message in messages]
+        options = {"add_generation_prompt": add_generation_prompt, **self.template_args}
         try:
-            return self.tokenizer.apply_chat_template(
-                [_build_template_message(m) for m in messages],
-                tools=list(tools) or None,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **self.template_args,
-            )
+            if form.has_null_content:
+                return self._render_null_content(shown, list(tools) or None, options)
+            return self.tokenizer.apply_chat_template(shown, tools=list(tools) or None, tokenize=False, **options)
         except Exception as error:  # whatever a template raises: jinja's errors, raise_exception, a missing key
             roles = ", ".join(m.role for m in messages)
-            raise TemplateError(f"the chat template refuses messages of roles {roles}: {error}") from error
+            hint = describe_odd_arguments(messages)
+            raise TemplateError(f"the chat template refuses messages of roles {roles}: {error}{hint}") from error
+
+    def _render_null_content(self, messages: list[dict[str, Any]], tools: Any, options: Mapping[str, Any]) -> str:
+        """Render messages whose `content` may be null, which `apply_chat_template` leaves out of a message."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        template = self.tokenizer.get_chat_template(None, tools)
+        variables = {**self.tokenizer.special_tokens_map, **options}
+        (text,), _ = render_jinja_template([messages], tools=tools, chat_template=template, **variables)
+        return text
 
     def check_length(self, characters: int, max_tokens: int | None) -> None:
         """Raise `TextTooLongError` for a text longer than `max_tokens` tokens of maximal length.
@@ -243,9 +289,8 @@ class ChatRenderer:
         return self._stop_texts.get(token_ids[-1], "") if len(token_ids) else ""
 
 
-def _build_template_message(message: Message) -> dict[str, Any]:
+def _add_thought_keys(shown: dict[str, Any], message: Message) -> dict[str, Any]:
     """Return the message as templates take it, with its thought under each key that templates use for it."""
-    shown = message.to_template_dict()
     return shown | dict.fromkeys(REASONING_KEYS, message.reasoning_content) if message.reasoning_content else shown
 
 
@@ -981,36 +1026,17 @@ def _check_written_answer(renderer: ChatRenderer, answer: Message, written: str)
             "the chat template writes a thought of its own before the one that the answer's `content` has: give that as "
             "`reasoning_content`"
         )
-    packed, at = _remove_whitespace(written), 0
+    packed, at = remove_whitespace(written), 0
     for part in _split_answer(answer):
-        found_at = packed.find(_remove_whitespace(part), at)
+        found_at = packed.find(remove_whitespace(part), at)
         if found_at < 0:
             raise TemplateError(f"the chat template leaves this out of the answer, or changes it: {part.strip()!r:.80}")
-        at = found_at + len(_remove_whitespace(part))
-    calls = [call.get("function", call) for call in answer.tool_calls]
-    for part in _iter_argument_texts([[call.get("name"), call.get("arguments")] for call in calls]):
-        if not any(_remove_whitespace(form) in packed for form in (part, json.dumps(part)[1:-1])):
-            raise TemplateError(
-                f"the chat template leaves this out of the answer's `tool_calls`, or changes it: {part!r:.80}"
-            )
-
-
-def _remove_whitespace(text: str) -> str:
-    """Remove all white space, which is left to the template."""
-    return "".join(text.split())
+        at = found_at + len(remove_whitespace(part))
+    for part in filter(None, (find_missing_part(call, packed) for call in answer.tool_calls)):
+        raise TemplateError(
+            f"the chat template leaves this out of the answer's `tool_calls`, or changes it: {part!r:.80}"
+        )
 
 
 def _split_answer(answer: Message) -> list[str]:
     return [answer.reasoning_content, *_THOUGHT_TAGS.split(answer.content)]
-
-
-def _iter_argument_texts(value: Any) -> Iterator[str]:
-    """Yield the texts and numbers in the names and arguments of calls."""
-    if isinstance(value, Mapping):
-        for name, each in value.items():
-            yield from (name, *_iter_argument_texts(each))
-    elif isinstance(value, list):
-        for each in value:
-            yield from _iter_argument_texts(each)
-    elif isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool)):
-        yield str(value)

@@ -1,5 +1,6 @@
 """Supervised rows in the chat templates of published models: each is text that the template writes, or it is refused."""
 
+import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +12,7 @@ from r3async.envs import REASONING_KEYS as THOUGHTS_BESIDE
 from r3async.envs import Message
 from r3async.envs.rows import NOT_SHOWN_OF_A_MESSAGE, LocatedRow, parse_conversation, parse_tools
 from r3async.rollout.chat import ChatRenderer, Conversation, TemplateError, build_demonstration
+from r3async.rollout.endpoint.protocol import parse_messages as parse_request
 from r3async.tools.init_model import build_byte_tokenizer
 
 # Of the models behind it: the tokenizer's end of sequence, and further tokens that `eos_token_id` in its generation_config.json
@@ -98,10 +100,10 @@ NO_THOUGHT_BESIDE = (
     "cohere cohere2 deepseek_r1_distill deepseek_r1_distill_training deepseekv3 gemma gemma3 gemma4 lfm2 llama3 \
 llama3_1 llama3_2 phi3 phi3_5 qwen2_5 qwen2_5_vl qwen3_instruct_2507 template_chatml template_deepseek_vl2"
 )
-NO_CALLS = (
-    "cohere cohere2 deepseek_r1_distill deepseek_r1_distill_training deepseekv3 gemma gemma3 lfm2 llama3 phi3 phi3_5 \
+NO_CALLS = "cohere cohere2 deepseek_r1_distill deepseek_r1_distill_training gemma gemma3 lfm2 llama3 phi3 phi3_5 \
 qwen2_5_vl template_chatml template_deepseek_vl2"
-)
+JOINS_TEXTS = "deepseekv3"
+"""Templates that join a call's arguments, which must be a text, with what is around them."""
 NO_TEXT = "smolvlm llava_next template_basic"
 REFUSED = {
     **dict.fromkeys(CONVERSATIONS, NO_TEXT),
@@ -133,6 +135,59 @@ def test_what_a_template_reads_of_a_message_is_a_field_of_ours_or_refused_by_nam
     assert read.keys() <= {*Message.__struct_fields__, *THOUGHTS_BESIDE, *NOT_SHOWN_OF_A_MESSAGE, *SHOWN_BY_ROLES}
 
 
+ARGUMENTS = {
+    "object": {"a": 2, "b": "two"},
+    "text": '{"a": 2, "b": "two"}',
+    "quotes": {"a": 'é "x" \\ it\'s\nb', "b": ['é"', {"c": 1e-7}, True, None]},
+    "empty": "",
+    "null": None,
+}
+ONE_CALL = "llama3_1 llama3_2 gptoss"
+"""Templates that write one call of a message."""
+NULL_CONTENT = "deepseek_r1_distill deepseek_r1_distill_training"
+"""Templates that write calls only of a message whose `content` is null."""
+
+
+def history(arguments, content=None, count=1):
+    """Messages of a request whose policy made `count` calls of `add`."""
+    calls = [{**CALL, "id": f"abcde123{i}", "function": {"name": "add", "arguments": arguments}} for i in range(count)]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "4"} for call in calls]
+    return parse_request([asked("2+2?"), said(content, tool_calls=calls), *results])
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+@pytest.mark.parametrize("name", published_names())
+def test_a_call_in_a_history_is_in_the_template_s_text_or_refused(name, arguments):
+    chat = published(name)
+    if name in f"{NO_TEXT} {NO_CALLS}".split() and name not in NULL_CONTENT.split():
+        with pytest.raises(TemplateError, match=r"writes no calls in any form|chat template refuses"):
+            chat.render(history(ARGUMENTS[arguments]))
+        return
+    before = chat.render([Message("user", "2+2?")])
+    for tools in ([], [{"type": "function", "function": ADD}]):
+        text = chat.render(history(ARGUMENTS[arguments]), tools)
+        assert text.count("add") > chat.render([Message("user", "2+2?")], tools).count("add")
+        assert arguments not in ("object", "text") or "two" in text
+    assert before != text
+
+
+@pytest.mark.parametrize("name", published_names())
+def test_a_second_call_and_a_text_beside_a_call_are_written_or_refused(name):
+    chat = published(name)
+    if name in f"{NO_TEXT} {NO_CALLS}".split() and name not in NULL_CONTENT.split():
+        pytest.skip("writes no calls")
+    if name in ONE_CALL.split():
+        with pytest.raises(TemplateError, match=r"each call as a message|single tool-calls"):
+            chat.render(history({}, count=2))
+    else:
+        assert len(chat.render(history({}, count=2))) > len(chat.render(history({}))) + len("add")
+    if name in NULL_CONTENT.split():
+        with pytest.raises(TemplateError, match="writes calls only beside a `content` that is null"):
+            chat.render(history({}, content="so"))
+    else:
+        assert "add" in chat.render(history({}, content="so"))
+
+
 def task_of(name):
     row = {
         "messages": CONVERSATIONS[name],
@@ -158,6 +213,8 @@ def test_a_row_is_the_beginning_of_the_template_s_own_text_or_refused(name, conv
         m.to_template_dict() | ({"thinking": thought, "reasoning": thought} if (thought := m.reasoning_content) else {})
         for m in task.messages
     ]
+    for call in (call for message in given for call in message.get("tool_calls", ()) if name in JOINS_TEXTS.split()):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
     whole = chat.tokenizer.apply_chat_template(given, tools=parse_tools(task) or None, tokenize=False)
     assert (whole + NEXT.get(name, "")).startswith(chat.decode(rows[-1][0]))
     answers = [m for m in task.messages if m.role == "assistant"]

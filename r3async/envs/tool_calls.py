@@ -23,6 +23,8 @@ from r3async.untrusted import MalformedError, decode_json
 # Two forms are read: `<tool_call>{"name": …, "arguments": {…}}</tool_call>` as Hermes and Qwen write it, any number of
 # times; and an answer that is only that JSON object, or a list of them (`parameters` is accepted for `arguments`).
 _CALL_OPEN_TAG, _CALL_CLOSE_TAG = "<tool_call>", "</tool_call>"
+_JSON_TEXT = re.compile(r'(?:[^"<\\]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
+"""Text that may be JSON, up to the first `<` or backslash that is in no string."""
 _THINK_TAG = re.compile("</?think>")
 _FENCED_BLOCK = re.compile(r"```(?:json)?[^\S\n]*\n(.*?)\n?```", re.DOTALL)
 ToolCall = tuple[str, dict[str, Any]]
@@ -49,28 +51,67 @@ def split_reasoning(text: str, *, thinking: bool = False) -> tuple[str, str]:
     """Return the reasoning of an answer, with `<think>` and `</think>`, and the rest of the text.
 
     A `</think>` that nothing opened ends reasoning that the prompt opened; `thinking` says that the prompt did so, for
-    an answer that was cut before its `</think>`. A tag in the arguments of a call does not count.
+    an answer that was cut before its `</think>`. A tag in the arguments of a call does not count. Time is linear in the
+    length of the answer.
     """
-    thoughts, spoken, begin, at = "", "", 0, 0
+    thoughts: list[str] = []
+    spoken: list[str] = []
+    calls = _CallSearch(text)
+    begin = at = 0
     while tag := _THINK_TAG.search(text, at):
         at = tag.end()
-        if not thinking and (end := _find_call_end(text, begin, tag.start())):
+        if not thinking and (end := calls.find_end(begin, tag.start())):
             at = end
         elif tag[0] == "</think>":
-            thoughts += ("" if thinking else spoken) + text[begin:at]
-            spoken, begin, thinking = spoken if thinking else "", at, False
+            if not thinking:
+                thoughts += spoken
+                spoken = []
+            thoughts.append(text[begin:at])
+            begin, thinking = at, False
         elif not thinking:
-            spoken, begin, thinking = spoken + text[begin : tag.start()], tag.start(), True
-    return (thoughts + text[begin:], spoken) if thinking else (thoughts, spoken + text[begin:])
+            spoken.append(text[begin : tag.start()])
+            begin, thinking = tag.start(), True
+    (thoughts if thinking else spoken).append(text[begin:])
+    return "".join(thoughts), "".join(spoken)
 
 
-def _find_call_end(text: str, begin: int, at: int) -> int:
-    """Return the end of the call whose arguments contain `text[at]`; 0 if no call that begins after `begin` does."""
-    start = text.rfind(_CALL_OPEN_TAG, begin, at)
-    end = text.find(_CALL_CLOSE_TAG, at) if start >= 0 else -1
-    if end < 0 or _parse_tagged_call(text[start + len(_CALL_OPEN_TAG) : end]) is None:
-        return 0
-    return end + len(_CALL_CLOSE_TAG)
+class _CallSearch:
+    """A search for the calls around places in a text, which must be asked for in order.
+
+    Each tag is found once, and the text behind each opening tag is read once, up to the first `<` in no string.
+    That may be behind later opening tags only if they are in strings. Of two tags of which one is in a string of the
+    other, only one can be so again in a third. So all searches together take time that is linear in the text's length.
+    """
+
+    def __init__(self, text: str):
+        self._text = text
+        self._start, self._next_start = -1, text.find(_CALL_OPEN_TAG)
+        """The last opening tag before the place, and the first one behind it; -1 if there is none."""
+        self._end = 0
+        """The first closing tag behind the place; -1 if there is none."""
+        self._call_end = -1
+        """The closing tag of the call that begins at `_start`; -1 if none begins there."""
+
+    def find_end(self, begin: int, at: int) -> int:
+        """Return the end of the call whose arguments contain `text[at]`; 0 if no call that begins behind `begin`
+        does."""
+        while 0 <= self._next_start <= at - len(_CALL_OPEN_TAG):
+            self._start = self._next_start
+            self._next_start = self._text.find(_CALL_OPEN_TAG, self._start + len(_CALL_OPEN_TAG))
+            self._call_end = -2
+        if 0 <= self._end < at:
+            self._end = self._text.find(_CALL_CLOSE_TAG, at)
+        if self._start < begin or self._end < 0:
+            return 0
+        if self._call_end == -2:
+            self._call_end = self._read_call(self._start + len(_CALL_OPEN_TAG))
+        return self._end + len(_CALL_CLOSE_TAG) if self._end == self._call_end else 0
+
+    def _read_call(self, start: int) -> int:
+        """Return the place of the closing tag behind the call that begins at `start`; -1 if none does."""
+        end = _JSON_TEXT.match(self._text, start).end()  # type: ignore[union-attr]
+        is_closed = self._text.startswith(_CALL_CLOSE_TAG, end)
+        return end if is_closed and _parse_tagged_call(self._text[start:end]) is not None else -1
 
 
 def _read_calls(spoken: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:

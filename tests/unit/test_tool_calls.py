@@ -1,13 +1,17 @@
 """Tool calls in what a policy really writes: the same bracket a thousand times, and calls that it only thinks about."""
 
 import json
+import re
 import time
 
 import msgspec
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from r3async.envs.tool_calls import parse_tool_calls, run_tool_calls, split_reasoning
 from r3async.rollout.endpoint.protocol import parse_messages
+from r3async.untrusted import MalformedError, decode_json
 from tests.helpers.serving import ADD, SETTINGS, ask, talking, user
 
 PAY = {"type": "function", "function": {"name": "pay", "parameters": {}}}
@@ -78,6 +82,103 @@ def test_an_answer_that_repeats_one_token_is_read_at_once(text):
     began = time.process_time()
     assert parse_tool_calls(text, [PAY]) == (text, [])
     assert time.process_time() - began < 2
+
+
+REPEATED = {
+    "calls that end far away": ("<tool_call>{</think>", "</tool_call>"),
+    "calls that never end": ("<tool_call></think>", ""),
+    "texts that end far away": ('<tool_call>{"a": "</think>', "</tool_call>"),
+    "texts in texts": ('<tool_call>{"a": "</think>"', '"}</tool_call>'),
+    "escaped quotes": ('<tool_call>{"\\\\"\\"</think>', "</tool_call>"),
+    "calls between thoughts": ("<think>a</think>b<tool_call>c ", ""),
+    "tags within one call": ('<tool_call>{"name": "pay", "arguments": {"a": "', "</think>", '"}}</tool_call>'),
+    "thoughts": ("<think>a</think>b", ""),
+}
+"""Texts as `repeated, end` or `begin, repeated, end`."""
+
+
+def seconds_to_read(parts, count, read):
+    begin, repeated, end = parts if len(parts) == 3 else ("", *parts)
+    text, times = begin + repeated * count + end, []
+    for _ in range(3):
+        began = time.process_time()
+        read(text)
+        times.append(time.process_time() - began)
+    return min(times)
+
+
+@pytest.mark.parametrize("parts", REPEATED.values(), ids=list(REPEATED))
+def test_an_answer_that_is_four_times_as_long_takes_some_four_times_as_long_to_read(parts):
+    """Where each tag reads the answer again, the ratio is 16."""
+    for read in (split_reasoning, lambda text: parse_tool_calls(text, [PAY])):
+        assert seconds_to_read(parts, 12_000, read) < 8 * seconds_to_read(parts, 3000, read) + 0.001
+
+
+def split_by_reading_each_tag_anew(text, thinking):
+    """`split_reasoning` as it is defined, in time that is quadratic in the text's length."""
+    thoughts, spoken, begin, at = "", "", 0, 0
+    while tag := re.compile("</?think>").search(text, at):
+        at = tag.end()
+        start = text.rfind("<tool_call>", begin, tag.start())
+        end = text.find("</tool_call>", tag.start()) if start >= 0 else -1
+        if not thinking and end >= 0 and is_call(text[start + len("<tool_call>") : end]):
+            at = end + len("</tool_call>")
+        elif tag[0] == "</think>":
+            thoughts += ("" if thinking else spoken) + text[begin:at]
+            spoken, begin, thinking = spoken if thinking else "", at, False
+        elif not thinking:
+            spoken, begin, thinking = spoken + text[begin : tag.start()], tag.start(), True
+    return (thoughts + text[begin:], spoken) if thinking else (thoughts, spoken + text[begin:])
+
+
+def is_call(text):
+    try:
+        value = decode_json(text.strip())
+    except MalformedError:
+        return False
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("name"), str)
+        and isinstance(value.get("arguments", value.get("parameters", {})), dict)
+    )
+
+
+PIECES = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    '{"name": "a", "arguments": {',
+    '"b": "',
+    '"',
+    "}",
+    "}}",
+]
+PIECES += [
+    '{"name": "a"}',
+    "{",
+    "[",
+    "]",
+    ",",
+    "\\",
+    " ",
+    "\n",
+    "\u2003",
+    "1",
+    "NaN",
+    "é",
+    '{"name": "a", "x": NaN}',
+    "\ud800",
+]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=30).map("".join), st.booleans())
+@example('<tool_call>{"name": "a", "x": "</tool_call><think>"}</tool_call>', False)
+@example('<tool_call> \u2003{"name": "a", "x": "<think>"}\x1f</tool_call></think>', False)
+@example('<tool_call>{"name": "a", "x": NaN, "y": "<think>"}</tool_call>', False)
+@settings(max_examples=300)
+def test_reasoning_ends_where_reading_each_tag_anew_says(text, thinking):
+    assert split_reasoning(text, thinking=thinking) == split_by_reading_each_tag_anew(text, thinking)
 
 
 ALL = '{"all": true}'

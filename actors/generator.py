@@ -292,7 +292,7 @@ class GeneratorActor:
         return await sample_probe(self._engine, np.asarray(token_ids, np.int32), self.config.episode.temperature)
 
     def encode_probe(self, text: str) -> list[int]:
-        return self._renderer.encode(text)
+        return self._renderer.encode_plain(text)[: len(text)]
 
     # -- leases ----------------------------------------------------------------------------------------------------
 

@@ -271,6 +271,10 @@ class ChatRenderer:
         """Return the token ids of a text. Special tokens in it are recognised, none is added."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Return the token ids of a text that no template wrote (`encode_plain`)."""
+        return encode_plain(self.tokenizer, text)
+
     def _encode_readonly(self, text: str) -> np.ndarray:
         token_ids = np.asarray(self.encode(text), np.int32)
         token_ids.flags.writeable = False
@@ -287,6 +291,16 @@ class ChatRenderer:
     def find_stop_text(self, token_ids: Sequence[int]) -> str:
         """Return the text of the stop token that ends an answer; "" if the answer was cut."""
         return self._stop_texts.get(token_ids[-1], "") if len(token_ids) else ""
+
+
+def encode_plain(tokenizer: Any, text: str) -> list[int]:
+    """Return the token ids of a text that no template wrote: as a tokenizer of transformers begins texts, once, and
+    with nothing behind it, because it is continued."""
+    plain, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a", add_special_tokens=True)
+    starts = range(len(whole) - len(plain) + 1)
+    beginning = next((whole[:at] for at in starts if whole[at : at + len(plain)] == plain), [])
+    token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return token_ids if token_ids[: len(beginning)] == beginning else [*beginning, *token_ids]
 
 
 def _add_thought_keys(shown: dict[str, Any], message: Message) -> dict[str, Any]:

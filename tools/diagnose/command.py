@@ -15,6 +15,7 @@ from r3async.config import Config, ConfigError, load_config
 from r3async.config.load import Overrides, apply_overrides
 from r3async.learner import build_learner
 from r3async.rollout import build_engine
+from r3async.rollout.chat import encode_plain
 from r3async.untrusted import decode_python_json
 from r3async.weights.probe import FAILED_MODEL_DIRECTORY, make_probe_text
 
@@ -111,7 +112,7 @@ def make_prompt(model: Path, config: Config, vocabulary: int) -> np.ndarray:
     try:
         from transformers import AutoTokenizer
 
-        ids = AutoTokenizer.from_pretrained(model).encode(make_probe_text(4 * PROMPT_TOKENS), add_special_tokens=False)
+        ids = encode_plain(AutoTokenizer.from_pretrained(model), make_probe_text(4 * PROMPT_TOKENS))
     except Exception:  # whatever a tokenizer's files may raise
         ids = np.random.default_rng(0).integers(0, vocabulary, PROMPT_TOKENS).tolist()
     return np.asarray(ids[:longest], np.int32)

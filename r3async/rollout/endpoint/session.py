@@ -357,7 +357,8 @@ class AgentSession:
     ) -> AsyncIterator[SampledAnswer]:
         """Continue a text, or token ids, yielding the answer to deliver within the block.
 
-        A text that begins with an earlier prompt and its answer keeps their tokens.
+        A text that begins with an earlier prompt and its answer keeps their tokens. Any other begins as the tokenizer
+        begins texts; token ids are taken as they are.
         """
         most = self.settings.max_prompt_tokens
         if isinstance(prompt, str):
@@ -367,7 +368,8 @@ class AgentSession:
                 self.renderer.check_length(len(prompt), most)
             except TextTooLongError as error:
                 raise self._refuse_length(f"{error.characters} characters") from error
-            ids = [*ids, *await run_in_tokenizer(self.renderer.encode, prompt[len(text) :])]
+            encode = self.renderer.encode if ids else self.renderer.encode_plain
+            ids = [*ids, *await run_in_tokenizer(encode, prompt[len(text) :])]
         else:
             if len(prompt) > most:
                 raise self._refuse_length(f"{len(prompt)} tokens")

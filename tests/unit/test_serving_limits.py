@@ -19,7 +19,7 @@ LIMIT = 10.0
 def watched_tokenizer(chat):
     """The threads in which `chat` rendered and encoded."""
     threads: list[int] = []
-    encode, render = chat.encode, chat.render
+    encode, encode_plain, render = chat.encode, chat.encode_plain, chat.render
 
     def watched(function):
         def call(*args, **kwargs):
@@ -28,11 +28,11 @@ def watched_tokenizer(chat):
 
         return call
 
-    chat.encode, chat.render = watched(encode), watched(render)
+    chat.encode, chat.encode_plain, chat.render = watched(encode), watched(encode_plain), watched(render)
     try:
         yield threads
     finally:
-        chat.encode, chat.render = encode, render
+        chat.encode, chat.encode_plain, chat.render = encode, encode_plain, render
 
 
 async def post(server, session, path, body, **options):

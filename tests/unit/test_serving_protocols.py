@@ -337,7 +337,8 @@ WITH_STOP = msgspec.structs.replace(SETTINGS, stop=["own"])
 
 @pytest.mark.parametrize("path", DIALECT_BY_PATH)
 def test_sampling_values_that_request_nothing_or_are_the_episodes_are_accepted_in_each_protocol(path):
-    asked = {"max_tokens": 9, "input": "a", "messages": [user("a")], "top_p": 1, "min_p": 0}
+    talk = {"input": "a"} if "responses" in path else {"messages": [user("a")], "max_tokens": 9}
+    asked = {**talk, "top_p": 1, "min_p": 0}
     settings = EpisodeConfig(top_p=0.9, top_k=5, min_p=0.1)
     for values in ({"top_k": 0}, {"top_k": -1}, {"top_k": 5}, {"top_p": 0.9}):
         assert DIALECT_BY_PATH[path].parse_request(asked | values, settings, {})

@@ -19,10 +19,11 @@ from r3async.rollout.endpoint.protocol import (
     join_text_parts,
     parse_request_body,
     parse_stop_strings,
+    refuse_unknown_fields,
     select_tools,
     translate_tools,
 )
-from r3async.untrusted import decode_json_object
+from r3async.untrusted import decode_json_object, format_value
 
 
 class AnthropicOutputConfig(msgspec.Struct, forbid_unknown_fields=True):
@@ -52,7 +53,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "thinking": ({"type": "disabled"},),
     "mcp_servers": ([],),
-    "container": (),
 }
 """Parameters that cannot be granted, and the values with which they request nothing."""
 
@@ -91,7 +91,7 @@ def parse_messages_request(
 
 def parse_count_request(body: Any, settings: EpisodeConfig) -> AgentRequest:
     """Parse a `/v1/messages/count_tokens` request. Raises `ApiError`."""
-    return _translate_request(parse_request_body(CountTokensRequest, body, settings, {}))
+    return _translate_request(parse_request_body(CountTokensRequest, body, settings, _NEUTRAL_VALUES))
 
 
 def _translate_request(request: CountTokensRequest) -> AgentRequest:
@@ -113,11 +113,21 @@ def _translate_request(request: CountTokensRequest) -> AgentRequest:
     )
 
 
+_BLOCK_FIELDS = {
+    "text": ("type", "text", "cache_control"),
+    "thinking": ("type", "thinking", "signature"),
+    "tool_use": ("type", "id", "name", "input", "cache_control"),
+    "tool_result": ("type", "tool_use_id", "content", "is_error", "cache_control"),
+}
+"""Fields of each content block that are shown to the model, or change nothing."""
+
+
 def _translate_message(where: str, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the chat messages of one message, with a separate message for each tool result and for text between."""
     role, blocks = message.get("role"), message.get("content")
     if role not in ("user", "assistant"):
-        raise ApiError(f"{where} has role {role!r}", param="messages")
+        raise ApiError(f"{where} has role {format_value(role)}", param="messages")
+    refuse_unknown_fields(message, ("role", "content"), where)
     if isinstance(blocks, str):
         yield {"role": role, "content": blocks}
         return
@@ -125,11 +135,16 @@ def _translate_message(where: str, message: Mapping[str, Any]) -> Iterator[dict[
         raise ApiError(f"{where}.content must be text or a list of blocks", param="messages")
     calls: list[dict[str, Any]] = []
     texts: list[str] = []
+    thoughts: list[str] = []
     for j, block in enumerate(blocks):
         at = f"{where}.content[{j}]"
         kind = block.get("type") if isinstance(block, Mapping) else None
+        if isinstance(kind, str) and kind in _BLOCK_FIELDS:
+            refuse_unknown_fields(block, _BLOCK_FIELDS[kind], at)
         if kind == "text":
             texts.append(join_text_parts([block], ("text",), at))
+        elif kind == "thinking" and role == "assistant":
+            thoughts.append(join_text_parts([{**block, "text": block.get("thinking")}], ("thinking",), at))
         elif kind == "tool_use" and role == "assistant":
             calls.append(_translate_tool_use(at, block))
         elif kind == "tool_result" and role == "user":
@@ -139,10 +154,12 @@ def _translate_message(where: str, message: Mapping[str, Any]) -> Iterator[dict[
             yield _translate_tool_result(at, block)
         else:
             raise ApiError(
-                f"{at}: a block of type {kind!r} is not supported in a message of the {role}", param="messages"
+                f"{at}: a block of type {format_value(kind)} is not supported in a message of the {role}",
+                param="messages",
             )
     if role == "assistant":
-        yield {"role": role, "content": "".join(texts), "tool_calls": calls}
+        said = {"role": role, "content": "".join(texts), "tool_calls": calls}
+        yield {**said, "reasoning_content": "".join(thoughts)} if thoughts else said
     elif texts or not blocks:
         yield {"role": role, "content": "".join(texts)}
 

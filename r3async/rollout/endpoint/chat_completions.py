@@ -15,6 +15,7 @@ from r3async.rollout.endpoint.protocol import (
     ApiDialect,
     ApiError,
     StoredConversations,
+    StreamOptions,
     add_reasoning_effort,
     parse_request_body,
     parse_stop_strings,
@@ -36,9 +37,9 @@ class ChatRequest(msgspec.Struct):
     max_completion_tokens: int | None = None
     stop: str | list[str] | None = None
     reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: StreamOptions | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
@@ -54,7 +55,7 @@ class CompletionRequest(msgspec.Struct):
     max_tokens: int | None = DEFAULT_COMPLETION_TOKENS
     stop: str | list[str] | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: StreamOptions | None = None
     logprobs: int | None = None
 
     @property
@@ -65,24 +66,29 @@ class CompletionRequest(msgspec.Struct):
             if len(prompt) > 1:
                 raise ApiError("one prompt a request", param="prompt")
             prompt = prompt[0]
-        if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt):
+        if isinstance(prompt, list) and not all(type(token) is int for token in prompt):
             raise ApiError("a prompt must be text or a list of token ids", param="prompt")
         return prompt
 
 
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "suffix": ("",),
-    "echo": (False,),
     "functions": ([],),
+    "function_call": ("auto", "none"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "documents": ([],),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (False,),
+    "include_reasoning": (True,),
+}
+"""Parameters of chats that cannot be granted, and the values with which they request nothing."""
+_COMPLETION_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "suffix": ("",),
+    "add_special_tokens": (True,),
     "response_format": ({"type": "text"},),
 }
-"""Parameters that cannot be granted, and the values with which they request nothing. None always is one."""
 
 
 def parse_chat_request(body: Any, settings: EpisodeConfig, stored_conversations: StoredConversations) -> AgentRequest:
@@ -92,7 +98,7 @@ def parse_chat_request(body: Any, settings: EpisodeConfig, stored_conversations:
         select_tools(asked.tools, asked.tool_choice),
         asked.token_limit,
         parse_stop_strings(asked.stop),
-        add_reasoning_effort(asked.chat_template_kwargs, asked.reasoning_effort),
+        add_reasoning_effort(asked.chat_template_kwargs or {}, asked.reasoning_effort),
         stream=bool(asked.stream),
         single_tool_call=asked.parallel_tool_calls is False,
         dialect_request=asked,
@@ -138,7 +144,7 @@ CHAT_DIALECT = ApiDialect("chatcmpl", parse_chat_request, build_chat_body, iter_
 
 
 def parse_completion_request(body: Any, settings: EpisodeConfig) -> CompletionRequest:
-    request: CompletionRequest = parse_request_body(CompletionRequest, body, settings, _NEUTRAL_VALUES)
+    request: CompletionRequest = parse_request_body(CompletionRequest, body, settings, _COMPLETION_NEUTRAL_VALUES)
     return request
 
 
@@ -159,7 +165,7 @@ def iter_completion_events(request: CompletionRequest, body: Mapping[str, Any]) 
 
 
 def _wants_usage(request: ChatRequest | CompletionRequest) -> bool:
-    return bool((request.stream_options or {}).get("include_usage"))
+    return bool(request.stream_options and request.stream_options.include_usage)
 
 
 def _iter_chunks(

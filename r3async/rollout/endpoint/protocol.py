@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from r3async.config import EpisodeConfig
-from r3async.envs import Message
+from r3async.envs import REASONING_KEYS, Message
+from r3async.envs.rows import NOT_SHOWN_OF_A_MESSAGE
+from r3async.envs.tool_calls import split_reasoning
+from r3async.rollout.call_forms import normalize_call
 from r3async.rollout.chat import ChatRenderer, TemplateError
-from r3async.untrusted import MalformedError, decode_json
+from r3async.untrusted import format_value
 
 # The protocols of the endpoint share one form of requests, answers and errors.
 #
@@ -162,22 +165,83 @@ nothing."""
 MAX_STOP_STRINGS = 16
 
 
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "use_beam_search": (False,),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "stop_token_ids": ([],),
+    "bad_words": ([],),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (False,),
+    "echo": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+}
+"""Parameters of all protocols that cannot be granted, and the values with which they request nothing."""
+IGNORED_PARAMETERS = frozenset(
+    {
+        "model",
+        "user",
+        "metadata",
+        "store",
+        "seed",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "prediction",
+        "cache_control",
+        "inference_geo",
+        "speed",
+        "diagnostics",
+        "user_profile_id",
+        "workspace_id",
+        "client_metadata",
+        "priority",
+        "request_id",
+        "session_id",
+        "cache_salt",
+        "spaces_between_special_tokens",
+        "stream_interval",
+    }
+)
+"""Parameters that change neither a prompt nor an answer, and are accepted with any value."""
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """The supported fields of `stream_options`. The padding and the counts between are never sent."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
 def parse_request_body(
     request_type: Any, body: Any, settings: EpisodeConfig, neutral_values: Mapping[str, tuple[Any, ...]]
 ) -> Any:
     """Convert `body` to a `request_type`. Raises `ApiError` for a body that is malformed or cannot be granted.
 
-    `neutral_values` maps each further parameter that cannot be granted to the values that request nothing; None always
-    is one.
+    `neutral_values` maps each further parameter of the protocol that cannot be granted to the values that request
+    nothing; None always is one. Any parameter that is neither known nor in `IGNORED_PARAMETERS` is refused by name.
     """
     if not isinstance(body, Mapping):
         raise ApiError("the body must be a JSON object")
     _check_sampling(body, settings)
-    for name, values in neutral_values.items():
-        asked = body.get(name)
-        if asked is not None and asked not in values:
+    neutral = {**NEUTRAL_VALUES, **neutral_values}
+    known = {*request_type.__struct_fields__, *NEUTRAL_SAMPLING_VALUES, *IGNORED_PARAMETERS}
+    for name, asked in body.items():
+        if asked is not None and name not in known and asked not in neutral.get(name, ()):
             raise ApiError(
-                f"{name} = {asked!r} is not supported: episodes are trained on what the policy itself samples. Leave it out.",
+                f"{name:.100} = {format_value(asked)} is not supported: episodes are trained on what the policy itself samples "
+                "from the prompt of its chat template. Leave it out.",
                 param=name,
                 code="unsupported_parameter",
             )
@@ -187,6 +251,14 @@ def parse_request_body(
         raise ApiError(str(error)) from error
 
 
+def refuse_unknown_fields(value: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Raise `ApiError` that names the first field of `value` which is not `known` and says something."""
+    for name, given in value.items():
+        if name not in known and given is not False and given not in (None, "", [], {}):
+            fix = NOT_SHOWN_OF_A_MESSAGE.get(name, "leave it out")
+            raise ApiError(f"{where}.{name:.100} is not shown to the model: {fix}", param=where.partition("[")[0])
+
+
 def _check_sampling(body: Mapping[str, Any], settings: EpisodeConfig) -> None:
     """Raise `ApiError` for a request with sampling parameters other than the episode's."""
     for name, neutral_values in NEUTRAL_SAMPLING_VALUES.items():
@@ -194,8 +266,8 @@ def _check_sampling(body: Mapping[str, Any], settings: EpisodeConfig) -> None:
         if asked is None or asked in neutral_values or _is_same_value(asked, value):
             continue
         raise ApiError(
-            f"{name} = {asked!r}: this episode is sampled at episode.{name} = {value!r}. Leave it out, or change that "
-            "setting of the run.",
+            f"{name} = {format_value(asked)}: this episode is sampled at episode.{name} = {value!r}. Leave it out, or change "
+            "that setting of the run.",
             param=name,
             code="unsupported_value",
         )
@@ -218,18 +290,38 @@ def parse_stop_strings(stop: str | Sequence[str] | None, param: str = "stop") ->
     return found
 
 
+class _ToolFunction(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _Tool(msgspec.Struct):
+    function: _ToolFunction
+    type: Literal["function"] = "function"
+
+
 def select_tools(tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> Sequence[Mapping[str, Any]]:
     """Return the tools that an answer may call, given OpenAI's `tool_choice`.
 
-    Raises `ApiError` for a choice that would force a call.
+    Raises `ApiError` for a choice that would force a call, and for tools that are no functions.
     """
     if choice not in (None, "auto", "none"):
         raise ApiError(
-            f"tool_choice = {choice!r} cannot be enforced: leave it out",
+            f"tool_choice = {format_value(choice)} cannot be enforced: leave it out",
             param="tool_choice",
             code="unsupported_parameter",
         )
+    try:
+        msgspec.convert(tools or [], list[_Tool])
+    except msgspec.ValidationError as error:
+        raise ApiError(f"tools must be functions: {error}", param="tools") from error
     return () if choice == "none" else tools or ()
+
+
+_TOOL_FIELDS = ("type", "name", "description", "strict", "cache_control", "eager_input_streaming")
+"""Fields of a tool of another protocol that are shown, or change nothing."""
 
 
 def translate_tools(
@@ -243,9 +335,11 @@ def translate_tools(
     for i, tool in enumerate(tools or ()):
         if tool.get("type") not in kinds or not isinstance(tool.get("name"), str):
             raise ApiError(
-                f"tools[{i}] has type {tool.get('type')!r}: only named functions that the agent runs itself are supported",
+                f"tools[{i}] has type {format_value(tool.get('type'))}: only named functions that the agent runs itself are "
+                "supported",
                 param="tools",
             )
+        refuse_unknown_fields(tool, (*_TOOL_FIELDS, parameters_field), f"tools[{i}]")
         function: dict[str, Any] = {"name": tool["name"]}
         if tool.get("description"):
             function["description"] = tool["description"]
@@ -273,7 +367,7 @@ def join_text_parts(content: Any, kinds: Sequence[str], where: str) -> str:
 def parse_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Convert messages of the API to those of templates: text parts are joined, arguments of tool calls are objects.
 
-    Raises `ApiError` for content that is not text.
+    Raises `ApiError` for content that is not text, and for fields that the model would not be shown.
     """
     return MessageParser().parse_messages(messages)
 
@@ -303,42 +397,71 @@ class MessageParser:
         return list(self._parsed_messages)
 
 
+_MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", *REASONING_KEYS)
+_IGNORED_MESSAGE_FIELDS = ("id", "annotations", "cache_control", "provider_specific_fields")
+"""Fields that clients send with a message and that say nothing which the model would be shown."""
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
 def _parse_message(index: int, message: Mapping[str, Any]) -> Message:
-    role = message.get("role")
-    if role not in ("system", "developer", "user", "assistant", "tool"):
-        raise ApiError(f"messages[{index}] has role {role!r}", param="messages")
+    role, where = message.get("role"), f"messages[{index}]"
+    if role not in _ROLES:
+        fix = (
+            "write it as a message of the role `tool`"
+            if role == "function"
+            else f"it must be one of {', '.join(_ROLES)}"
+        )
+        raise ApiError(f"{where} has role {format_value(role)}: {fix}", param="messages")
+    refuse_unknown_fields(message, (*_MESSAGE_FIELDS, *_IGNORED_MESSAGE_FIELDS), where)
     content = message.get("content")
     if isinstance(content, list):
-        content = join_text_parts(content, ("text",), f"messages[{index}]")
-    if content is not None and not isinstance(content, str):
-        raise ApiError(f"messages[{index}].content must be text", param="messages")
-    calls = message.get("tool_calls") or []
-    if not isinstance(calls, list) or not all(
-        isinstance(c, Mapping) and isinstance(c.get("function"), Mapping) for c in calls
-    ):
-        raise ApiError(f"messages[{index}].tool_calls must be a list of function calls", param="messages")
+        content = join_text_parts(content, ("text",), where)
+    texts = {"content": content, **{name: message.get(name) for name in ("tool_call_id", "name", *REASONING_KEYS)}}
+    for name, text in texts.items():
+        if text is not None and not isinstance(text, str):
+            raise ApiError(f"{where}.{name} must be text", param="messages")
+    thoughts = {text for name in REASONING_KEYS if (text := texts[name])}
+    if len(thoughts) > 1 or (thoughts and role != "assistant"):
+        raise ApiError(
+            f"{where} has a thought that the assistant did not have, or several: give one in `{REASONING_KEYS[0]}` of a message "
+            "of the assistant",
+            param="messages",
+        )
     return Message(
         role="system" if role == "developer" else role,
         content=content or "",
-        tool_calls=[_parse_call_arguments(call) for call in calls],
-        tool_call_id=str(message.get("tool_call_id") or ""),
-        name=str(message.get("name") or ""),
+        tool_calls=_parse_calls(message.get("tool_calls"), f"{where}.tool_calls"),
+        tool_call_id=texts["tool_call_id"] or "",
+        name=texts["name"] or "",
+        reasoning_content=next(iter(thoughts), ""),
     )
 
 
-def _parse_call_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the call with its arguments as an object, which templates write best; unchanged if they are no JSON."""
-    arguments = call["function"].get("arguments", {})
-    if isinstance(arguments, str):
-        with contextlib.suppress(MalformedError):
-            arguments = decode_json(arguments)
-    return {**call, "function": {**call["function"], "arguments": arguments}}
+class _CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class _ToolCall(msgspec.Struct):
+    function: _CalledFunction
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
+def _parse_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Return tool calls with their arguments as objects. Raises `ApiError` for anything else."""
+    try:
+        msgspec.convert(calls or [], list[_ToolCall])
+    except msgspec.ValidationError as error:
+        raise ApiError(f"{where} must be a list of function calls: {error}", param="messages") from error
+    return list(map(normalize_call, calls or ()))
 
 
 class SampledTexts:
     """A record of the sampled text behind every message that the agent got.
 
-    When such a message comes back in a later request, it gets its sampled text again.
+    When such a message comes back in a later request, it gets its sampled text again, also where the client has put the
+    thought into a field of its own.
     """
 
     def __init__(self) -> None:
@@ -346,8 +469,11 @@ class SampledTexts:
 
     def add(self, text: str, message: Message) -> None:
         """Record that the policy sampled `text`, of which the agent got `message`."""
-        self._text_by_message[_build_message_key(message, with_ids=True)] = text
-        self._text_by_message[_build_message_key(message, with_ids=False)] = text
+        thoughts, spoken = split_reasoning(message.content)
+        apart = msgspec.structs.replace(message, content=spoken, reasoning_content=_THOUGHT_TAG.sub("", thoughts))
+        for shown in (message, apart):
+            self._text_by_message[_build_message_key(shown, with_ids=True)] = text
+            self._text_by_message[_build_message_key(shown, with_ids=False)] = text
 
     def restore_sampled_text(self, message: Message) -> Message:
         """Return `message` with its sampled text if it repeats an answer unchanged, otherwise `message` itself.
@@ -363,17 +489,22 @@ class SampledTexts:
         return message
 
 
+_THOUGHT_TAG = re.compile("</?think>")
+
+
 def _build_message_key(message: Message, with_ids: bool) -> Any:
     calls = tuple(
         (
             call.get("id") if with_ids else None,
-            call["function"].get("name"),
-            msgspec.json.encode(call["function"].get("arguments"), order="sorted"),
+            call["function"]["name"],
+            msgspec.json.encode(call["function"]["arguments"], order="sorted"),
         )
         for call in message.tool_calls
     )
-    # White space around the text beside a call was not returned; frameworks drop such content altogether, or send "".
-    return (message.content.strip() if calls else message.content, calls)
+    # White space around the text beside a call, or behind a thought, was not returned; frameworks drop such content
+    # altogether, or send "".
+    thought = message.reasoning_content.strip()
+    return message.content.strip() if calls or thought else message.content, calls, thought
 
 
 # Variables of the chat template that a request may set. They change the prompt, and nothing of the sampling.
@@ -406,7 +537,7 @@ def apply_template_args(renderer: ChatRenderer, template_args: Mapping[str, Any]
         return renderer.with_template_args(wanted)
     except TemplateError as error:
         raise ApiError(
-            f"{', '.join(f'{name} = {value!r}' for name, value in template_args.items())}: {error}. Leave it out.",
+            f"{', '.join(f'{name} = {format_value(value)}' for name, value in template_args.items())}: {error}. Leave it out.",
             param=min(wanted),
             code="unsupported_value",
         ) from error

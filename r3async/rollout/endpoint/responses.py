@@ -16,14 +16,23 @@ from r3async.rollout.endpoint.protocol import (
     ApiDialect,
     ApiError,
     StoredConversations,
+    StreamOptions,
     add_reasoning_effort,
     build_tool_call,
     join_text_parts,
     parse_request_body,
+    refuse_unknown_fields,
     select_tools,
     translate_tools,
 )
+from r3async.untrusted import format_value
 
+_ITEM_FIELDS = {
+    "message": ("type", "id", "status", "phase", "role", "content"),
+    "function_call": ("type", "id", "status", "call_id", "name", "arguments"),
+    "function_call_output": ("type", "id", "status", "call_id", "output"),
+}
+"""Fields of each item that are shown to the model, or change nothing."""
 TEXT_PART_TYPES = ("input_text", "output_text", "text")
 
 
@@ -46,6 +55,7 @@ class ResponsesRequest(msgspec.Struct):
     max_output_tokens: int | None = None
     reasoning: ReasoningOptions | None = None
     stream: bool | None = None
+    stream_options: StreamOptions | None = None
     store: bool | None = None
     metadata: dict[str, Any] | None = None
 
@@ -56,7 +66,12 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "conversation": (),
     "prompt": (),
     "max_tool_calls": (),
-    "text": ({}, {"format": {"type": "text"}}),
+    "text": (
+        {},
+        {"format": {"type": "text"}},
+        {"verbosity": "medium"},
+        {"format": {"type": "text"}, "verbosity": "medium"},
+    ),
     "truncation": ("disabled",),
     "include": ([], ["reasoning.encrypted_content"]),
 }
@@ -99,6 +114,8 @@ def _translate_items(items: str | Sequence[Mapping[str, Any]]) -> list[dict[str,
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(items):
         kind, where = item.get("type", "message"), f"input[{i}]"
+        if isinstance(kind, str) and kind in _ITEM_FIELDS:
+            refuse_unknown_fields(item, _ITEM_FIELDS[kind], where)
         if kind == "message":
             content = join_text_parts(item.get("content"), TEXT_PART_TYPES, where)
             messages.append({"role": item.get("role"), "content": content})
@@ -113,7 +130,7 @@ def _translate_items(items: str | Sequence[Mapping[str, Any]]) -> list[dict[str,
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
         else:
             raise ApiError(
-                f"{where} has type {kind!r}: only messages, function calls and their outputs are supported",
+                f"{where} has type {format_value(kind)}: only messages, function calls and their outputs are supported",
                 param="input",
             )
     return messages

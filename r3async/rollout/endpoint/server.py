@@ -38,6 +38,7 @@ from r3async.rollout.endpoint.protocol import (
     SampledAnswer,
     build_openai_error,
     parse_stop_strings,
+    refuse_unknown_fields,
 )
 from r3async.rollout.endpoint.responses import RESPONSES_DIALECT
 from r3async.rollout.endpoint.session import (
@@ -50,7 +51,7 @@ from r3async.rollout.endpoint.session import (
 from r3async.rollout.engine import Engine
 from r3async.rollout.episode import EpisodeTask
 from r3async.transport.sockets import run_off_loop
-from r3async.untrusted import MalformedError, decode_json, to_bounded_int
+from r3async.untrusted import MalformedError, decode_json, format_value, to_bounded_int
 from r3async.world import EventReporter, ignore_event
 from r3async.world.real import REAL_WORLD
 
@@ -244,6 +245,8 @@ class AgentServer:
         response = web.json_response(write(refused), status=refused.status, headers=headers)
         if refused.status == 401:
             self._admitted_connections.discard(request.protocol)
+        if request.content.exception() is not None:
+            response.force_close()  # nothing behind a body that cannot be read is a request
         if request.protocol not in self._admitted_connections:
             response.force_close()  # a client without a key must not hold one of `serving.max_connections`
         return response
@@ -268,6 +271,8 @@ class AgentServer:
                 body = await request.read()
         except TimeoutError:
             raise ApiError(f"the body took longer than serving.read_timeout = {seconds:g} s", status=408) from None
+        except web.RequestPayloadError as error:
+            raise ApiError(f"the body cannot be read: {' '.join(str(error).split())}") from error
         try:
             return await run_off_loop(REAL_WORLD.threads, len(body), decode_json, body)
         except MalformedError as error:
@@ -341,6 +346,7 @@ class AgentServer:
             raise ApiError(
                 'the body must be {"reward": number}, and may have "turn" or "id", and "done"', param="reward"
             )
+        refuse_unknown_fields(body, ("reward", "turn", "id", "done"), "the body")
         turn = body.get("turn")
         if turn is None and "id" in body:
             turn = _find_turn(body["id"], session)
@@ -379,7 +385,10 @@ class AgentServer:
             message = "this takes the token of serving.token" if self.serving.enabled else "serving.enabled is false"
             raise ApiError(message, status=401, code="invalid_api_key", error_type="authentication_error")
         body = await self._read_body(request) if request.can_read_body else {}
-        seed = body.get("task_seed") if isinstance(body, dict) else None
+        if not isinstance(body, dict):
+            raise ApiError('the body must be {"task_seed": number}, {} or empty', param="task_seed")
+        refuse_unknown_fields(body, ("task_seed",), "the body")
+        seed = body.get("task_seed")
         if seed is None:
             if not self._offered_sessions:
                 raise ApiError(
@@ -452,8 +461,8 @@ def _is_anthropic_client(request: web.Request) -> bool:
 
 def _find_turn(answer_id: Any, session: AgentSession) -> int:
     """Return the turn of the answer with that id. Raises `ApiError` if it is no id of an answer in this episode."""
-    kind, _, name = str(answer_id).partition("-")
+    kind, _, name = answer_id.partition("-") if isinstance(answer_id, str) else ("", "", "")
     turn = session.find_turn(name) if kind in _ANSWER_ID_PREFIXES else -1
     if turn < 0:
-        raise ApiError(f"{str(answer_id)[:100]!r} is not the id of an answer in this episode", param="id")
+        raise ApiError(f"{format_value(answer_id)} is not the id of an answer in this episode", param="id")
     return turn

@@ -298,7 +298,7 @@ def encode_plain(tokenizer: Any, text: str) -> list[int]:
     with nothing behind it, because it is continued."""
     plain, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a", add_special_tokens=True)
     starts = range(len(whole) - len(plain) + 1)
-    beginning = next((whole[:at] for at in starts if whole[at : at + len(plain)] == plain), [])
+    beginning: list[int] = next((whole[:at] for at in starts if whole[at : at + len(plain)] == plain), [])
     token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return token_ids if token_ids[: len(beginning)] == beginning else [*beginning, *token_ids]
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from r3async.data.models import RoutingShape
 from r3async.envs import Message
-from r3async.rollout.chat import ChatRenderer, Conversation, GrowingText, TemplateAnalysis, TemplateError
+from r3async.rollout.chat import ChatRenderer, Conversation, TemplateError
+from r3async.rollout.growing_text import GrowingText, TemplateAnalysis
 from tests.helpers.templates import FAMILIES, GROUPS_TOOLS, renderer
 
 SHAPE = RoutingShape(layers=1, top_k=2, num_experts=8)

@@ -47,6 +47,7 @@ from r3async.envs.factory import (
     get_registered_objects,
     register_objects,
 )
+from r3async.envs.seeding import seed_global_generators
 from r3async.rollout.chat import ChatRenderer, Conversation, Demonstration
 from r3async.world.files import replace_directory
 from r3async.world.processes import add_user_module_path, exit_with_owner, hide_main_module, run_on_shared_loop
@@ -160,10 +161,10 @@ class OracleDemonstrations:
             self._progress(f"the warm-up leaves a task out: {line}")
 
     async def _try_episode(self) -> tuple[Demonstration, list[tuple[list[int], Environment, int]]]:
+        task_seed = self._rng.getrandbits(63)
+        seed_global_generators(task_seed)
         env: Any = self._factory()
-        conversation = Conversation(
-            self._renderer, await env.reset(self._rng.getrandbits(63)), getattr(env, "tools", ())
-        )
+        conversation = Conversation(self._renderer, await env.reset(task_seed), getattr(env, "tools", ()))
         demonstration, turns = Demonstration(), []
         while True:
             prompt = conversation.build_prompt().token_ids.tolist()

@@ -17,6 +17,7 @@ from r3async.config.paths import import_object
 from r3async.envs import EnvironmentFactory
 from r3async.envs.given_rows import encode_given_rows
 from r3async.envs.pool import make_pooled_factory
+from r3async.envs.seeding import seed_global_generators
 
 BUILTIN_ENVIRONMENTS = {
     "reverse-text": "r3async.envs.builtin:ReverseText",
@@ -45,6 +46,7 @@ def build_environment_factory(config: EnvConfig) -> EnvironmentFactory:
     A class is constructed once, here, so that wrong arguments show before anything starts. Raises `ConfigError` for an
     unknown name, wrong `env.args` or a package that is not installed.
     """
+    seed_global_generators(0)  # tasks that are listed or shuffled while they are loaded are the same in all processes
     prefix, colon, target = config.name.partition(":")
     if (colon and prefix in ADAPTER_FACTORIES) or prefix in (DATASET_ENV, MIX_ENV):
         if not target and prefix not in (DATASET_ENV, MIX_ENV):

@@ -29,6 +29,7 @@ from r3async.envs import Action, EnvironmentFactory, EnvironmentFailed, Environm
 from r3async.envs.errors import RemoteEnvironmentError
 from r3async.envs.pool_worker import WorkerCall, WorkerReply, receive_message, send_message
 from r3async.untrusted import MalformedError, decode_msgpack
+from r3async.world.processes import hash_seed_variables
 
 # The path comes first: the process must import the same modules as this one, the user's own included.
 WORKER_BOOT_CODE = (
@@ -168,7 +169,7 @@ class EnvironmentWorker:
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=2,
-                env=filter_variables(self.config.variables),
+                env=filter_variables(self.config.variables) | hash_seed_variables(),
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )

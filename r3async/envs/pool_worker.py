@@ -13,6 +13,7 @@ import struct
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -20,6 +21,7 @@ import msgspec
 from r3async.config.paths import import_object
 from r3async.envs import Action, EnvironmentProtocolError, Message, StepResult, coerce_messages, require_step_result
 from r3async.envs.errors import ErrorSummary, summarize_error
+from r3async.envs.seeding import seed_global_generators
 from r3async.untrusted import decode_msgpack
 from r3async.world.processes import ignore_output_errors
 
@@ -54,13 +56,22 @@ class WorkerReply(msgspec.Struct, frozen=True, omit_defaults=True):
     wrong: str = ""
 
 
+@dataclass
+class EnvironmentInstance:
+    """An environment in the middle of its episode."""
+
+    environment: Any
+    task_seed: int
+    step_count: int = 0
+
+
 class EnvironmentHost:
     """All environment instances that live in this process."""
 
     def __init__(self) -> None:
         self._constructor: Any = None
         self._arguments: dict[str, Any] = {}
-        self._instances: dict[int, Any] = {}
+        self._instances: dict[int, EnvironmentInstance] = {}
 
     def handle_call(self, call: WorkerCall) -> WorkerReply:
         """Handle one call. Errors of an environment become part of the reply and never raise, except
@@ -79,11 +90,17 @@ class EnvironmentHost:
                 self._constructor, self._arguments = import_object(call.path), call.arguments
                 return WorkerReply()
             case "reset":
-                env = self._instances[call.instance] = self._constructor(**self._arguments)
+                assert call.seed is not None
+                seed_global_generators(call.seed)
+                env = self._constructor(**self._arguments)
+                self._instances[call.instance] = EnvironmentInstance(env, call.seed)
                 first = coerce_messages(env.reset(call.seed))
                 return WorkerReply(messages=first, oracle=get_oracle_answer(env))
             case "step":
-                env = self._instances[call.instance]
+                instance = self._instances[call.instance]
+                instance.step_count += 1
+                seed_global_generators(instance.task_seed, instance.step_count)
+                env = instance.environment
                 result = require_step_result(env.step(call.action))
                 # `done` may be a NumPy bool, which msgpack cannot encode.
                 result = msgspec.structs.replace(
@@ -91,9 +108,9 @@ class EnvironmentHost:
                 )
                 return WorkerReply(result=result, oracle="" if result.done else get_oracle_answer(env))
             case "drop":
-                close = getattr(self._instances.pop(call.instance, None), "close", None)
-                if close is not None:
-                    close()
+                dropped = self._instances.pop(call.instance, None)
+                if dropped is not None and hasattr(dropped.environment, "close"):
+                    dropped.environment.close()
         return WorkerReply()
 
 

@@ -28,6 +28,7 @@ from r3async.envs import (
     sum_episode_metrics,
 )
 from r3async.envs.errors import ErrorSummary, is_repeated_error, summarize_error
+from r3async.envs.seeding import seed_global_generators
 from r3async.rollout.chat import ChatRenderer, Conversation
 from r3async.rollout.engine import Engine, EngineError, EngineLostError, Generation, GenerationRequest
 from r3async.rollout.samples import EpisodeSamples, PendingCall, SampleBuilder
@@ -206,7 +207,8 @@ class EpisodePlayer:
         """Play all turns and return the stop reason."""
         name, settings, env = self.task.trajectory_id, self.settings, self._env
         run_watched = self._blocking_detector.run
-        # The environment poses its task.
+        # The environment gives its task. Its calls draw the same random numbers in all episodes of a group.
+        seed_global_generators(self.task.task_seed)
         messages = coerce_messages(await run_watched(env, "reset", env.reset(self.task.task_seed)))
         conversation = Conversation(self._renderer, messages, getattr(env, "tools", ()))
         for index in range(settings.max_turns):
@@ -232,6 +234,7 @@ class EpisodePlayer:
                 text = conversation.add_answer(token_ids, turn=turn)
             token_ids_for_env = token_ids if getattr(env, "takes_tokens", False) else []
             action = Action(text, generation.stop_reason, token_ids_for_env, prompt.opens_thought)
+            seed_global_generators(self.task.task_seed, index + 1)
             result = require_step_result(await run_watched(env, "step", env.step(action)))
             # From here on the turn has a reward, so it is trained even if time runs out in a later one.
             self._samples.add_reward(turn, result.reward)
@@ -427,6 +430,7 @@ class RetryingPlayer:
 
     async def _play_environment(self, task: EpisodeTask) -> Trajectory:
         assert self._factory is not None
+        seed_global_generators(task.task_seed)
         return await EpisodePlayer(
             task,
             self._factory(),

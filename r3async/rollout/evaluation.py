@@ -42,6 +42,7 @@ from r3async.envs import (
 from r3async.envs.dataset import DatasetFactory, find_shared_prompts, has_same_rows, is_dataset, select_held_out_rows
 from r3async.envs.factory import build_environment_factory
 from r3async.envs.mix import MixedEnvironmentFactory, add_default_evaluation_sets
+from r3async.envs.seeding import seed_global_generators
 from r3async.rollout.agents import OUTSIDE_AGENT, is_agent, make_agent, open_agent_player
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engine import Engine
@@ -322,6 +323,7 @@ async def evaluate_without_model(
     began = time.monotonic()
     outcomes = []
     for task in build_evaluation_tasks(env, await count_tasks(factory), settings, trained_env):
+        seed_global_generators(task.task_seed)
         environment = factory()
         try:
             results, reason = await _play_baseline(environment, env.name, policy, task, max_turns)
@@ -338,6 +340,7 @@ async def _play_baseline(
     env: Environment, name: str, policy: BaselinePolicy, task: EvaluationTask, max_turns: int
 ) -> tuple[list[StepResult], str]:
     """Play one episode and return the results of its turns and the stop reason."""
+    seed_global_generators(task.task_seed)
     await env.reset(task.task_seed)
     rng = random.Random(f"random/{task.task_seed}/{task.episode_index}")
     results: list[StepResult] = []
@@ -349,6 +352,7 @@ async def _play_baseline(
         else:
             wanted = "oracle()" if policy == "oracle" else "random_answer(rng)"
             raise ConfigError(f"`--policy {policy}`: the environment {name!r} has no {wanted}")
+        seed_global_generators(task.task_seed, len(results) + 1)
         result = await env.step(Action(answer))
         results.append(result)
         if result.done:

@@ -39,8 +39,16 @@ GRPC_KEEPALIVE_VARIABLE = "RAY_grpc_keepalive_timeout_ms"
 GRPC_KEEPALIVE_SECONDS = 120
 """Seconds for which a cut line breaks no connection of our actors' processes. Ray's nodes have a separate setting."""
 
+HASH_SEED_VARIABLE = "PYTHONHASHSEED"
+
 LAG_INTERVAL_SECONDS = 0.05
 """Seconds between two measurements of how late the event loop is."""
+
+
+def hash_seed_variables() -> dict[str, str]:
+    """Return the environment variable that gives sets of strings one order in all processes of a run; a value that the
+    user has set stays. Tasks that are drawn from a set would otherwise differ from process to process."""
+    return {HASH_SEED_VARIABLE: os.environ.get(HASH_SEED_VARIABLE) or "0"}
 
 
 def actor_environment(threads: int) -> dict[str, str]:
@@ -55,6 +63,7 @@ def actor_environment(threads: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(max(1, threads)),
         "RAY_worker_niceness": "0",
         USER_PATH_VARIABLE: os.environ.get(USER_PATH_VARIABLE, os.getcwd()),
+        **hash_seed_variables(),
     }
 
 

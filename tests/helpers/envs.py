@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import signal
 import socket
 import struct
@@ -9,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from r3async.envs import Action, Message, StepResult
 
@@ -56,6 +59,25 @@ class Echo:
         if self.mark:
             with Path(self.mark).open("a") as file:
                 file.write("closed\n")
+
+
+class Unseeded:
+    """A blocking environment that ignores the seed of its task: it draws from the generators of the whole process, and
+    from a set, in each of its methods."""
+
+    def __init__(self) -> None:
+        self.made = self._draw()
+
+    def _draw(self) -> str:
+        order = " ".join({"heron", "ibis", "jay", "kite", "lark", "merlin"})
+        hash_seed = os.environ.get("PYTHONHASHSEED")
+        return f"{random.random()} {np.random.random()} {order} seed {hash_seed}"
+
+    def reset(self, task_seed: int) -> str:
+        return f"{self.made} {self._draw()}"
+
+    def step(self, action: Action) -> StepResult:
+        return StepResult(0.0, [Message("user", self._draw())])
 
 
 def _own_channel() -> socket.socket:

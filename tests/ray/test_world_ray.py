@@ -33,6 +33,9 @@ class Echo:
     async def niceness(self) -> int:
         return os.nice(0)
 
+    async def hash_of(self, text: str) -> int:
+        return hash(text)
+
     async def fail(self, error: Exception) -> None:
         raise error
 
@@ -89,6 +92,7 @@ async def test_calls_between_actors_their_exceptions_and_time_limits():
         assert await one.call("is_its_own_world", timeout=60)
         assert await one.call("niceness", timeout=60) == os.nice(0), "Ray's own workers have 15"
         pids = [await actor.call("pid", timeout=60) for actor in (one, two)]
+        assert await one.call("hash_of", "task", timeout=60) == await two.call("hash_of", "task", timeout=60)
         assert await one.call("ask", two, "pid", timeout=60) == pids[1]
         myself = await two.call("current", timeout=60)
         assert await one.call("ask", myself, "pid", timeout=60) == pids[1]

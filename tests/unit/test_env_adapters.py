@@ -6,11 +6,13 @@ import itertools
 import json
 import sys
 
+import gymnasium
 import psutil
 import pytest
 
 from r3async.config import ConfigError, EnvConfig
 from r3async.envs import Action, EnvironmentFailed, Message
+from r3async.envs.adapters.gymnasium_games import write_colors_as_words
 from r3async.envs.adapters.textarena_games import choose_random_move
 from r3async.envs.factory import build_environment_factory
 from r3async.envs.pool_worker import EnvironmentHost, WorkerCall, WorkerReply
@@ -57,14 +59,29 @@ async def test_gymnasium_draws_and_names_its_moves_and_ends():
     args = {"render_mode": "ansi", "is_slippery": False, "actions": ["left", "down", "right", "up"], "prompt": "Go!"}
     env = make("gymnasium:FrozenLake-v1", args)()
     (first,) = await env.reset(3)
-    assert first.content == "Go!\n[S]FFF\nFHFH\nFFFH\nHFFG"  # where one stands is in brackets, and not in colour
+    assert first.content == "Go!\n[on red: S]FFF\nFHFH\nFFFH\nHFFG"
     results = await say(env, "fly", *["down"] * 2, "right", "down", "right", "right")
     assert results[0].messages == [Message("user", "answer with one of: left, down, right, up")]
-    assert "[F]HFH" in results[1].messages[0].content
+    assert "[on red: F]HFH" in results[1].messages[0].content
     assert [result.reward for result in results] == [0, 0, 0, 0, 0, 0, 1]
     assert results[-1].done
     await env.reset(4)
     assert [result.done for result in await say(env, "a", "b", "c")] == [False, False, True]
+
+
+async def test_gymnasium_drawings_show_every_state_of_the_taxi_apart():
+    texts = {}
+    for row, column, passenger, destination in itertools.product(range(5), range(5), range(5), range(4)):
+        game = gymnasium.make("Taxi-v4", render_mode="ansi")
+        game.reset(seed=1)
+        game.unwrapped.s = game.unwrapped.encode(row, column, passenger, destination)
+        texts.setdefault(write_colors_as_words(game.render()), []).append((row, column, passenger, destination))
+    assert len(texts) == 500
+    env = make("gymnasium:Taxi-v4", {"render_mode": "ansi"})()
+    (first,) = await env.reset(1)
+    assert "\n| : :[on yellow:  ]: : |\n" in first.content
+    assert "|[magenta: R]: " in first.content
+    assert "|[blue bold: B]: |" in first.content
 
 
 async def test_gymnasium_observations_are_plain_and_the_seed_deals_the_cards():

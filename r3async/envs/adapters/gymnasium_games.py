@@ -14,7 +14,7 @@ from r3async.envs.factory import build_class_factory, import_optional_package
 class GymnasiumEnvironment:
     """A Gymnasium environment, `gymnasium.make(id, **settings)`, with one message per step.
 
-    An observation is shown as `render()` draws it with `render_mode = "ansi"` (coloured places in brackets), a text as
+    An observation is shown as `render()` draws it with `render_mode = "ansi"` (colors as words, in brackets), a text as
     it is, and anything else as Python writes it.
 
     An action is the text of a `Text` space, the number of a `Discrete` action, or its name if `actions` names them in
@@ -89,9 +89,29 @@ class GymnasiumEnvironment:
     def _render_observation(self, observation: Any) -> str:
         drawn = self._game.render() if self._renders_ansi else observation
         if isinstance(drawn, str):
-            # A game that is drawn for a terminal marks its place by colour, which a policy cannot see.
-            return re.sub(r"\x1b\[[1-9][\d;]*m(.*?)\x1b\[0m", r"[\1]", drawn, flags=re.DOTALL).strip()
+            return write_colors_as_words(drawn).strip()
         return str(_to_python_values(drawn))
+
+
+_COLORS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
+_STYLE_NAMES = {
+    "1": "bold",
+    **{f"3{number}": color for number, color in enumerate(_COLORS)},
+    **{f"4{number}": f"on {color}" for number, color in enumerate(_COLORS)},
+}
+"""Names of a terminal's styles (ECMA-48, SGR), by their numbers."""
+
+
+def write_colors_as_words(drawing: str) -> str:
+    """Return a drawing for a terminal with words for its colors, which a policy cannot see: `[on red: S]`."""
+    first, *rest = re.split(r"\x1b\[([\d;]*)m", drawing)
+    written = [first]
+    style: list[str] = []
+    for codes, text in zip(rest[::2], rest[1::2], strict=True):
+        for code in codes.split(";"):
+            style = [] if code in ("", "0") else [*style, _STYLE_NAMES.get(code, f"style {code}")]
+        written.append(f"[{' '.join(style)}: {text}]" if style and text else text)
+    return "".join(written)
 
 
 def _to_python_values(value: Any) -> Any:

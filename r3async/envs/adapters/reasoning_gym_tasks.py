@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Mapping
 from typing import Any
 
 from r3async.config import ConfigError, EnvConfig, did_you_mean
@@ -24,7 +26,7 @@ class ReasoningGymEnvironment:
         import reasoning_gym
 
         self._package: Any = reasoning_gym
-        self._task, self._system, self._settings = task, system, settings
+        self._task, self._system, self._settings = task, system, convert_settings(settings)
         self._dataset: Any = None
         self._entry: dict[str, Any] = {}
 
@@ -44,6 +46,15 @@ class ReasoningGymEnvironment:
         return StepResult(float(self._dataset.score_answer(answer, self._entry)), done=True)
 
 
+def convert_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a task with `datasets`, the tables of the task `composite`, as reasoning-gym takes them."""
+    tables = settings.get("datasets")
+    if not isinstance(tables, list):
+        return dict(settings)
+    specification = importlib.import_module("reasoning_gym.composite").DatasetSpec
+    return {**settings, "datasets": [specification(**{"weight": 1.0, "config": {}, **table}) for table in tables]}
+
+
 def make_reasoning_gym(target: str, config: EnvConfig) -> EnvironmentFactory:
     """Return a factory of reasoning-gym environments. They run in the pool, as some tasks take seconds to make.
     `env.args` holds the task's own settings and `system`."""
@@ -61,7 +72,7 @@ def make_reasoning_gym(target: str, config: EnvConfig) -> EnvironmentFactory:
                 f"`env.args.{name}`: {target!r} has no such setting; {did_you_mean(name, own)} it has {', '.join(own)}"
             )
     try:
-        settings_class = known[target][1](**settings)
+        settings_class = known[target][1](**convert_settings(settings))
         if hasattr(settings_class, "validate"):
             settings_class.validate()
     except (AssertionError, TypeError, ValueError) as error:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from r3async.config import ConfigError, EnvConfig, did_you_mean
@@ -33,8 +32,7 @@ class TextArenaEnvironment:
     """A TextArena game, `textarena.make(id, **settings)`, in which the policy is player `seat`.
 
     Messages are what the game shows the policy and has not shown it before. The reward comes with the last answer and
-    is the game's own for the policy, -1..1 in most games; an answer that the game refuses for good loses. Games use the
-    process's random numbers, so each game has its own random stream here, begun from the task seed.
+    is the game's own for the policy, -1..1 in most games; an answer that the game refuses for good loses.
 
     Args:
         players: Number of players; 0 for the fewest with which the game can be played.
@@ -52,31 +50,25 @@ class TextArenaEnvironment:
         )
         self._make_game = lambda: textarena.make(id, **settings)
         self._id, self._players, self._seat = id, players, seat
-        self._rng, self._random_state = random.Random(0), random.Random(0).getstate()
+        self._rng = random.Random(0)
         self._game: Any = None
         self._shown_text = ""
-        with self._swap_random_state():
-            self._make_game()  # wrong settings are an error now
+        self._make_game()  # wrong settings are an error now
 
     def reset(self, task_seed: int) -> list[Message]:
-        self._rng, self._random_state, self._shown_text = (
-            random.Random(f"opponent {task_seed}"),
-            random.Random(task_seed).getstate(),
-            "",
-        )
-        with self._swap_random_state():
-            self._game = self._start_game(task_seed % 2**31)
-            if self._play_opponents():
-                raise EnvironmentFailed(f"{self._id} was over before the policy could move")
-            return self._render_new_text()
+        self._rng = random.Random(f"opponent {task_seed}")
+        self._shown_text = ""
+        self._game = self._start_game(task_seed % 2**31)
+        if self._play_opponents():
+            raise EnvironmentFailed(f"{self._id} was over before the policy could move")
+        return self._render_new_text()
 
     def step(self, action: Action) -> StepResult:
-        with self._swap_random_state():
-            done, _ = self._game.step(action=action.text)
-            if not done and not self._play_opponents():
-                return StepResult(0.0, self._render_new_text())
-            rewards, _ = self._game.close()
-            return StepResult(float((rewards or {}).get(self._seat, 0.0)), done=True)
+        done, _ = self._game.step(action=action.text)
+        if not done and not self._play_opponents():
+            return StepResult(0.0, self._render_new_text())
+        rewards, _ = self._game.close()
+        return StepResult(float((rewards or {}).get(self._seat, 0.0)), done=True)
 
     def _start_game(self, seed: int) -> Any:
         """Start a game with as few players as it accepts. Raises `ValueError` if none of the numbers is accepted."""
@@ -107,16 +99,6 @@ class TextArenaEnvironment:
         time."""
         seen, self._shown_text = self._shown_text, self._observed_text
         return [Message("user", self._observed_text.removeprefix(seen).strip() or "your move")]
-
-    @contextlib.contextmanager
-    def _swap_random_state(self) -> Iterator[None]:
-        before = random.getstate()
-        random.setstate(self._random_state)
-        try:
-            yield
-        finally:
-            self._random_state = random.getstate()
-            random.setstate(before)
 
 
 def make_textarena(target: str, config: EnvConfig) -> EnvironmentFactory:

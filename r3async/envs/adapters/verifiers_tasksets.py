@@ -20,6 +20,7 @@ from typing import Any
 from r3async.config import ConfigError, EnvConfig
 from r3async.envs import Action, EnvironmentFactory, EnvironmentFailed, Message, StepResult, sum_episode_metrics
 from r3async.envs.factory import import_optional_package
+from r3async.envs.seeding import seed_global_generators
 from r3async.envs.tool_calls import parse_tool_calls, run_tool_calls
 
 TOOL_SECONDS = 120.0
@@ -102,8 +103,9 @@ class VerifiersEnvironment:
         self.close()
         self._channel = PolicyChannel()
         task = self._tasks[task_seed % self.size]
+        shared = await self._shared.start()
         episode = asyncio.create_task(
-            run_verifiers_episode(self._vf, self._env, task, self._channel, await self._shared.start())
+            run_verifiers_episode(self._vf, self._env, task, self._channel, shared, task_seed)
         )
         self._episode_task = episode
         # Nothing else would end an abandoned episode, which holds a server and a folder while it is open.
@@ -144,7 +146,9 @@ def _cancel_task(task: asyncio.Task[Any], loop: asyncio.AbstractEventLoop) -> No
         loop.call_soon_threadsafe(task.cancel)
 
 
-async def run_verifiers_episode(vf: Any, env: Any, task: Any, channel: PolicyChannel, shared: Any) -> StepResult:
+async def run_verifiers_episode(
+    vf: Any, env: Any, task: Any, channel: PolicyChannel, shared: Any, task_seed: int
+) -> StepResult:
     """Play one episode, hooks and scoring included, and return its reward and metrics."""
     traces: list[Any] = []
 
@@ -160,6 +164,7 @@ async def run_verifiers_episode(vf: Any, env: Any, task: Any, channel: PolicyCha
     agents = vf.Agents(env.config, make_agent)
     info = vf.EnvInfo(id=env.config.env_id)
     about = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+    seed_global_generators(task_seed)  # this is a task of the event loop, which runs after `reset` has waited
     try:
         await env.setup(agents)
         await env.run(task, agents)

@@ -38,7 +38,7 @@ DELIVERY_POLL_SECONDS = 0.5
 MAX_REFUSALS = 2
 """Number of refusals of a version by each generator, each time in another process, after which no generator can install
 it."""
-INSTALL_DISK_HINT = "free bytes there, or file descriptors of this process: the others play on, and nothing is lost"
+INSTALL_DISK_HINT = "free bytes there, or file descriptors of this process: the others go on, and nothing is lost"
 
 
 class InstallFailed(ActorLostError):

@@ -111,14 +111,14 @@ def evaluate(
     tasks: Annotated[int | None, typer.Option(help="how many tasks", show_default="64, or the sets' own")] = None,
     seed: Annotated[
         int | None,
-        typer.Option(help="of the tasks; training poses none of them", show_default="the run's evaluation.seed"),
+        typer.Option(help="of the tasks; training uses none of them", show_default="the run's evaluation.seed"),
     ] = None,
     policy: Annotated[str, typer.Option(help="model, or oracle or random for scale")] = "model",
     baseline: Annotated[
         str | None,
         typer.Option(
             metavar="RUN_OR_MODEL",
-            help="a model that plays the same tasks, for the difference and its interval; start: the one that the run "
+            help="a model to evaluate on the same tasks, for the difference and its interval; start: the one that the run "
             "started from",
         ),
     ] = None,

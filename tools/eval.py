@@ -104,7 +104,9 @@ def find_evaluation_target(
 
     if (Path(name) / "config.json").is_file():
         if env is None and preset is None and "name" not in nest_overrides(overrides).get("env", {}):
-            raise ConfigError(f"{name} is a model: say which environment it is to play, with --env NAME, or data=FILE")
+            raise ConfigError(
+                f"{name} is a model: say which environment to evaluate it in, with --env NAME, or data=FILE"
+            )
         run, model, base, trained = None, Path(name), load_config(preset, command=None) if preset else Config(), None
     else:
         try:
@@ -210,7 +212,7 @@ def check_target(target: EvaluationTarget, policy: str) -> None:
     for env in target.environments.values():
         if env.name == OUTSIDE_AGENT:
             raise ConfigError(
-                f'`env.name` = "{OUTSIDE_AGENT}" cannot be evaluated: name something that plays by itself, with --env'
+                f'`env.name` = "{OUTSIDE_AGENT}" cannot be evaluated: name something that runs by itself, with --env'
             )
         if is_agent(env):
             make_agent(env)
@@ -254,7 +256,7 @@ async def run_evaluation(
         name: None if is_agent(env) else build_environment_factory(env) for name, env in target.environments.items()
     }
     if policy != "model":
-        show_phase(f"playing the {policy} policy")
+        show_phase(f"evaluating the {policy} policy")
         on_total(await _count_episodes(target, factories))
         return join_sets(
             {
@@ -281,7 +283,7 @@ async def run_evaluation(
     for factory in factories.values():
         if factory is not None and (dropped := drop_long_prompts(factory, renderer, config.episode)):
             show_phase(
-                f"{dropped} prompts are longer than episode.max_prompt_tokens = {config.episode.max_prompt_tokens}, and not posed"
+                f"{dropped} prompts are longer than episode.max_prompt_tokens = {config.episode.max_prompt_tokens}, and left out"
             )
     made = {
         msgspec.json.encode(config_to_dict(env, reveal=True)): factories[name]
@@ -294,7 +296,7 @@ async def run_evaluation(
     try:
         on_total(await _count_episodes(target, factories))
         await engine.start()
-        show_phase("playing")
+        show_phase("evaluating")
         player = EvaluationPlayer(
             config,
             engine,
@@ -456,7 +458,7 @@ def eval_command(
         overrides, target = [target, *overrides], None  # a setting, and no target
     what = choose_target(target, preset, env, overrides, policy, root).with_tasks(tasks, seed)
     if baseline is not None and policy != "model":
-        raise ConfigError(f"`--baseline` compares models, and `--policy {policy}` plays none")
+        raise ConfigError(f"`--baseline` compares models, and `--policy {policy}` uses none")
     # The baseline comes first, since it is checked and refused before minutes are spent on the other.
     targets = [] if baseline is None else [make_baseline_target(what, baseline, root)]
     results = [_play_with_progress(each, policy) for each in [*targets, what]]

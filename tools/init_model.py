@@ -37,7 +37,7 @@ from r3async.config import (
 )
 from r3async.config.algorithm import RoutingConfig
 from r3async.data.tokens import Sample
-from r3async.envs import Action, Environment, EnvironmentFactory, HasOracle
+from r3async.envs import Action, Environment, EnvironmentFactory, HasOracle, coerce_messages
 from r3async.envs.builtin import ReverseText
 from r3async.envs.dataset import is_dataset
 from r3async.envs.errors import summarize_error
@@ -164,7 +164,8 @@ class OracleDemonstrations:
         task_seed = self._rng.getrandbits(63)
         seed_global_generators(task_seed)
         env: Any = self._factory()
-        conversation = Conversation(self._renderer, await env.reset(task_seed), getattr(env, "tools", ()))
+        messages = coerce_messages(await env.reset(task_seed), "reset()")
+        conversation = Conversation(self._renderer, messages, getattr(env, "tools", ()))
         demonstration, turns = Demonstration(), []
         while True:
             prompt = conversation.build_prompt().token_ids.tolist()
@@ -176,7 +177,8 @@ class OracleDemonstrations:
             result = await env.step(Action(answer))
             if result.done:
                 return demonstration, turns
-            (conversation.replace_messages if result.rewrites else conversation.add_messages)(result.messages)
+            messages = coerce_messages(result.messages, "StepResult.messages")
+            (conversation.replace_messages if result.rewrites else conversation.add_messages)(messages)
 
     def make_batch(self, size: int) -> list[Sample]:
         """Play `size` episodes; each gives one sample, or more where history was rewritten."""

@@ -314,7 +314,7 @@ def _make_notes(config: Config, shape: ModelShape, engine: EngineMemory, on_gpus
     episodes = wanted * schedule.group_size
     if episodes < generator.count * generator.concurrency:
         notes.append(
-            f"the slots allow {episodes} episodes at once, and generators could play {generator.count * generator.concurrency}: "
+            f"the slots allow {episodes} episodes at once, and generators could run {generator.count * generator.concurrency}: "
             "some of generator.concurrency will not be used"
         )
     on_cpu = float(generator.engine_args.get("kv_cache_memory_bytes", generator.kv_cache_gib * GIB))

@@ -332,15 +332,16 @@ async def _try_environment(env: EnvConfig) -> None:
     answer, said = "", "`reward`" if is_dataset(env) else f"`env.name` = {env.name!r}"
     try:
         async with asyncio.timeout(ENVIRONMENT_TRY_SECONDS):
-            told = coerce_messages(await environment.reset(0))
+            told = coerce_messages(await environment.reset(0), "reset()")
             answer = environment.oracle() if isinstance(environment, HasOracle) else ""
             result = require_step_result(await environment.step(Action(answer)))
             if not (result.done or result.rewrites):
-                refuse_repeated_messages(told, coerce_messages(result.messages))
+                refuse_repeated_messages(told, coerce_messages(result.messages, "StepResult.messages"))
     except (Exception, SystemExit) as error:
         raised = summarize_error(error)
         if isinstance(error, EnvironmentProtocolError | SystemExit):
-            raise ConfigError(f"{said} cannot be played: {raised.line}") from error
+            where = "on its first row" if is_dataset(env) else "in its first episode"
+            raise ConfigError(f"{said} failed {where}: {raised.line}") from error
         if answer and not raised.passing:
             whose = "the first row's own answer" if is_dataset(env) else "its own best answer"
             raise ConfigError(f"{said} fails with {whose}, {answer!r:.80}: {raised.line}") from error

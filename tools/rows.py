@@ -67,7 +67,7 @@ def _describe_environment_rows(config: Config, env_entry: RunEnv) -> list[str]:
         lines.append(f"{what}: {factory.size} rows are {part}, {dropped} dropped{longer}")
     if tasks.dropped_overlap:
         lines.append(
-            f"{what}: {tasks.dropped_overlap} rows are left out of training, for evaluation poses the same prompts"
+            f"{what}: {tasks.dropped_overlap} rows are left out of training, because evaluation has the same prompts"
         )
     return lines
 

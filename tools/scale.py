@@ -98,10 +98,10 @@ def _describe_event(event: dict[str, Any]) -> str:
         case "scale_waits":
             return f"waiting for a place: {event.get('reason')}"
         case "generator_joined":
-            return f"{who} on {event.get('host')} plays, with version {event.get('version')} of the weights"
+            return f"{who} on {event.get('host')} generates, with version {event.get('version')} of the weights"
         case "generator_left":
             again = event.get("leased_again") or []
-            return f"{who} has left" + (f"; others play its groups {', '.join(map(str, again))}" if again else "")
+            return f"{who} has left" + (f"; others generate its groups {', '.join(map(str, again))}" if again else "")
         case "generator_refused":
             return f"{who} cannot join: {event.get('error')}"
     return f"{who} was lost, and is started again"

@@ -69,8 +69,8 @@ def may_import_code(config: Config, overrides: Sequence[str]) -> bool:
     }
     if not files_name or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return not files_name
-    typer.echo(f"{describe_code(files_name)}. To import it runs it.", err=True)
-    return typer.confirm("Import it, to check that it can be played?", err=True)
+    typer.echo(f"{describe_code(files_name)}. Importing it runs it.", err=True)
+    return typer.confirm("Import it, to check that it works?", err=True)
 
 
 def _is_typed(name: str, overrides: Sequence[str]) -> bool:

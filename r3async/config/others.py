@@ -218,7 +218,7 @@ EQUIVALENT_SETTINGS = {
     "max_inflight_rollouts": "generator.concurrency",
     "enforce_eager": "generator.engine_args.enforce_eager",
     "max_num_batched_tokens": "generator.engine_args.max_num_batched_tokens",
-    "use_vllm": '- generators always play with vLLM: `generator.engine="vllm"` is the default',
+    "use_vllm": '- generators always sample with vLLM: `generator.engine="vllm"` is the default',
     "vllm_mode": "- learner and engines are processes of their own: `generator.count` and `learner.parallel` divide the GPUs",
     "colocate_all": "- learner and engines are processes of their own: `generator.count` and `learner.parallel` divide the GPUs",
     "n_gpus_per_node": "learner.parallel.dp + generator.count: who gets GPUs; Ray's cluster knows its nodes",

@@ -662,7 +662,7 @@ class EvaluationConfig(Section):
     `[evaluation.sets.sampled]` with `samples_per_task = 8`. A set lists what differs from `[evaluation]`. Views show
     the first one first."""
     seed: Seed = 0
-    """Seed of the tasks. Every evaluation poses the same ones, and training poses none of them."""
+    """Seed of the tasks. Every evaluation uses the same ones, and training uses none of them."""
     timeout: PositiveFloat = 1800.0
     """Seconds after which an evaluation times out."""
 

@@ -318,7 +318,8 @@ _METRIC_TABLE = (
            combine="input_mean"),
     Metric("routing/agreement", "routing agreement", "fraction", "high",
            "Share of (recorded token, MoE layer) for which the learner would choose the recorded set of experts.",
-           comparison_stats="mean", curve=CurveStyle("Routing", "agreement", "blue"), gauge="routes agree", part_stats="mean"),
+           comparison_stats="mean", curve=CurveStyle("Routing", "agreement", "blue"), gauge="routing agreement",
+           part_stats="mean"),
     Metric("routing/agreement_min", "lowest agreement", "fraction", "high",
            "Routing agreement of the MoE layer where it is lowest.", combine="min"),
     Metric("routing/load_imbalance", "load imbalance", "", "1",
@@ -436,7 +437,7 @@ _METRIC_TABLE = (
            "Complete groups that wait for the next step; none: the learner waits for generators.", gauge="buffer"),
     Metric("slots/taken", "slots taken", "groups", "",
            "Groups leased, and not yet in published weights; all slots taken: generators wait for the learner.", gauge="slots"),
-    Metric("generator/concurrency", "concurrency", "episodes", "", "Episodes that all generators may play at once now."),
+    Metric("generator/concurrency", "concurrency", "episodes", "", "Episodes that all generators may run at once now."),
     *(Metric(f"lag/{who}_{name}_ms", f"{who} lag, {name}", "ms", "low", f"How late the event loop of {of} is, {what} a minute.")
       for who, of in (("conductor", "the conductor"), ("learner", "the learner"), ("generator", "the slowest generator"))
       for name, what in (("p50", "median of"), ("p99", "99th percentile of"), ("max", "largest of"))),
@@ -444,11 +445,11 @@ _METRIC_TABLE = (
              f"How much of that {of}'s thread was computing, at most, {what} a minute; the rest it waited for a core.")
       for who, of in (("conductor", "the loop"), ("learner", "the loop"), ("generator", "the slowest generator's loop"))
       for name, what in (("p99", "99th percentile of"), ("max", "largest of"))),
-    Metric("data/quarantined_tasks", "tasks quarantined", "", "0", "Tasks that are not posed again: all their episodes failed."),
+    Metric("data/quarantined_tasks", "tasks quarantined", "", "0", "Tasks that are not used again: all their episodes failed."),
     Metric("data/easy_tasks", "easy tasks", "", "", "Tasks of which the last groups scored `schedule.difficulty.easy` or more."),
     Metric("data/hard_tasks", "hard tasks", "", "", "Tasks of which the last groups scored `schedule.difficulty.hard` or less."),
     Metric("data/replaced_tasks", "tasks replaced", "", "",
-           "Groups so far that posed another task than that whose turn it was, by `schedule.difficulty`."),
+           "Groups so far that got another task than the next in order, by `schedule.difficulty`."),
     Metric("data/epochs", "epochs", "", "", "How often all tasks were leased, where the environment says how many it has."),
     Metric("learner/rank_restarts", "restarts of ranks", "", "0", "Restarts of the learner's ranks since the run last started."),
     Metric("generator/restarts", "restarts", "", "0", "Generator processes that were restarted since the run last started.",

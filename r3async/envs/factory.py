@@ -15,6 +15,7 @@ from typing import Any
 from r3async.config import DATASET_ENV, MIX_ENV, ConfigError, EnvConfig, did_you_mean
 from r3async.config.paths import import_object
 from r3async.envs import EnvironmentFactory
+from r3async.envs.errors import summarize_error
 from r3async.envs.given_rows import encode_given_rows
 from r3async.envs.pool import make_pooled_factory
 from r3async.envs.seeding import seed_global_generators
@@ -77,14 +78,23 @@ def build_class_factory(constructor: Any, path: str, config: EnvConfig, **extra:
     arguments = {**extra, **config.reveal_args()}
     check_arguments(constructor, config, extra)
     try:
+        inspect.signature(constructor).bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"`env.args` do not fit {config.name!r}: {error}; it takes {describe_signature(constructor, extra)}"
+        ) from error
+    try:
         first = constructor(**arguments)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
+        wrong_value = isinstance(error, TypeError | ValueError)
+        hint = f"; it takes {describe_signature(constructor, extra)}" if wrong_value and config.args else ""
         raise ConfigError(
-            f"`env.args` do not fit {config.name!r}: {error}; it takes {describe_signature(constructor, extra)}"
+            f"`env.name` = {config.name!r} cannot be made{_describe_args(config)}: {summarize_error(error).line}{hint}"
         ) from error
     _check_environment_methods(first, config)
+    _check_method_arguments(first, config)
     if inspect.iscoroutinefunction(first.reset):
         return lambda: constructor(**arguments)
     close = getattr(first, "close", None)
@@ -126,6 +136,27 @@ def _check_environment_methods(environment: Any, config: EnvConfig) -> None:
             f"`env.name` = {config.name!r} is no environment: it needs `reset(task_seed)` and `step(action)`, "
             "both `async def` or both plain `def`"
         )
+
+
+def _check_method_arguments(environment: Any, config: EnvConfig) -> None:
+    """Raise `ConfigError` unless `reset` and `step` can be called as r3async calls them. Gymnasium's `reset` takes its
+    seed by name alone."""
+    for name, argument in (("reset", "task_seed"), ("step", "action")):
+        try:
+            signature = inspect.signature(getattr(environment, name))
+        except ValueError:  # functions written in C may have none
+            continue
+        try:
+            signature.bind(0)
+        except TypeError as error:
+            raise ConfigError(
+                f"`env.name` = {config.name!r}: `{name}{signature}` cannot be called as `{name}({argument})`: {error}. "
+                f"Write `def {name}(self, {argument})`"
+            ) from error
+
+
+def _describe_args(config: EnvConfig) -> str:
+    return f" with `env.args` = {config.args}" if config.args else ""
 
 
 def check_arguments(function: Any, config: EnvConfig, extra: Iterable[str] = ()) -> None:

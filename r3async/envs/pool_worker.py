@@ -94,7 +94,7 @@ class EnvironmentHost:
                 seed_global_generators(call.seed)
                 env = self._constructor(**self._arguments)
                 self._instances[call.instance] = EnvironmentInstance(env, call.seed)
-                first = coerce_messages(env.reset(call.seed))
+                first = coerce_messages(env.reset(call.seed), "reset()")
                 return WorkerReply(messages=first, oracle=get_oracle_answer(env))
             case "step":
                 instance = self._instances[call.instance]
@@ -103,9 +103,8 @@ class EnvironmentHost:
                 env = instance.environment
                 result = require_step_result(env.step(call.action))
                 # `done` may be a NumPy bool, which msgpack cannot encode.
-                result = msgspec.structs.replace(
-                    result, done=bool(result.done), messages=coerce_messages(result.messages)
-                )
+                messages = coerce_messages(result.messages, "StepResult.messages")
+                result = msgspec.structs.replace(result, done=bool(result.done), messages=messages)
                 return WorkerReply(result=result, oracle="" if result.done else get_oracle_answer(env))
             case "drop":
                 dropped = self._instances.pop(call.instance, None)

@@ -209,7 +209,8 @@ class EpisodePlayer:
         run_watched = self._blocking_detector.run
         # The environment gives its task. Its calls draw the same random numbers in all episodes of a group.
         seed_global_generators(self.task.task_seed)
-        messages = coerce_messages(await run_watched(env, "reset", env.reset(self.task.task_seed)))
+        said = await run_watched(env, "reset", env.reset(self.task.task_seed))
+        messages = coerce_messages(said, "reset()")
         conversation = Conversation(self._renderer, messages, getattr(env, "tools", ()))
         for index in range(settings.max_turns):
             # The prompt keeps the tokens of earlier turns: what was sampled is never tokenized again.
@@ -247,7 +248,8 @@ class EpisodePlayer:
             if result.done:
                 return "env_done"
             # The environment continues the conversation, or puts another one in its place.
-            previous_messages, messages = messages, coerce_messages(result.messages)
+            previous_messages = messages
+            messages = coerce_messages(result.messages, "StepResult.messages")
             if not result.rewrites:
                 refuse_repeated_messages(previous_messages, messages)
             with stage("tokens"):
@@ -503,7 +505,7 @@ class BlockingDetector:
             environment=name,
             method=method,
             seconds=round(seconds, 2),
-            remedy="make reset and step plain `def`, to be played in processes, or await what takes time",
+            remedy="make reset and step plain `def`, so that they run in other processes, or await what takes time",
         )
 
 

@@ -153,7 +153,7 @@ def refuse_trained_tasks(env: EnvConfig, task_count: int | None, trained_env: En
         f"`env.name` = {env.name!r} has {task_count} tasks, and the run trains on all of them, so none is left to evaluate: "
         f"{keep}name "
         "others with `evaluation.env` (for `r3async eval` also --env). The directory of a run's model has no training tasks: "
-        "`r3async eval RUN/model --env NAME` plays these all the same"
+        "`r3async eval RUN/model --env NAME` evaluates on these all the same"
     )
 
 
@@ -169,7 +169,7 @@ def refuse_shared_prompts(env: EnvConfig, trained_env: EnvConfig) -> None:
     shared = find_shared_prompts(env, trained_env)
     if shared:
         raise ConfigError(
-            f"{len(shared)} rows of {env.name!r}, which are evaluated, pose a prompt that is trained, such as "
+            f"{len(shared)} rows of {env.name!r}, which are evaluated, have a prompt that is trained, such as "
             f"{shared[0].location}: "
             "name their file as `data.eval`, which leaves those prompts out of training, or take them out of one of the two"
         )
@@ -204,7 +204,7 @@ def check_environment(config: Config) -> None:
         if env.name == OUTSIDE_AGENT:
             raise ConfigError(
                 f'`env.name` = "{OUTSIDE_AGENT}" cannot be evaluated, since nobody has to come: set `evaluation.env.name` to '
-                "something that plays by itself, or `evaluation.every_steps` = 0"
+                "something that runs by itself, or `evaluation.every_steps` = 0"
             )
     if not is_agent(config.env):
         return

@@ -405,7 +405,7 @@ def check_staleness(groups: Sequence[Sequence[Trajectory]], version: int, bound:
             raise StalenessError(
                 f"group {trajectory.group_index} holds a token of age {oldest} (trajectory {trajectory.trajectory_id} of "
                 f"{trajectory.generator_id or 'an unnamed generator'}, learner at version {version}), and "
-                f"schedule.max_staleness and schedule.window promise at most {bound}: a generator played with older "
+                f"schedule.max_staleness and schedule.window promise at most {bound}: a generator sampled with older "
                 "weights than the conductor believed, or slots were freed too early. This is a defect: please report it "
                 "with events.jsonl"
             )

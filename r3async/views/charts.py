@@ -117,7 +117,7 @@ CHARTS = (
 PASS_AT_K_CHART = Chart(
     "Solved", "pass@k: tasks of which one of k answers is right", number_format="share", is_share=True
 )
-EVALUATION_CHART = Chart("Evaluation", "mean reward of tasks that training never poses, with its standard error")
+EVALUATION_CHART = Chart("Evaluation", "mean reward on tasks held out from training, with its standard error")
 
 
 class ChartSet:

@@ -270,7 +270,7 @@ class SampleView(TracedSample):
             kinds.append("u")
             title.append("no route recorded")
         else:
-            title.append(f"{100 * agreement:.0f} % of layers agree")
+            title.append(f"{100 * agreement:.0f} % routing agreement")
             if agreement < 1:
                 style.append(f"--a:{_format_unit_interval(1 - agreement)}")
         # A newline is shown as a sign, and breaks the line.

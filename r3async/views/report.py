@@ -181,7 +181,7 @@ INITIAL_STEPS = 12
 """Number of steps that the page shows at first; the reader can zoom out to all kept steps."""
 
 ACTIVITY_STYLES = {
-    "play": ("plays", "green"),
+    "play": ("runs episodes", "green"),
     "start": ("starts", "violet"),
     "pause": ("is paused for weights", "red"),
     "wait": ("waits for data", "orange"),

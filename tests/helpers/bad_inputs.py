@@ -32,8 +32,8 @@ class Number:
     def step(self, action): return 1.0
 
 
-class Dicts:
-    def reset(self, task_seed): return [{"role": "user", "content": "hello"}]
+class WithInfo:
+    def reset(self, task_seed): return "hello", {}
     def step(self, action): return StepResult(1.0, done=True)
 
 

@@ -70,7 +70,7 @@ def test_a_runs_newest_model_is_evaluated_as_the_run_played(tmp_path):
             r"RUN_OR_MODEL = 'nowhere' is no model directory .* and no run 'nowhere'; there are: empty, run",
         ),
         ("empty", None, [], "has no model yet"),
-        ("run/model", None, [], "say which environment it is to play, with --env"),
+        ("run/model", None, [], "say which environment to evaluate it in, with --env"),
         ("run", None, ["env.nam=x"], r"did you mean `env\.name`"),
     ],
 )
@@ -109,7 +109,7 @@ async def test_the_command_plays_with_an_engine_of_its_own_and_stops_it(tiny_mod
     phases, outcomes = [], []
     values = {"make_engine": lambda config, model, seed: engine}
     result = await run_evaluation(target, **values, show_phase=phases.append, on_outcome=outcomes.append)
-    assert (result.episodes, len(outcomes), phases) == (3, 3, ["loading the model", "playing"])
+    assert (result.episodes, len(outcomes), phases) == (3, 3, ["loading the model", "evaluating"])
     with pytest.raises(Exception, match="not running"):
         await engine.score_tokens(np.array([1, 2]))
 

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from r3async.learner.batch import pack_samples
 from r3async.tools.gpu_check import command
+from r3async.tools.gpu_check.learner import count_training_flops, find_peak_flops
 from r3async.tools.gpu_check.part import RESULT
+from r3async.tools.gpu_check.place import OTHERS, make_samples
 
 NAMES = [part.name for part in command.PARTS]
 
@@ -36,6 +39,33 @@ def test_what_lies_outside_a_prediction_is_said_of_real_shapes_only():
     assert "steady_ms 400, predicted 5 to 25" in said
     assert "tflops" not in said
     assert not any("predicted" in line for line in command.render([row], small=True))
+
+
+def test_mfu_counts_attention_and_nothing_twice(tmp_path):
+    """By hand, for one layer of width 8: two heads of four that share keys and values, and one of three experts."""
+    shape = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 4,
+    }
+    mixture = {"num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 5}
+    config = {"model_type": "qwen3_moe"} | OTHERS | {"vocab_size": 16} | shape | mixture
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    projections = 8 * 8 + 8 * 4 + 8 * 4 + 8 * 8  # queries, keys, values, output
+    for_each_token = projections + 3 * 8 * 5 + 8 * 3 + 8 * 16  # one expert, the router, the logits
+    seen_keys = (6 * 6 + 3 * 3) / 2  # half of all pairs, by the causal mask
+    forward = 2 * ((6 + 3) * for_each_token + seen_keys * 2 * (4 + 4))  # scores and values, of two heads
+    batches = pack_samples(make_samples(1, [6, 3], tmp_path), 16)
+    assert count_training_flops(tmp_path, batches) == pytest.approx(3 * forward)
+
+
+def test_the_peak_of_a_card_is_found_by_its_whole_name():
+    assert find_peak_flops("NVIDIA H200") == find_peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert find_peak_flops("NVIDIA H20") == 148e12
+    assert find_peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert find_peak_flops("NVIDIA GeForce RTX 4090") is None
 
 
 def test_without_a_gpu_it_says_what_to_install(tmp_path):

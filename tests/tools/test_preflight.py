@@ -82,7 +82,7 @@ class Leaves:
 
 async def test_an_environment_that_exits_is_refused_and_does_not_end_the_command():
     with pytest.raises(
-        ConfigError, match=r"cannot be played: SystemExit: no licence \(test_preflight\.py:\d+ in step\)"
+        ConfigError, match=r"failed in its first episode: SystemExit: no licence \(test_preflight\.py:\d+ in step\)"
     ):
         await try_environments(load_config("quickstart", ["env.name=tests.tools.test_preflight:Leaves", "env.args={}"]))
 

@@ -72,8 +72,8 @@ def test_it_says_who_joins_and_ends_when_all_are_there(run_dir):
     assert code == 0
     assert said == [
         "waiting for a place: another engine needs 1 GPU",
-        "generator-1 on b plays, with version 7 of the weights",
-        "generator-0 has left; others play its groups 4, 5",
+        "generator-1 on b generates, with version 7 of the weights",
+        "generator-0 has left; others generate its groups 4, 5",
         f"{run_dir.name} has 3 generators, and had 1",
     ]
 

@@ -212,7 +212,13 @@ def test_every_line_fits(tmp_path: Path, width: int) -> None:
 
 def test_the_overview_says_what_matters(tmp_path: Path) -> None:
     text = view.to_plain_text(view.render_overview(followed(write_run(tmp_path, 30)), 80))
-    for part in ("0.75  began at 0.05", "oldest 1 of 1 allowed", "20 of 32", "4 of 16", "1 of 1  playing, 0 restarts"):
+    for part in (
+        "0.75  began at 0.05",
+        "oldest 1 of 1 allowed",
+        "20 of 32",
+        "4 of 16",
+        "1 of 1  generating, 0 restarts",
+    ):
         assert part in text
 
 

@@ -154,7 +154,7 @@ def test_a_person_at_a_terminal_is_asked(answer, imported, stranger, tmp_path):
     os.close(theirs)
     os.close(ours)
     assert process.returncode == 0, (shown, asked)
-    assert f"`env.name` = {module}:Env. To import it runs it." in " ".join(asked.split())
+    assert f"`env.name` = {module}:Env. Importing it runs it." in " ".join(asked.split())
     assert mark.exists() == imported
     assert ("It was not imported" in shown) != imported
 

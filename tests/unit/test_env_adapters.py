@@ -153,6 +153,11 @@ async def test_textarena_seats_the_policy_second():
     assert "[Player 0] [0]" in first.content
 
 
+async def test_textarena_starts_games_whatever_error_tells_how_many_players_they_take():
+    (first,) = await make("textarena:GermanWhist-v0")().reset(1)
+    assert "Player 0" in first.content
+
+
 def test_a_random_opponent_takes_a_move_that_was_offered():
     import random
 
@@ -304,7 +309,7 @@ async def test_a_verifiers_episode_that_is_abandoned_leaves_nothing_running():
         ("gymnasium:Pendulum-v1", {}, "only Discrete and Text ones"),
         ("textarena:TicTacTo-v0", {}, "no game 'TicTacTo-v0'; did you mean 'TicTacToe"),
         ("textarena:TicTacToe-v0-raw", {}, "`textarena:TicTacToe-v0` shows the game as text"),
-        ("textarena:TicTacToe-v0", {"sead": 1}, "do not fit"),
+        ("textarena:TicTacToe-v0", {"sead": 1}, r"cannot be made with `env\.args` = {'sead': 1}: TypeError: .*sead"),
         ("textarena:TicTacToe-v0", {"opponent": "tests.helpers.envs:none"}, r"`env\.args\.opponent`"),
         ("textarena:TicTacToe-v0", {"opponent": "tests.helpers.envs:one_argument"}, r"\(observation, rng\)"),
         ("verifiers:vf_no_such", {}, "cannot be loaded"),

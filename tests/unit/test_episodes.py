@@ -73,7 +73,7 @@ async def test_an_environment_that_tells_all_messages_again_is_refused(chat, ans
 
 async def test_such_an_environment_is_refused_before_anything_starts():
     config = load_config("quickstart", ["env.name=tests.unit.test_episodes:Growing", "env.args={answers = true}"])
-    with pytest.raises(ConfigError, match=r"cannot be played: .*return only what is new"):
+    with pytest.raises(ConfigError, match=r"failed in its first episode: .*return only what is new"):
         await try_environments(config)
 
 

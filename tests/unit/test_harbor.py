@@ -123,7 +123,7 @@ async def test_a_solution_of_several_files_and_one_that_is_missing(write):
     await env.close()
     (folder / "task" / "solution" / "solve.sh").unlink()
     await env.reset(0)
-    with pytest.raises(EnvironmentFailed, match=r"no solve\.sh, which the oracle plays"):
+    with pytest.raises(EnvironmentFailed, match=r"no solve\.sh, which the oracle runs"):
         env.oracle()
     await env.close()
 
@@ -161,7 +161,7 @@ def test_tasks_that_cannot_be_played_are_named_at_the_start(write, monkeypatch, 
     write(name="composed", **{"environment/docker-compose.yaml": ""})
     (folder / "empty").mkdir()
     (folder / "empty" / "task.toml").touch()
-    with pytest.raises(ConfigError, match="7 of its 8 tasks cannot be played: ") as refused:
+    with pytest.raises(ConfigError, match="7 of its 8 tasks cannot run: ") as refused:
         make(folder)
     for part in (
         "stepwise (it asks for several steps)",
@@ -192,13 +192,11 @@ def test_a_machine_without_docker_or_without_namespaces_says_what_it_lacks(write
     folder = write('[environment]\ndocker_image = "python:3.12"', name="imaged")
     write(name="built", **{"environment/Dockerfile": "FROM python:3.12"})
     write(name="plain")
-    with pytest.raises(
-        ConfigError, match="2 of its 3 tasks cannot be played: built, imaged: they need images"
-    ) as refused:
+    with pytest.raises(ConfigError, match="2 of its 3 tasks cannot run: built, imaged: they need images") as refused:
         make(folder, images=True)
     assert "set `env.args.images` = false" in str(refused.value)
     monkeypatch.setattr(harbor_tasks, "can_confine", cannot)
-    with pytest.raises(ConfigError, match=r"3 of its 3 tasks cannot be played: .*need namespaces"):
+    with pytest.raises(ConfigError, match=r"3 of its 3 tasks cannot run: .*need namespaces"):
         make(folder)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -20,8 +21,10 @@ from r3async.checkpoint.tensors import LearnerStateReader, write_rank_file
 from r3async.checkpoint.tensors import TensorSlice as Part
 from r3async.learner import build_learner
 from r3async.learner.backend import LearnerBackend
-from r3async.learner.batch import MicroBatch, pack_samples
+from r3async.learner.batch import MicroBatch, build_cost_model, pack_samples
 from r3async.learner.trainer import train_minibatch
+from r3async.tools.capacity.estimate import HARDWARE
+from r3async.untrusted import decode_python_json
 from r3async.weights.publish import VersionStore
 
 from .place import Place, make_config, make_samples
@@ -32,8 +35,6 @@ CPU_SECONDS = 200.0
 GIB = 2**30
 DETERMINISTIC = "deterministic"
 """Argument for kernels with `learner.deterministic`."""
-PEAK_FLOPS = 790e12
-"""bfloat16 operations per second of an H200, measured by a product of 8192 x 8192 matrices."""
 
 
 def machine(place: Place) -> dict[str, Any]:
@@ -172,7 +173,7 @@ def step_of_30b_layers(place: Place, *, backend: str, recompute: str, budget: in
             "micro_batches": len(batches),
             "step_seconds": seconds,
             "tokens_per_second": tokens / seconds,
-            "mfu": 6 * _active_parameters() * tokens / seconds / PEAK_FLOPS,
+            **_compute_mfu(place, count_training_flops(model, batches) / seconds),
             "grad_norm": metrics["grad_norm"],
             "loaded_gib": loaded,
             "peak_gib": torch.cuda.max_memory_allocated() / GIB if place.cuda else 0.0,
@@ -182,9 +183,24 @@ def step_of_30b_layers(place: Place, *, backend: str, recompute: str, budget: in
     return found | {"ok": bool(np.isfinite(metrics["grad_norm"]))}
 
 
-def _active_parameters() -> int:
-    """Return the active parameters per token in those layers: attention, eight experts, and the output."""
-    return 4 * (2048 * (4096 * 2 + 1024) + 8 * 3 * 2048 * 768) + 151936 * 2048
+def count_training_flops(model: Path, batches: Sequence[MicroBatch]) -> float:
+    """Return the operations of the forward and backward passes over `batches` as MFU counts them: with attention, and
+    without what is computed again. Source: Chowdhery et al. 2022 (arXiv 2204.02311), appendix B."""
+    cost = build_cost_model(decode_python_json((model / "config.json").read_bytes()))
+    lengths = [batch.segment_lengths[: len(batch.sample_ids)] for batch in batches]
+    return 3.0 * float(cost.estimate_costs(np.concatenate(lengths)).sum())
+
+
+def find_peak_flops(card: str) -> float | None:
+    """Return the dense bfloat16 operations per second of a card, by its name; None for one that is not known."""
+    return next((each.operations for each in HARDWARE.values() if re.search(rf"\b{each.name}\b", card)), None)
+
+
+def _compute_mfu(place: Place, flops_per_second: float) -> dict[str, float]:
+    """Return `mfu`, the share of the card's dense bfloat16 peak; nothing for a card whose peak is not known."""
+    card = torch.cuda.get_device_name() if place.cuda else ""
+    peak = find_peak_flops(card)
+    return {"mfu": flops_per_second / peak} if peak else {}
 
 
 def _profiled(place: Place, learner: LearnerBackend, batches: Sequence[MicroBatch], name: str) -> dict[str, Any]:

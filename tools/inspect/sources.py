@@ -143,7 +143,7 @@ def describe_quarantine(run_dir: Path, limit: int = 10) -> list[str]:
     if not tasks:
         return []
     lines = [
-        f"quarantined tasks: {len(tasks)} ({QUARANTINE_FILE}); every episode of them failed, and they are not posed again"
+        f"quarantined tasks: {len(tasks)} ({QUARANTINE_FILE}); every episode of them failed, and they are not used again"
     ]
     for task in tasks[:limit]:
         last = next((line for line in task.error.splitlines()[::-1] if line.strip()), "")

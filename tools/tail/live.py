@@ -36,8 +36,8 @@ def describe_step(row: dict[str, Any]) -> str:
         ) + ("" if row.get("optimizer/updates", 1) else "  no update")
     return (
         f"reward {number('reward/mean'):.3f}  drift {number('rollout_kl/k3'):.0e}  "
-        f"staleness {number('staleness/mean'):.1f}/{number('staleness/max'):.0f}  "
-        + (f"agree {number('routing/agreement'):.2f}  " if "routing/agreement" in row else "")
+        f"staleness {number('staleness/mean'):.1f}, max {number('staleness/max'):.0f}  "
+        + (f"agreement {100 * number('routing/agreement'):.0f} %  " if "routing/agreement" in row else "")
         + f"tok/s {thousands('throughput/generated_tokens_per_second')}>"
         f"{thousands('throughput/trained_tokens_per_second')}"
     ) + (f"  no update: {why}" if (why := explain_no_update(row)) else "")

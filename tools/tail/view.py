@@ -177,7 +177,7 @@ def _format_generators(run: FollowedRun, metric: Metric) -> GaugeText:
     lost = [name for name, state in run.generator_states.items() if state == "lost"]
     playing = len(run.generator_states) - len(lost)
     silent = [name for name, state in run.generator_states.items() if state == "silent"]
-    note = "ended" if run.has_ended else "playing" if playing else "loading"
+    note = "ended" if run.has_ended else "generating" if playing else "loading"
     if lost or (silent and not run.has_ended):
         note = _join_parts(
             *(f"{', '.join(names)} {state}" for names, state in ((lost, "lost"), (silent, "silent")) if names)
@@ -194,7 +194,7 @@ GAUGE_FORMATTERS: dict[str, Callable[[FollowedRun, Metric], GaugeText]] = {
     "zero variance": _format_zero_variance,
     "drift": _format_drift,
     "staleness": _format_staleness,
-    "routes agree": _format_agreement,
+    "routing agreement": _format_agreement,
     "learner": _format_learner,
     "weights": _format_weights,
     "slots": _format_slots,

@@ -137,7 +137,7 @@ def build_solution_command(task: HarborTask) -> str:
     """Return the commands of `solution/solve.sh`; if it has other files beside it, they are unpacked in `/solution`."""
     folder = task.folder / "solution"
     if not (folder / "solve.sh").is_file():
-        raise EnvironmentFailed(f"{folder} has no solve.sh, which the oracle plays")
+        raise EnvironmentFailed(f"{folder} has no solve.sh, which the oracle runs")
     if len(list(folder.iterdir())) == 1:
         return format_exports(task.solution.env) + (folder / "solve.sh").read_text()
     packed = base64.b64encode(gzip.compress(pack_folder(folder))).decode()

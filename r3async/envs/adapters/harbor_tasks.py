@@ -234,7 +234,7 @@ def make_harbor(target: str, config: EnvConfig) -> EnvironmentFactory:
     if problems:
         listed = ", ".join(f"{name}{why}" for name, why in list(problems.items())[:8]) + ", …" * (len(problems) > 8)
         raise ConfigError(
-            f"`env.name` = {config.name!r}: {len(problems)} of its {len(folders)} tasks cannot be played: {listed}: {hint}"
+            f"`env.name` = {config.name!r}: {len(problems)} of its {len(folders)} tasks cannot run: {listed}: {hint}"
         )
     return lambda: HarborEnvironment(tasks, places, settings)
 

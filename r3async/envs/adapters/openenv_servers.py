@@ -205,7 +205,7 @@ class OpenEnvEnvironment:
             if time.monotonic() > deadline:
                 raise EnvironmentFailed(
                     f"{self._url}: no session was free within env.start_timeout = {self._config.start_timeout:g} s: give "
-                    "its `create_app` a larger `max_concurrent_envs`, or play fewer episodes at once"
+                    "its `create_app` a larger `max_concurrent_envs`, or run fewer episodes at once"
                 )
             await asyncio.sleep(CAPACITY_PAUSE_SECONDS)
 

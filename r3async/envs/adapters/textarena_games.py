@@ -78,9 +78,9 @@ class TextArenaEnvironment:
             try:
                 game.reset(num_players=players, seed=seed)
                 return game
-            except AssertionError as error:
+            except (AssertionError, ValueError) as error:
                 refused = str(error)
-        raise ValueError(f"{self._id} cannot be played by {self._players or 'so many'} players: {refused}")
+        raise ValueError(f"{self._id} does not start with {self._players or 'so many'} players: {refused}")
 
     def _play_opponents(self) -> bool:
         """Play the opponents' moves until it is the policy's turn. Returns True if the game ended before that."""

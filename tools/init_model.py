@@ -37,7 +37,7 @@ from r3async.config import (
 )
 from r3async.config.algorithm import RoutingConfig
 from r3async.data.tokens import Sample
-from r3async.envs import Action, Environment, EnvironmentFactory, HasOracle, coerce_messages
+from r3async.envs import Action, Environment, EnvironmentFactory, HasOracle
 from r3async.envs.builtin import ReverseText
 from r3async.envs.dataset import is_dataset
 from r3async.envs.errors import summarize_error
@@ -47,6 +47,7 @@ from r3async.envs.factory import (
     get_registered_objects,
     register_objects,
 )
+from r3async.envs.returned import coerce_messages
 from r3async.envs.seeding import seed_global_generators
 from r3async.rollout.chat import ChatRenderer, Conversation, Demonstration
 from r3async.world.files import replace_directory

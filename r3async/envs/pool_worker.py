@@ -19,8 +19,9 @@ from typing import Any, Literal
 import msgspec
 
 from r3async.config.paths import import_object
-from r3async.envs import Action, EnvironmentProtocolError, Message, StepResult, coerce_messages, require_step_result
+from r3async.envs import Action, EnvironmentProtocolError, Message, StepResult
 from r3async.envs.errors import ErrorSummary, summarize_error
+from r3async.envs.returned import coerce_messages, require_step_result
 from r3async.envs.seeding import seed_global_generators
 from r3async.untrusted import decode_msgpack
 from r3async.world.processes import ignore_output_errors

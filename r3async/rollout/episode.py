@@ -22,12 +22,11 @@ from r3async.envs import (
     Environment,
     EnvironmentFactory,
     EnvironmentProtocolError,
-    coerce_messages,
     refuse_repeated_messages,
-    require_step_result,
     sum_episode_metrics,
 )
 from r3async.envs.errors import ErrorSummary, is_repeated_error, summarize_error
+from r3async.envs.returned import coerce_messages, require_step_result
 from r3async.envs.seeding import seed_global_generators
 from r3async.rollout.chat import ChatRenderer, Conversation
 from r3async.rollout.engine import Engine, EngineError, EngineLostError, Generation, GenerationRequest

@@ -1,6 +1,7 @@
 """What the pages say of the code is true of the code."""
 
 import ast
+import fnmatch
 import re
 import shlex
 import tomllib
@@ -49,6 +50,27 @@ def test_the_reference_has_every_key_and_its_text():
         read_field_docs(Config)["name"]
         == "Run directory in `runs/`, a plain name without separators; default: preset and time."
     )
+
+
+def test_the_methods_that_a_backend_must_have_are_those_of_the_page():
+    tree = ast.parse((ROOT / "r3async" / "learner" / "backend.py").read_text())
+    methods = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    open_methods = {
+        m.name
+        for m in methods
+        if any(isinstance(line, ast.Raise) and "NotImplementedError" in ast.unparse(line) for line in m.body)
+    }
+    page = (ROOT / "docs" / "contributing.md").read_text()
+    sentence = re.search(r"subclass of `r3async.learner.backend.LearnerBackend` with (.*?)\.\s", page, re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", sentence[1])) == {"from_pretrained", *open_methods}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_pattern_of_metrics_matches_some(page):
+    """`timing/weight_*_seconds` stands for the metrics that it matches. Such a pattern begins with a family of metrics."""
+    families = {name.partition("/")[0] for name in METRICS if "/" in name}
+    for pattern in re.findall(r"`(\w+/[\w/]*\*[\w/*]*)`", page.read_text()):
+        assert pattern.partition("/")[0] not in families or fnmatch.filter(METRICS, pattern), pattern
 
 
 def test_no_loss_is_given_the_range_of_another():

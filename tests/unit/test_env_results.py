@@ -4,8 +4,9 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 
 from r3async.config import ConfigError, EnvConfig
-from r3async.envs import Action, EnvironmentProtocolError, Message, StepResult, coerce_messages, require_step_result
+from r3async.envs import Action, EnvironmentProtocolError, Message, StepResult
 from r3async.envs.factory import build_environment_factory
+from r3async.envs.returned import coerce_messages, require_step_result
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 

@@ -111,7 +111,7 @@ async def test_what_is_raised_there_is_told_with_the_last_frame_and_the_process_
         assert raised.trace.rstrip().endswith(error)
         assert summarize_error(pickle.loads(pickle.dumps(caught.value))) == raised  # as it crosses to the conductor
     for answer, error in (
-        ("nonsense", r"must return a StepResult.*, not a str"),
+        ("nonsense", r"must return a StepResult; yours returned str: write StepResult"),
         ("half a character", r"(?s)raised in `step`.*surrogates not allowed"),
     ):
         with pytest.raises(EnvironmentFailed, match=error):

@@ -1,7 +1,8 @@
 """Equivalents of other trainers' settings, which the error about an unknown key names.
 
-A key of the table is the end of a dotted name (`rollout.n` is the end of verl's `actor_rollout_ref.rollout.n`); the
-longest end that is in the table counts. Its value is our setting (`learner.lr`), or `a + b` for two of them, with
+A key of the table is the end of a dotted name (`rollout.n` is the end of verl's `actor_rollout_ref.rollout.n`), or a
+section in it (`reward_model` in verl's `reward_model.enable`); the longest end that is in the table counts, and ends
+count before sections. Its value is our setting (`learner.lr`), or `a + b` for two of them, with
 the difference after a colon; or, after a dash, the reason why there is none.
 """
 
@@ -15,6 +16,13 @@ _NO_CRITIC_NOTE = "- there is no critic: advantages compare the episodes of a gr
 _MINIBATCH_NOTE = "how many parts of a step are trained one after the other, not their size"
 _ENGINE_TP_NOTE = "of an engine; the learner's is `learner.parallel.tp`"
 _ENGINE_COUNT_NOTE = "engines, each in a process of its own"
+_DATA_NOTE = "a file, a directory, or a dataset of the hub; `data=` is short for it"
+_EVAL_NOTE = "a file, a split, or how many rows are held out; how often is `evaluation.every_steps`"
+_PROMPT_NOTE = 'a column, or a template such as "{question}"'
+_REWARD_NOTE = 'your function, as "file.py:function", beside `data`'
+_REWARD_MODEL_NOTE = "- write a reward that calls the model: `reward` = file.py:function, which may be `async def`"
+_ADAPTER_NOTE = "adapters are on if it is above 0, with `learner.lora.alpha` and `learner.lora.targets`"
+_DROPOUT_NOTE = "- adapters have no dropout: the learner scores exactly the policy that generated"
 
 EQUIVALENT_SETTINGS = {
     # the optimizer
@@ -168,7 +176,6 @@ EQUIVALENT_SETTINGS = {
     "gae_lambda": _NO_CRITIC_NOTE,
     "vf_coef": _NO_CRITIC_NOTE,
     "critic": _NO_CRITIC_NOTE,
-    "reward_model": "- an environment rewards answers, with whatever it calls: `env.name` = module:Class",
     # sampling
     "temperature": "episode.temperature",
     "top_p": "episode.top_p",
@@ -230,6 +237,7 @@ EQUIVALENT_SETTINGS = {
     "model_name": "model.path",
     "model.name": "model.path",
     "policy.model.path": "model.path",
+    "actor.path": "model.path",
     "actor_rollout_ref.model.path": "model.path",
     "pretrained_model_name_or_path": "model.path",
     "hf_checkpoint": "model.path",
@@ -239,6 +247,89 @@ EQUIVALENT_SETTINGS = {
     "taskset.id": "env.name",
     "environment": "env.name: with arguments in `env.args`",
     "max_env_workers": "env.workers",
+    # rows
+    "train_files": f"data.path: {_DATA_NOTE}",
+    "train_file": f"data.path: {_DATA_NOTE}",
+    "train_data": f"data.path: {_DATA_NOTE}",
+    "train_data_path": f"data.path: {_DATA_NOTE}",
+    "train_path": f"data.path: {_DATA_NOTE}",
+    "train_dataset": f"data.path: {_DATA_NOTE}",
+    "train_dataset.path": f"data.path: {_DATA_NOTE}",
+    "dataset": f"data.path: {_DATA_NOTE}",
+    "dataset_name": f"data.path: {_DATA_NOTE}",
+    "dataset_path": f"data.path: {_DATA_NOTE}",
+    "prompt_data": f"data.path: {_DATA_NOTE}",
+    "dataset_config": "data.subset",
+    "dataset_config_name": "data.subset",
+    "dataset_train_split": "data.split",
+    "dataset_split": "data.split",
+    "train_split": "data.split",
+    "val_files": f"data.eval: {_EVAL_NOTE}",
+    "val_data": f"data.eval: {_EVAL_NOTE}",
+    "val_data_path": f"data.eval: {_EVAL_NOTE}",
+    "val_dataset": f"data.eval: {_EVAL_NOTE}",
+    "valid_dataset": f"data.eval: {_EVAL_NOTE}",
+    "validation_file": f"data.eval: {_EVAL_NOTE}",
+    "eval_dataset": f"data.eval: {_EVAL_NOTE}",
+    "eval_data": f"data.eval: {_EVAL_NOTE}",
+    "eval_prompt_data": f"data.eval: {_EVAL_NOTE}",
+    "dataset_test_split": f"data.eval: {_EVAL_NOTE}",
+    "train_max_samples": "data.limit",
+    "max_train_samples": "data.limit",
+    "max_samples": "data.limit",
+    "prompt_key": f"data.prompt: {_PROMPT_NOTE}",
+    "input_key": f"data.prompt: {_PROMPT_NOTE}",
+    "prompt_column": f"data.prompt: {_PROMPT_NOTE}",
+    "label_key": "data.answer: a column",
+    "answer_key": "data.answer: a column",
+    "output_key": "data.answer: a column",
+    "system_prompt": "data.system",
+    "shuffle": "- rows are in an order of each epoch, which follows from `seed`",
+    "rollout_shuffle": "- rows are in an order of each epoch, which follows from `seed`",
+    "filter_overlong_prompts": "episode.max_prompt_tokens: longer prompts are always left out, and counted",
+    "apply_chat_template": "- prompts are always shown through the model's chat template",
+    "return_raw_chat": "- prompts are always shown through the model's chat template",
+    # rewards
+    "custom_reward_function": f"reward: {_REWARD_NOTE}",
+    "custom_reward_function.path": f"reward: {_REWARD_NOTE}",
+    "custom_reward_function.name": f"reward: {_REWARD_NOTE}",
+    "custom_rm_path": f"reward: {_REWARD_NOTE}",
+    "reward_funcs": f"reward: {_REWARD_NOTE}, or a list of them",
+    "reward_functions": f"reward: {_REWARD_NOTE}, or a list of them",
+    "reward_fn": f"reward: {_REWARD_NOTE}",
+    "reward_function": f"reward: {_REWARD_NOTE}",
+    "rm_type": 'reward: "exact", "contains", "number", "math", or your function',
+    "reward_weights": 'reward: a list of { fn = "file.py:function", weight = 1.0 }',
+    "reward_model": _REWARD_MODEL_NOTE,
+    "reward_model_path": _REWARD_MODEL_NOTE,
+    "reward_model_name_or_path": _REWARD_MODEL_NOTE,
+    "reward_pretrain": _REWARD_MODEL_NOTE,
+    "remote_rm_url": _REWARD_MODEL_NOTE,
+    "rm_url": _REWARD_MODEL_NOTE,
+    "ref_model": "algorithm.reference_kl.coef: the reference is always the start model",
+    "ref_load": "algorithm.reference_kl.coef: the reference is always the start model",
+    # adapters
+    "peft_config": f"learner.lora.rank: {_ADAPTER_NOTE}",
+    "use_peft": f"learner.lora.rank: {_ADAPTER_NOTE}",
+    "use_lora": f"learner.lora.rank: {_ADAPTER_NOTE}",
+    "enable_lora": f"learner.lora.rank: {_ADAPTER_NOTE}",
+    "lora_r": f"learner.lora.rank: {_ADAPTER_NOTE}",
+    "lora_rank": f"learner.lora.rank: {_ADAPTER_NOTE}",
+    "lora_config": f"learner.lora.rank: {_ADAPTER_NOTE}",
+    "lora_cfg": f"learner.lora.rank: {_ADAPTER_NOTE}",
+    "lora": f"learner.lora.rank: {_ADAPTER_NOTE}",
+    "lora.r": f"learner.lora.rank: {_ADAPTER_NOTE}",
+    "lora.rank": f"learner.lora.rank: {_ADAPTER_NOTE}",
+    "lora.dim": f"learner.lora.rank: {_ADAPTER_NOTE}",
+    "lora_cfg.dim": f"learner.lora.rank: {_ADAPTER_NOTE}",
+    "lora_alpha": "learner.lora.alpha",
+    "lora.alpha": "learner.lora.alpha",
+    "lora_cfg.alpha": "learner.lora.alpha",
+    "target_modules": 'learner.lora.targets: "all-linear", or parts of names as ["q_proj", "experts"]',
+    "lora_target_modules": 'learner.lora.targets: "all-linear", or parts of names as ["q_proj", "experts"]',
+    "lora.target_modules": 'learner.lora.targets: "all-linear", or parts of names as ["q_proj", "experts"]',
+    "lora_dropout": _DROPOUT_NOTE,
+    "lora.dropout": _DROPOUT_NOTE,
     # keeping, watching
     "output_dir": "- it is runs/NAME: choose the place with --runs, and the `name`",
     "default_local_dir": "checkpoint.directory",
@@ -285,10 +376,11 @@ def find_equivalent_setting(name: str) -> str:
     """Return the text on what to set instead of another trainer's dotted `name`; "" if no trainer is known to have
     it."""
     parts = name.split(".")
-    for start in range(len(parts)):
-        words = EQUIVALENT_SETTINGS.get(".".join(parts[start:]))
-        if words is not None:
-            return _format_equivalent(words)
+    for stop in range(len(parts), 0, -1):
+        for start in range(stop):
+            words = EQUIVALENT_SETTINGS.get(".".join(parts[start:stop]))
+            if words is not None:
+                return _format_equivalent(words)
     return ""
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from r3async.config import Config, ConfigError, load_config
 from r3async.config.others import EQUIVALENT_SETTINGS, TARGET_SETTINGS, find_equivalent_setting
-from r3async.config.rollout import OWNED_ENGINE_ARGS
+from r3async.config.rollout import OWNED_ENGINE_ARGS, DataConfig
+from r3async.config.section import SHORTHAND_KEYS
 from r3async.data.metrics import METRICS, find_metric, find_new_name
 from r3async.tools.sweep.plan import read_sweep_plan
 from r3async.views.summary import RunSummary
@@ -19,6 +20,8 @@ def test_every_setting_that_is_named_exists():
     for setting in TARGET_SETTINGS:
         if setting.startswith(ENGINE):
             assert setting.removeprefix(ENGINE) not in OWNED_ENGINE_ARGS
+        elif setting.partition(".")[0] in SHORTHAND_KEYS:
+            assert setting == "reward" or setting.removeprefix("data.") in DataConfig.__struct_fields__
         else:
             operator.attrgetter(setting)(Config())
 
@@ -39,6 +42,29 @@ def test_the_longest_end_of_a_name_counts():
     assert find_equivalent_setting("trainer.nothing.at_all") == ""
     assert "`learner.parallel.tp`" in find_equivalent_setting("actor.megatron.tensor_model_parallel_size")
     assert "engine_args.tensor_parallel_size" in find_equivalent_setting("rollout.tensor_model_parallel_size")
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("data.train_files", "`data.path`"),
+        ("data.val_files", "`data.eval`"),
+        ("custom_reward_function.path", "`reward`"),
+        ("peft_config", "`learner.lora.rank`"),
+        ("lora_r", "`learner.lora.rank`"),
+        ("learner.lora.r", "`learner.lora.rank`"),
+        ("actor_rollout_ref.model.lora_rank", "`learner.lora.rank`"),
+        ("actor_rollout_ref.model.target_modules", "`learner.lora.targets`"),
+        ("actor_rollout_ref.model.path", "`model.path`"),
+        ("reward_model.enable", "`reward` = file.py:function"),
+        ("trainer.policy.model.lora.alpha", "`learner.lora.alpha`"),
+        ("policy.lora_cfg.enabled", "`learner.lora.rank`"),
+    ],
+)
+def test_settings_for_rows_rewards_and_adapters_are_answered(name, setting):
+    with pytest.raises(ConfigError, match="unknown key") as caught:
+        load_config("quickstart", {name: 3})
+    assert setting in str(caught.value)
 
 
 RENAMED = {

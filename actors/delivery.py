@@ -261,12 +261,12 @@ def build_weight_server(config: Config, backend: str, keys: ServerKeys, world: W
     )
 
 
-def with_reachable_host(config: Config, world: World) -> Config:
-    """Return the configuration with the address by which other hosts reach this one in the place of an unset
-    `transport.host`. Raises `ConnectionError` if `cluster.interface` does not exist."""
+def with_reachable_host(config: Config, world: World, known_host: str = "") -> Config:
+    """Return the configuration with `known_host`, or else the address by which other hosts reach this one, in the place
+    of an unset `transport.host`. Raises `ConnectionError` if `cluster.interface` does not exist."""
     if config.transport.host:
         return config
-    address = world.actors.host_address(config.cluster.interface)
+    address = known_host or world.actors.host_address(config.cluster.interface)
     return msgspec.structs.replace(config, transport=msgspec.structs.replace(config.transport, host=address))
 
 

@@ -131,7 +131,8 @@ class RunLauncher:
         actors, lineage = self.world.actors, self._begin_lineage()
         connect_cluster(self.world, self.config)
         places = self._reserve_placements()
-        config = self.config = with_transport_host(self.config, places.layout)
+        as_set = config_to_dict(self.config)  # for checkpoints, with which a resumed run's settings are compared
+        config = with_transport_host(self.config, places.layout)
         count = config.generator.count
         plain, resume = config_to_dict(config), self.resume
         with_secrets = config_to_dict(config, reveal=True)  # only generators, which serve and play, need them
@@ -140,12 +141,13 @@ class RunLauncher:
         learner = actors.spawn_actor(
             self.learner_class,
             self.run_id,
-            plain,
+            as_set,
             model,
             directory,
             places.ranks,
             str(resume.path.absolute()) if resume else "",
             lineage,
+            config.transport.host,
             name="learner",
             actor_options=places.learner,
         )

@@ -493,17 +493,22 @@ class LearnerActor:
         rank_placements: Sequence[ActorOptions] = (),
         resume_path: str = "",
         lineage: Lineage = FIRST_LINEAGE,
+        transport_host: str = "",
     ):
         """Prepare the process; `start` loads the model.
 
         Args:
+            config: The configuration as the user set it, which checkpoints record.
             rank_placements: Placements of the ranks, if they are actors of their own.
             resume_path: Path of the checkpoint that a resumed run begins from.
+            transport_host: Value of an unset `transport.host` that follows from the run's hosts; empty: the address
+                by which other hosts reach this one.
         """
         self.world, self._lock = world, prepare_process(world, Path(run_dir), "learner")
         self.config = config_from_dict(config)
         self.run_id, self.model_path, self.run_dir, self.lineage = run_id, Path(model_path), Path(run_dir), lineage
         self._rank_placements, self._resume_path = rank_placements, Path(resume_path) if resume_path else None
+        self._transport_host, self._config_as_set = transport_host, self.config
         self.events = open_event_log(self.run_dir, "learner", world=world)
         self._timeline = Timeline(self.run_dir, "learner", enabled=self.config.observe.timeline, world=world)
         self._lag_meter, self._stage_seconds = LagMeter(world.processes), StageTimer("learner", world.processes)
@@ -539,7 +544,7 @@ class LearnerActor:
         """Load the model, and the checkpoint if the run is resumed. Returns the process's pid and host, and what the
         conductor has to know; for `written` see `read_write_sizes`."""
         self._lag_meter.start()
-        self.config = with_reachable_host(self.config, self.world)
+        self.config = with_reachable_host(self.config, self.world, self._transport_host)
         self._loaded = model = await self._torch_lane.run(self._load_model)
         gpus = await self._torch_lane.run(model.ranks.list_gpus)
         self.events.info(
@@ -600,7 +605,9 @@ class LearnerActor:
 
         tracer = RouteFileTracer(self.run_dir, config, self.events.warning, world=world)
         trainer = Trainer(config, model.cost, model.ranks, tracer, self.events, inbox.make_stand_in)
-        checkpoints = CheckpointWriter(config, self.run_id, self.model_path, self.run_dir, self.events, world=world)
+        checkpoints = CheckpointWriter(
+            self._config_as_set, self.run_id, self.model_path, self.run_dir, self.events, world=world
+        )
         version_writer = VersionWriter(
             world,
             config,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from r3async.actors.driver import ScaleRequest, write_scale_request
+from r3async.checkpoint.directory import is_run_in_use
 from r3async.config import ConfigError
 from r3async.views.follow import FollowedFile, FollowedRun
 from r3async.world.real import REAL_WORLD
@@ -47,6 +48,8 @@ def scale_run(run_dir: Path, count: int, wait: float, print_line: Callable[[str]
     """
     if (run := _read_run(run_dir)).has_ended:
         raise ConfigError(f"{run_dir} is not running ({run.status}): set `generator.count` where it is started again")
+    if not is_run_in_use(run_dir):
+        raise ConfigError(f"{run_dir} is not running (interrupted): set `generator.count` where it is resumed")
     events = FollowedFile(run_dir / "events.jsonl")
     list(events.read_objects())  # earlier events
     wish = ScaleRequest(count, REAL_WORLD.unique_id())

@@ -407,6 +407,18 @@ class RunLock:
         self._file.close()
 
 
+def is_run_in_use(run_dir: Path, *, files: Files = REAL_WORLD.files) -> bool:
+    """Return whether a process makes the run in that directory, or still writes to it."""
+    if files.stat(run_dir / RUN_LOCK_FILE) is None:
+        return False
+    with files.open(run_dir / RUN_LOCK_FILE, create=True) as file:
+        try:
+            file.lock()
+        except BlockingIOError:
+            return True
+    return False
+
+
 # Checkpoint schedule, and writing while training goes on: the state is copied between two steps and written during the
 # following ones.
 

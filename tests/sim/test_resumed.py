@@ -2,6 +2,8 @@
 
 On Ray: `ray/test_resume_run.py`."""
 
+import re
+
 import pytest
 from safetensors.torch import load_file
 
@@ -128,6 +130,8 @@ def test_a_stop_leaves_a_checkpoint_and_ends_well_and_the_same_command_goes_on(m
     assert f"stopped after {step} of 400 steps; to resume: the same command with name=run" in machine.person.screen
     machine.train(f"steps={step + 3}", "schedule.max_staleness=1", "checkpoint.every_steps=2")
     assert f"resumes from step {step} " in machine.person.screen
+    changed = re.findall(r"changed since the checkpoint: (\S+) ", machine.person.screen)
+    assert set(changed) == {"steps", "checkpoint.every_steps"}, "what the user set, and no address of the machine"
     check_books(run_dir, step + 3)
     rows = read_json_objects(run_dir / "metrics.jsonl")
     assert [row["version"] for row in rows] == list(range(1, step + 4))

@@ -14,6 +14,7 @@ from r3async.actors.driver import (
     write_scale_request,
 )
 from r3async.actors.placement import ResourceDemand, make_supposed_hosts, plan_engine, plan_layout
+from r3async.checkpoint.directory import RunLock
 from r3async.config import ConfigError, load_config
 from r3async.record.events import open_event_log
 from r3async.tools import scale
@@ -37,9 +38,30 @@ def test_a_run_has_a_generator_and_not_thousands(count):
 
 
 @pytest.fixture
-def run_dir(tmp_path):
+def left_run(tmp_path):
+    """A run whose command was killed: nothing says that it has ended."""
     (tmp_path / "config.toml").write_text("steps = 3\n")
     return tmp_path
+
+
+@pytest.fixture
+def run_dir(left_run):
+    """A run that a process makes."""
+    lock = RunLock(left_run)
+    lock.acquire_shared()
+    yield left_run
+    lock.close()
+
+
+@pytest.mark.parametrize("was_locked", [False, True])
+def test_a_run_that_nobody_makes_is_refused_at_once(left_run, was_locked):
+    if was_locked:
+        RunLock(left_run).close()
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="is not running .*resumed"):
+        scale_run(left_run, 3, 20.0, print)
+    assert time.monotonic() - began < 2.0
+    assert read_scale_request(left_run) is None
 
 
 def answered(run_dir, *events):

@@ -14,9 +14,11 @@ import msgspec
 from r3async.checkpoint import (
     Checkpoint,
     CheckpointDirectory,
+    CheckpointError,
     check_resume_settings,
     check_start_model,
     find_checkpoint,
+    open_checkpoint,
     rewind_records,
 )
 from r3async.checkpoint.directory import (
@@ -527,10 +529,7 @@ async def open_run_directory(
             CheckpointDirectory.from_config(config, directory, report_event=report_event, files=files).is_empty
             and read_run_starts(directory, files=files) is None
         ):
-            raise ConfigError(
-                f"`name` = {directory.name!r}: {directory} exists already and has no checkpoint to resume from; choose another "
-                'name, or set resume="none", which keeps it under another one'
-            )
+            raise _make_foreign_directory_error(directory)
     make_directory(directory, files=files)
     fsync_with_parents(directory, files=files)  # `checkpoints` in it, too
     lock = await _acquire_lock(directory, print_line, world)
@@ -547,6 +546,35 @@ async def open_run_directory(
         lock.close()
         raise
     return RunDirectory(directory, resume, lock, began)
+
+
+def check_run_directory(config: Config, directory: Path, *, files: Files = REAL_WORLD.files) -> None:
+    """Raise `ConfigError` or `CheckpointError` where `open_run_directory` would refuse the settings. Changes nothing.
+
+    Only the newest checkpoint is looked at, and its tensors are not verified.
+    """
+    if config.resume != "auto" or not _has_content(directory, files):
+        return
+    checkpoints = CheckpointDirectory.from_config(config, directory, files=files)
+    steps = checkpoints.list_steps()
+    if not steps and read_run_starts(directory, files=files) is None:
+        raise _make_foreign_directory_error(directory)
+    if not steps:
+        saved = decode_toml(read_file(directory / "config.toml", files=files))
+        check_resume_settings(config_to_dict(config_from_dict(saved)), config)
+        return
+    try:
+        newest = open_checkpoint(checkpoints.step_path(steps[-1]), check_tensors=False, files=files)
+    except CheckpointError:
+        return  # the start reports it, and takes the one before
+    _check_resumable(newest, config, directory)
+
+
+def _make_foreign_directory_error(directory: Path) -> ConfigError:
+    return ConfigError(
+        f"`name` = {directory.name!r}: {directory} exists already and has no checkpoint to resume from; choose another "
+        'name, or set resume="none", which keeps it under another one'
+    )
 
 
 def _has_content(directory: Path, files: Files) -> bool:

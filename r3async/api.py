@@ -101,7 +101,7 @@ def evaluate(
     Raises `ConfigError` for a wrong setting, and `RunFailed` if an episode or the engine failed. Blocking, like
     `train`.
     """
-    from r3async.tools.eval import choose_target, run_evaluation
+    from r3async.tools.eval import check_evaluated_model, choose_target, run_evaluation
 
     named_settings, objects = _name_objects(None, reward, settings)
     env_name = env if environment is None else environment
@@ -112,6 +112,7 @@ def evaluate(
     chosen = choose_target(
         None if target is None else str(target), preset, env_name, named_settings, policy, _resolve_runs_directory(runs)
     )
+    check_evaluated_model(chosen, policy)
     return _run_blocking(
         lambda: run_on_shared_loop(run_evaluation(chosen.with_tasks(tasks, seed), policy=policy)), stop=lambda: None
     )

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json as json_module
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
-from r3async.config import ConfigError, load_command_config
+from r3async.config import Config, ConfigError, load_command_config
 from r3async.world.processes import add_user_module_path, escape_control_characters
 
 from .inspect.command import app as inspect
 from .model_commands import diagnose, doctor, export, replay, scale, sft
 from .report import report_command as report
-from .runs import DEFAULT_RUNS_DIRECTORY, NewRunsOption, RunsOption
+from .runs import DEFAULT_RUNS_DIRECTORY, NewRunsOption, RunsOption, get_runs_directory
 from .submit.commands import app as submit
 from .submit.commands import cluster
 from .sweep.command import sweep
@@ -74,10 +76,7 @@ def train(
     """Train. Everything the run writes is in runs/NAME; runs/latest is the newest."""
     config = load_command_config(preset, overrides or [])
     if dry_run:
-        from .plan import print_plan
-
-        print_plan(config, overrides or [], json)
-        return
+        return _print_plan(config, overrides or [], json, runs)
     from r3async.world.processes import ignore_command_output_errors
 
     from .train import train as run
@@ -194,9 +193,7 @@ def plan(
         )
     if preset is None:
         raise ConfigError("`plan` needs a preset's name or a TOML file; `r3async presets` lists the presets")
-    from .plan import print_plan
-
-    print_plan(load_command_config(preset, overrides or []), overrides or [], json)
+    _print_plan(load_command_config(preset, overrides or []), overrides or [], json, get_runs_directory())
 
 
 @app.command(rich_help_panel=LOOK, epilog="Example: r3async tail latest --no-follow")
@@ -309,6 +306,16 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
                 _exit_with_error("interrupted", INTERRUPTED_EXIT_CODE)
         sys.stderr.write(escape_control_characters(traceback.format_exc()))
         sys.exit(1)
+
+
+def _print_plan(config: Config, overrides: Sequence[str], as_json: bool, runs: Path) -> None:
+    """Check a start that does not follow, and print its plan to stdout."""
+    from .plan import describe_plan, plan_to_json
+    from .preflight import make_checked_plan
+    from .user_code import may_import_code
+
+    plan = make_checked_plan(config, may_import_code(config, overrides), runs=runs)
+    typer.echo(json_module.dumps(plan_to_json(plan)) if as_json else describe_plan(plan, config))
 
 
 def _print_note(line: str) -> None:

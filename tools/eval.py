@@ -42,6 +42,7 @@ from r3async.world.files import make_directory, replace_file
 from r3async.world.processes import run_on_shared_loop
 from r3async.world.real import REAL_WORLD
 
+from .preflight import StartRequest, run_checks
 from .terminal import SafeConsole
 
 ENGINE_STOP_SECONDS = 30.0
@@ -222,6 +223,13 @@ def check_target(target: EvaluationTarget, policy: str) -> None:
                 )
         elif target.trained_env is not None:
             refuse_shared_prompts(env, target.trained_env)
+
+
+def check_evaluated_model(target: EvaluationTarget, policy: str) -> None:
+    """Raise `ConfigError` for a model that cannot generate on this machine; see `preflight`."""
+    if policy == "model":
+        evaluated = msgspec.structs.replace(target.config.model, path=str(target.model))
+        run_checks(StartRequest(msgspec.structs.replace(target.config, model=evaluated), "eval"))
 
 
 def _check_positions(model: Path, tokens: int) -> None:
@@ -492,6 +500,7 @@ def eval_command(
 
 
 def _play_with_progress(target: EvaluationTarget, policy: Literal["model"] | BaselinePolicy) -> Evaluation:
+    check_evaluated_model(target, policy)
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),

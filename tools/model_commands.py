@@ -60,10 +60,18 @@ def sft(
             help="key=value: data=FILE and model.path=DIRECTORY, sft.epochs=3, learner.lr=1e-5", show_default=False
         ),
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="validate everything, print the plan, start nothing")
+    ] = False,
     runs: NewRunsOption = DEFAULT_RUNS_DIRECTORY,
 ) -> None:
     """Train on the answers in your rows: messages, or prompts and answers. The model is in runs/NAME/model."""
     config = load_command_config(preset, overrides or [], "sft")
+    if dry_run:
+        from .sft import describe_supervised_plan
+
+        typer.echo(describe_supervised_plan(config, runs))
+        return
     from r3async.learner import LearnerError
     from r3async.world.processes import ignore_command_output_errors
 

@@ -1,24 +1,22 @@
-"""Plan a run before it starts, and check that its settings fit together: `r3async train … --dry-run`."""
+"""Plan a run before it starts: processes, places, bytes, memory, speed. `r3async train … --dry-run` prints it."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from r3async.actors.placement import ResourceDemand, check_transfers, find_smallest_layout
-from r3async.config import Config, ConfigError, check_policy_loss
+from r3async.config import Config
 from r3async.data.models import DTYPE_BYTES, ModelShape, RoutingShape, WriteSizes
 from r3async.data.tokens import SCHEMA
 from r3async.schedule.admission import compute_staleness_bound, count_slots
 from r3async.schedule.groups import TRAJECTORY_HEADER_BYTES, max_buffer_bytes
 
 from .adapted import count_adapters
-from .layouts import AS_FAST, choose_layout, recommend_layout
+from .layouts import AS_FAST, choose_layout
 from .memory import (
     GIB,
     GPU_PARAMETERS,
@@ -32,8 +30,6 @@ from .memory import (
 from .speed import PUBLISHED_SPEEDS, TrainingSpeed, estimate_speed
 from .traffic import describe_host_memory, describe_step_traffic, format_bytes
 
-CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Head sizes that vLLM's attention supports on CPU (0.30)."""
 VERSIONS_IN_MEMORY = 2
 LEARNER_COLUMNS = ("episode", "place", "advantages", "loss_weights", "probed", "old_logprobs", "reference_logprobs")
 DEFAULT_ENGINE_SHARE = 0.92
@@ -110,26 +106,11 @@ def count_wire_bytes(routing: RoutingShape | None) -> int:
     return total
 
 
-def make_run_plan(config: Config, import_code: bool = True) -> RunPlan:
-    """Plan a run. Raises `ConfigError`, naming the setting and the fix, if it cannot run.
+def make_run_plan(config: Config) -> RunPlan:
+    """Plan a run. Raises `ConfigError`, naming the setting and the fix, if its processes cannot be placed.
 
-    Args:
-        import_code: Import and check the code that `config` names. Otherwise it is left alone, and a note says so;
-            see `user_code`.
+    Whether it can start is what `preflight` checks.
     """
-    from r3async.rollout.evaluation import check_environment
-
-    from .preflight import check_custom_loss
-    from .rows import describe_rows
-    from .user_code import describe_code, find_named_code
-
-    if code := {} if import_code else find_named_code(config):
-        notes = [f"{describe_code(code)}. It was not imported, so neither it nor rows were checked"]
-    else:
-        check_policy_loss(config.algorithm)
-        check_custom_loss(config)
-        check_environment(config)
-        notes = describe_rows(config)
     shape, source = find_model_shape(config)
     check_trainable(shape, config.learner)
     on_gpus = shape.num_parameters > GPU_PARAMETERS
@@ -171,9 +152,8 @@ def make_run_plan(config: Config, import_code: bool = True) -> RunPlan:
         traffic=describe_step_traffic(shape, config, episodes * tokens),
         speed=estimate_speed(shape, config, episodes * tokens) if on_gpus else None,
         hosts=hosts,
-        notes=[*notes, *_make_notes(config, shape, engine, on_gpus), *across],
+        notes=[*_make_notes(config, shape, engine, on_gpus), *across],
     )
-    _check_plan(config, shape, plan, on_gpus)
     if plan.speed and (faster := _note_faster_layout(config, shape, plan.speed, plan.tokens_per_step)):
         plan.notes.append(faster)
     return plan
@@ -224,86 +204,15 @@ def _plan_processes(config: Config, engine: EngineMemory, on_gpus: bool) -> list
     return out
 
 
-def _check_plan(config: Config, shape: ModelShape, plan: RunPlan, on_gpus: bool) -> None:
-    """Raise `ConfigError` for settings that would fail late, during the run."""
-    episode, transport = config.episode, config.transport
-    if config.routing.replay != "off" and shape.routing_shape is None:
-        raise ConfigError(f'{shape.name} has no MoE layer to replay routes in: set `routing.replay` = "off"')
-    if shape.max_positions and episode.max_total_tokens > shape.max_positions:
-        raise ConfigError(
-            f"`episode.max_total_tokens` = {episode.max_total_tokens} is more than the {shape.max_positions} positions of "
-            f"{shape.name}"
-        )
-    largest = episode.max_total_tokens * plan.wire_bytes_per_token + TRAJECTORY_HEADER_BYTES
-    if largest > transport.max_message_bytes:
-        raise ConfigError(
-            f"`transport.max_message_bytes` = {transport.max_message_bytes} is less than a trajectory may have: set it to at "
-            f"least {largest}"
-        )
-    if not on_gpus:
-        from .preflight import has_gpu
-
-        on_cpu = shape.head_dim < CPU_HEAD_DIMS[0] or not has_gpu()
-        if not shape.kv_rank and shape.head_dim not in CPU_HEAD_DIMS and config.generator.engine == "vllm" and on_cpu:
-            raise ConfigError(
-                f"heads of {shape.head_dim} values, which vLLM on CPU refuses with the first request: it takes "
-                f"{', '.join(map(str, CPU_HEAD_DIMS))} (hidden_size / heads; `model.init.heads` for a model that is made)"
-            )
-        return
-    capacity = config.cluster.gpu_gib * GIB
-    if plan.shared:
-        _check_shared_gpus(config, plan, capacity)
-    if plan.rank.total_bytes > capacity:
-        raise ConfigError(
-            f"a rank of the learner needs {plan.rank.total_bytes / GIB:.0f} GiB (weights and optimizer "
-            f"{(plan.rank.weights + plan.rank.optimizer) / GIB:.0f}, activations {plan.rank.activations / GIB:.0f}"
-            f"{f', teacher {plan.rank.teacher / GIB:.0f}' * bool(plan.rank.teacher)}) of "
-            f"`cluster.gpu_gib` = {config.cluster.gpu_gib:g}: raise `learner.parallel`, set `learner.recompute`, or lower "
-            f"`learner.max_tokens_per_micro_batch`. {recommend_layout(shape, config, plan.tokens_per_step)}"
-        )
-    engine = plan.engine
-    if (cache := config.generator.engine_args.get("kv_cache_memory_bytes")) and (
-        engine.bytes_beside_cache + int(cache) > capacity
-    ):
-        raise ConfigError(
-            f"`generator.engine_args.kv_cache_memory_bytes` = {int(cache) / GIB:.0f} GiB: an engine takes "
-            f"{engine.bytes_beside_cache / GIB:.0f} GiB beside it, of a GPU of `cluster.gpu_gib` = "
-            f"{config.cluster.gpu_gib:g}: lower it"
-        )
-    if _compute_free_kv_bytes(config, engine) <= engine.kv_per_token * episode.max_total_tokens:
-        raise ConfigError(
-            f"an engine's weights take {engine.weights / GIB:.0f} GiB of a GPU of `cluster.gpu_gib` = "
-            f"{config.cluster.gpu_gib:g}, its steps and graphs {(engine.step + engine.graphs) / GIB:.0f}, and there are no "
-            "free bytes for one episode: raise `generator.engine_args.tensor_parallel_size`"
-            + ", or lower `max_num_batched_tokens` there"
-            * ("max_num_batched_tokens" in config.generator.engine_args)
-        )
-
-
-def _check_shared_gpus(config: Config, plan: RunPlan, capacity: float) -> None:
-    """Check that a rank and the engines on its GPU fit together."""
-    ranks = config.learner.parallel.world_size
-    engines = -(-config.generator.count // ranks)
-    share = _engine_share(config)
-    if plan.rank.total_bytes + engines * share * capacity > capacity:
-        most = max(0.0, (1 - plan.rank.total_bytes / capacity) / engines)
-        raise ConfigError(
-            f"a rank of the learner needs {plan.rank.total_bytes / GIB:.0f} GiB of a GPU of `cluster.gpu_gib` = "
-            f"{config.cluster.gpu_gib:g}, and {engines} engine(s) beside it take {share:.0%} each: set "
-            f"`generator.engine_args.gpu_memory_utilization` to at most {math.floor(100 * most) / 100:g}, or give engines "
-            'GPUs of their own (`generator.colocate` = "off")'
-        )
-
-
-def _engine_share(config: Config) -> float:
+def engine_memory_share(config: Config) -> float:
     return float(config.generator.engine_args.get("gpu_memory_utilization", DEFAULT_ENGINE_SHARE))
 
 
-def _compute_free_kv_bytes(config: Config, engine: EngineMemory) -> float:
+def compute_free_kv_bytes(config: Config, engine: EngineMemory) -> float:
     """Return the bytes of the KV cache on a GPU, as vLLM computes them."""
     if cache := config.generator.engine_args.get("kv_cache_memory_bytes"):
         return float(cache)
-    return _engine_share(config) * config.cluster.gpu_gib * GIB - engine.bytes_beside_cache
+    return engine_memory_share(config) * config.cluster.gpu_gib * GIB - engine.bytes_beside_cache
 
 
 def _make_notes(config: Config, shape: ModelShape, engine: EngineMemory, on_gpus: bool) -> list[str]:
@@ -318,7 +227,7 @@ def _make_notes(config: Config, shape: ModelShape, engine: EngineMemory, on_gpus
             "some of generator.concurrency will not be used"
         )
     on_cpu = float(generator.engine_args.get("kv_cache_memory_bytes", generator.kv_cache_gib * GIB))
-    free = _compute_free_kv_bytes(config, engine) if on_gpus else on_cpu
+    free = compute_free_kv_bytes(config, engine) if on_gpus else on_cpu
     if engine.kv_needed > free:
         notes.append(
             f"{generator.concurrency} episodes of {config.episode.max_total_tokens} tokens would need "
@@ -424,27 +333,3 @@ def plan_to_json(plan: RunPlan) -> dict[str, Any]:
     """Convert the plan to plain data, with the totals."""
     out = msgspec.to_builtins(plan)
     return out | {"cpus": plan.cpus, "rank_bytes": plan.rank.total_bytes}
-
-
-def make_checked_plan(config: Config, import_code: bool = True) -> RunPlan:
-    """Plan a run that could start. Raises like `make_run_plan`, and for a structure that cannot start."""
-    from .hub import resolve_hub_model
-    from .structure import check_local_models, check_model_structure
-
-    config = resolve_hub_model(config, download=False)
-    check_local_models(config)
-    plan = make_run_plan(config, import_code)
-    check_model_structure(config)
-    return plan
-
-
-def print_plan(config: Config, overrides: Sequence[str] = (), as_json: bool = False) -> None:
-    """Validate, and print the plan to stdout. Raises like `make_checked_plan`.
-
-    Args:
-        overrides: The overrides as typed.
-    """
-    from .user_code import may_import_code
-
-    plan = make_checked_plan(config, may_import_code(config, overrides))
-    print(json.dumps(plan_to_json(plan)) if as_json else describe_plan(plan, config))

@@ -1,18 +1,24 @@
-"""Checks before a run starts, so that it is refused in a second and not by a process that loads for minutes."""
+"""The checks before a start, in one list: a dry run, `submit` and the start itself make the same ones in the same order.
+
+So what a dry run lets through, the start does not refuse, and the reverse. A check that needs what is not there (the
+model on the machine that submits, a GPU, permission to import code) is skipped, and a note names it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
-import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from r3async.actors.placement import ResourceDemand, find_smallest_layout
-from r3async.config import Config, ConfigError, EnvConfig, resolve_envs, strip_brackets
-from r3async.data.models import ModelShape, ModelShapeError, find_architecture, parse_model_shape, read_moe_layers
+import msgspec
+
+from r3async.config import Config, ConfigError, EnvConfig, check_policy_loss, resolve_envs
+from r3async.data.models import ModelShape
 from r3async.envs import (
     Action,
     EnvironmentProtocolError,
@@ -22,292 +28,269 @@ from r3async.envs import (
 from r3async.envs.dataset import is_dataset
 from r3async.envs.errors import summarize_error
 from r3async.envs.factory import build_environment_factory
+from r3async.envs.mix import add_default_evaluation_sets
+from r3async.record.sinks import check_sinks
 from r3async.envs.returned import coerce_messages, require_step_result
 from r3async.rollout.agents import is_agent
 from r3async.rollout.episode import close_environment
-from r3async.untrusted import decode_python_json
+from r3async.rollout.evaluation import check_environment
 from r3async.world.processes import run_on_shared_loop
 
-from .memory import (
-    GPU_PARAMETERS,
-    check_model_type,
-    check_router_settings,
-    check_trainable,
-    estimate_engine_memory,
-    estimate_rank_memory,
-    find_model_shape,
+from .hub import resolve_hub_model
+from .machine_checks import check_addresses, check_cluster_address, check_devices, check_head_size, has_gpu
+from .memory import GPU_PARAMETERS, check_router_settings, check_trainable, find_model_shape
+from .model_checks import (
+    check_buildable,
+    check_engine_config,
+    check_model_directory,
+    check_model_kind,
+    check_planned_adapters,
+    check_teacher,
+    check_tokenizer,
+    read_evaluated_shape,
 )
+from .plan import RunPlan, make_run_plan
+from .plan_checks import check_gpu_memory, check_message_size, check_positions, check_routes
+from .rows import add_row_digests
+from .run_dir import check_disk_space, check_named_run
+from .user_code import describe_code, find_named_code
+
+if TYPE_CHECKING:
+    from .sft_data import SupervisedRows
 
 ENVIRONMENT_TRY_SECONDS = 10.0
 """Seconds for the trial of an environment. One that takes longer is not judged."""
-CONNECT_SECONDS = 10.0
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
-WEIGHT_INDEX_FILE = "model.safetensors.index.json"
-CPU_EXPERT_WIDTH = 32
-"""Multiple to which vLLM pads experts on CPU (0.30); it reloads unpadded ones only."""
+
+Command = Literal["train", "sft", "eval"]
+Need = Literal["model", "teacher", "code", "machine", "devices"]
+NEEDS: dict[Need, str] = {
+    "model": "the model's files",
+    "teacher": "the teacher's files",
+    "code": "leave to import the user's code",
+    "machine": "the machine that runs the command",
+    "devices": "the machine with the run's devices",
+}
+"""What a check may need, in words."""
 
 
-def check_start(config: Config) -> None:
-    """Check all requirements of a start on this machine. Raises `ConfigError` with the setting and the fix."""
+@dataclass
+class StartRequest:
+    """A command that is about to start, or whose start is only checked.
+
+    Attributes:
+        config: The settings. The check of the rows adds their digest.
+        runs: Directory of the runs.
+        is_dry: Nothing starts on this machine: the model may be absent.
+        made_elsewhere: Other machines make the run, as after `submit`.
+        import_code: Import the code that `config` names. Otherwise it is left alone; see `user_code`.
+        notes: Lines for the user: what was found in the rows, and the names of skipped checks.
+        supervised_rows: The rows of `sft`, which its check has read.
+    """
+
+    config: Config
+    command: Command = "train"
+    runs: Path = Path("runs")
+    is_dry: bool = False
+    made_elsewhere: bool = False
+    import_code: bool = True
+    notes: list[str] = field(default_factory=list)
+    supervised_rows: SupervisedRows | None = None
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """The model's shape. Raises `ConfigError` if its numbers are unknown."""
+        return find_model_shape(self.config)[0]
+
+    @cached_property
+    def plan(self) -> RunPlan:
+        """The run's plan. Raises `ConfigError` if its processes cannot be placed."""
+        return make_run_plan(self.config)
+
+    @property
+    def cluster_address(self) -> str:
+        return self.config.cluster.address or os.environ.get("RAY_ADDRESS", "")
+
+    def find_obstacle(self, need: Need) -> str:
+        """Return why checks with this need are skipped; "" if they are not."""
+        model, teacher = self.config.model.path, self.config.algorithm.distillation.teacher
+        if need == "model" and self.is_dry and model and not Path(model).exists():
+            return f"`model.path` = {model!r} is not on this machine"
+        if need == "teacher" and self.is_dry and teacher and not Path(teacher).exists():
+            return f"`algorithm.distillation.teacher` = {teacher!r} is not on this machine"
+        if need == "code" and self.command == "train" and not self.import_code:
+            code = find_named_code(self.config)
+            return f"{describe_code(code)}. It was not imported" if code else ""
+        if need == "machine" and self.made_elsewhere:
+            return "the cluster makes the run"
+        if need == "devices" and (self.made_elsewhere or self.cluster_address):
+            return "the cluster's hosts have the devices"
+        if need == "devices" and self.is_dry and not has_gpu() and self.shape.num_parameters > GPU_PARAMETERS:
+            return "this machine has no GPU, for which the run is planned"
+        return ""
+
+
+class StartCheck(NamedTuple):
+    """A check of a start. `refuse` raises `ConfigError`, naming the setting and the fix."""
+
+    name: str
+    refuse: Callable[[StartRequest], object]
+    needs: tuple[Need, ...] = ()
+    commands: tuple[Command, ...] = ("train",)
+
+
+BOTH: tuple[Command, ...] = ("train", "sft")
+ALL: tuple[Command, ...] = (*BOTH, "eval")
+
+START_CHECKS = (
+    StartCheck("runs directory", lambda start: check_disk_space(start.runs), ("machine",), BOTH),
+    StartCheck("resumed checkpoint", lambda start: _check_resume_path(start.config), ("machine",), BOTH),
+    StartCheck("sinks", lambda start: check_sinks(start.config.log), ("machine",), BOTH),
+    StartCheck("cluster address", lambda start: check_cluster_address(start.cluster_address), ("machine",), BOTH),
+    StartCheck("learner", lambda start: _check_learner(start.config, start.command), (), BOTH),
+    StartCheck("model files", lambda start: _check_model_files(start.config, start.command), ("model",), ALL),
+    StartCheck("evaluated model", lambda start: _check_evaluated_model(start.config), (), ("eval",)),
+    StartCheck("model type", lambda start: _check_model_type(start.config), ("model",), BOTH),
+    StartCheck("model sizes", lambda start: start.shape, (), BOTH),
+    StartCheck("parallel layout", lambda start: check_trainable(start.shape, start.config.learner), (), BOTH),
+    StartCheck("router settings", lambda start: check_router_settings(start.shape, start.config)),
+    StartCheck("routes", lambda start: check_routes(start.config, start.shape)),
+    StartCheck("positions", lambda start: check_positions(start.config, start.shape), (), BOTH),
+    StartCheck("head size", lambda start: _check_head_size(start)),
+    StartCheck("placement", lambda start: start.plan),
+    StartCheck("message size", lambda start: check_message_size(start.config, start.plan)),
+    StartCheck("GPU memory", lambda start: check_gpu_memory(start.config, start.shape, start.plan)),
+    StartCheck("engine's model", lambda start: _check_engine_model(start.config), ("model",)),
+    StartCheck("teacher", lambda start: check_teacher(start.config), ("model", "teacher")),
+    StartCheck("adapters", lambda start: _check_adapters(start), (), BOTH),
+    StartCheck("devices", lambda start: check_devices(start.config, start.shape), ("devices",)),
+    StartCheck("addresses", lambda start: check_addresses(start.config), ("devices",)),
+    StartCheck("tensors", lambda start: _check_tensors(start.config), ("model",), BOTH),
+    StartCheck("tokenizer", lambda start: check_tokenizer(start.config), ("model",), ALL),
+    StartCheck("policy loss", lambda start: _check_policy_loss(start.config), ("code",)),
+    StartCheck("environment", lambda start: check_environment(start.config), ("code",)),
+    StartCheck("rows", lambda start: _check_rows(start), ("code",), BOTH),
+    StartCheck("first episode", lambda start: run_on_shared_loop(try_environments(start.config)), ("code",)),
+    StartCheck("earlier run", lambda start: check_named_run(start.config, start.runs), ("machine", "code"), BOTH),
+)
+"""All checks, in order: first the quick ones. docs/operations.md has their table."""
+
+
+def check_start(config: Config, runs: Path = Path("runs"), command: Command = "train") -> StartRequest:
+    """Make all checks of a start on this machine, and return the checked request.
+
+    Raises `ConfigError` with the setting and the fix.
+    """
+    start = StartRequest(config, command, runs)
+    run_checks(start)
+    return start
+
+
+def check_dry_run(
+    config: Config,
+    *,
+    command: Command = "train",
+    runs: Path = Path("runs"),
+    import_code: bool = True,
+    made_elsewhere: bool = False,
+) -> StartRequest:
+    """Make the checks of a start that does not follow, as far as this machine can, and return the checked request.
+
+    Its notes name the skipped checks. Raises `ConfigError` with the setting and the fix.
+    """
+    config = resolve_hub_model(add_default_evaluation_sets(config), download=False)
+    start = StartRequest(config, command, runs, True, made_elsewhere, import_code)
+    run_checks(start)
+    return start
+
+
+def make_checked_plan(
+    config: Config, import_code: bool = True, *, runs: Path = Path("runs"), made_elsewhere: bool = False
+) -> RunPlan:
+    """Plan a run that could start. Raises like `check_dry_run`, whose notes are the first of the plan."""
+    start = check_dry_run(config, runs=runs, import_code=import_code, made_elsewhere=made_elsewhere)
+    return msgspec.structs.replace(start.plan, notes=[*start.notes, *start.plan.notes])
+
+
+def run_checks(start: StartRequest) -> None:
+    """Make the checks of `START_CHECKS` for this command; the first failure raises `ConfigError`."""
+    skipped: dict[str, list[str]] = {}
+    for check in START_CHECKS:
+        if start.command not in check.commands:
+            continue
+        reasons = [reason for need in check.needs if (reason := start.find_obstacle(need))]
+        if reasons:
+            skipped.setdefault(reasons[0], []).append(check.name)
+        else:
+            check.refuse(start)
+    start.notes += [f"not checked: {', '.join(names)} ({reason})" for reason, names in skipped.items()]
+
+
+def _check_resume_path(config: Config) -> None:
     if config.resume not in ("auto", "none") and not Path(config.resume).exists():
         raise ConfigError(f"`resume` = {config.resume!r}: there is no such checkpoint, and no run with checkpoints")
+
+
+def _check_learner(config: Config, command: Command) -> None:
+    if command == "sft" and config.learner.backend == "scripted":
+        raise ConfigError('`learner.backend` = "scripted" has no model that could learn')
+
+
+def _check_model_files(config: Config, command: Command) -> None:
     if config.model.path:
         check_model_directory(config.model.path)
-        check_model_supported(config)
-    check_teacher(config)
-    check_custom_loss(config)
-    if address := config.cluster.address or os.environ.get("RAY_ADDRESS"):
-        check_cluster_address(address)
-    else:
-        check_devices(config)
-        check_addresses(config)
-    run_on_shared_loop(try_environments(config))
+    elif command == "sft":
+        raise ConfigError("`model.path` is empty: name the model that is to learn, a directory with config.json in it")
 
 
-# -- the model -----------------------------------------------------------------------------------------------------
+def _check_evaluated_model(config: Config) -> None:
+    shape = read_evaluated_shape(Path(config.model.path))
+    if shape is not None:
+        check_head_size(config, shape, on_cpu=not has_gpu())
 
 
-def check_teacher(config: Config) -> None:
-    """Check that `algorithm.distillation.teacher`, if set, is a model that reads the same tokens."""
-    if not (name := config.algorithm.distillation.teacher):
-        return
-    check_model_files(name, "algorithm.distillation.teacher")
-    if Path(config.model.path or "-").is_dir():
-        from r3async.learner import LearnerError
-        from r3async.learner.distillation import check_same_vocabulary
-
-        try:
-            check_same_vocabulary(Path(config.model.path), Path(name))
-        except LearnerError as error:
-            raise ConfigError(str(error)) from error
+def _check_model_type(config: Config) -> None:
+    if config.model.path:
+        check_model_kind(config)
 
 
-def check_model_directory(name: str) -> None:
-    """Check that `model.path` is a model with weights, a tokenizer and a chat template. Reads small files only."""
-    path, said = Path(name), check_model_files(name, "model.path")
-    settings = _read_json(path / "tokenizer_config.json", said) if (path / "tokenizer_config.json").is_file() else {}
-    if not settings.get("chat_template") and not any((path / file).exists() for file in CHAT_TEMPLATE_FILES):
-        raise ConfigError(
-            f"{said} has no chat template, so messages cannot be shown to it: add chat_template.jinja, or take the model's "
-            "instruction-tuned version"
-        )
+def _check_head_size(start: StartRequest) -> None:
+    on_cpu = not start.find_obstacle("devices") and not has_gpu()
+    check_head_size(start.config, start.shape, on_cpu=on_cpu)
 
 
-def check_model_files(name: str, setting: str) -> str:
-    """Check that `setting` is a model with weights and a tokenizer. Returns its label for messages."""
-    path, said = Path(name), f"`{setting}` = {name!r}"
-    if not path.exists():
-        raise ConfigError(f"{said} is not a model directory (no config.json in it)")
-    if not path.is_dir():
-        raise ConfigError(f"{said} is a file, not a model directory: name the directory with config.json in it")
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"{said} is not a model directory (no config.json in it)")
-    if "model_type" not in _read_json(path / "config.json", said):
-        raise ConfigError(f"{said}: its config.json has no `model_type`, so it is no Hugging Face model")
-    if not any(file for pattern in WEIGHT_PATTERNS for file in path.glob(pattern)):
-        raise ConfigError(f"{said} has no weights: no *.safetensors in it")
-    if not any(path.glob("*.safetensors")):
-        raise ConfigError(
-            f"{said} has no *.safetensors, and its .bin files are not read: `AutoModelForCausalLM.from_pretrained(…)"
-            ".save_pretrained(…)` writes them"
-        )
-    _check_shards(path, said)
-    if not any((path / file).exists() for file in TOKENIZER_FILES):
-        raise ConfigError(
-            f"{said} has no tokenizer: copy tokenizer.json and tokenizer_config.json of the model into it"
-        )
-    return said
+def _check_adapters(start: StartRequest) -> None:
+    if not Path(
+        start.config.model.path or "-"
+    ).exists():  # the tensors of a model that is here are looked at themselves
+        check_planned_adapters(start.config, start.shape)
 
 
-def _check_shards(path: Path, label: str) -> None:
-    """Check that all shards of a model are there, with the index of their contents."""
-    index, shards = path / WEIGHT_INDEX_FILE, sorted(file.name for file in path.glob("*-of-*.safetensors"))
-    if index.is_file():
-        named = _read_json(index, label).get("weight_map", {})
-        if lacking := sorted({str(name) for name in named.values() if not (path / str(name)).is_file()}):
-            raise ConfigError(
-                f"{label} lacks {len(lacking)} of its files of weights, such as {lacking[0]}: copy them into it"
-            )
-    elif shards and not (path / "model.safetensors").is_file():
-        raise ConfigError(
-            f"{label} has its weights in {len(shards)} files ({shards[0]}, …) and no {WEIGHT_INDEX_FILE}, which says what is "
-            "in which: copy it into the directory"
-        )
-
-
-def _read_json(path: Path, label: str) -> dict[str, Any]:
-    try:
-        data = decode_python_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{label}: {path.name} cannot be read: {error}") from error
-    return data if isinstance(data, dict) else {}
-
-
-def check_model_supported(config: Config) -> None:
-    """Check that the backend trains this kind of model on the given ranks.
-
-    A dense model whose numbers are unknown is not judged.
-    """
-    name, described = Path(config.model.path).name, _read_json(Path(config.model.path) / "config.json", "`model.path`")
-    check_model_type(described, name)
-    try:
-        read_moe_layers(described)
-    except ModelShapeError as error:
-        raise ConfigError(f"{name} cannot be trained: {error}") from error
-    with contextlib.suppress(ModelShapeError):
-        shape = parse_model_shape(described, name)
-        check_trainable(shape, config.learner)
-        check_router_settings(shape, config)
-        if shape.num_parameters > GPU_PARAMETERS:
-            find_smallest_layout(ResourceDemand.from_config(config), config.cluster.gpus_per_node)
+def _check_engine_model(config: Config) -> None:
+    if config.model.path:
         check_engine_config(config)
 
 
-def check_engine_config(config: Config) -> None:
-    """Check for the entries of `config.json` that vLLM reads and transformers does not.
+def _check_tensors(config: Config) -> None:
+    if config.model.path:
+        check_buildable(config)
 
-    Without them vLLM would compute another model.
-    """
-    found = _read_json(Path(config.model.path) / "config.json", "`model.path`")
-    known = find_architecture(found.get("model_type", ""))
-    if known is None or config.generator.engine != "vllm":
+
+def _check_policy_loss(config: Config) -> None:
+    check_policy_loss(config.algorithm)
+    if ":" in config.algorithm.policy_loss:
+        from r3async.learner.policy_loss import check_custom_loss
+
+        check_custom_loss(config.algorithm)
+
+
+def _check_rows(start: StartRequest) -> None:
+    if start.command == "train":
+        start.config = add_row_digests(start.config, start.notes.append)
         return
-    if known.engine_unsupported_reason:
-        raise ConfigError(
-            f"`model.path` = {config.model.path!r}: a run cannot update {known.title} in the engine: "
-            f"{known.engine_unsupported_reason}. `r3async sft` trains it"
-        )
-    for key, needed in known.engine_config.items():
-        if found.get(key) != needed:
-            raise ConfigError(
-                f"`model.path` = {config.model.path!r}: its config.json has `{key}` = {json.dumps(found.get(key))}, and vLLM "
-                f"computes {known.title} with {json.dumps(needed)} only: add it to that file"
-            )
+    from .sft_data import SupervisedRows
 
-
-def check_custom_loss(config: Config) -> None:
-    """Check that a custom policy loss returns what a step needs."""
-    if ":" not in config.algorithm.policy_loss:
-        return
-    from r3async.learner.policy_loss import check_custom_loss
-
-    check_custom_loss(config.algorithm)
-
-
-# -- engines and devices -------------------------------------------------------------------------------------------
-
-
-def has_gpu() -> bool:
-    """Return whether processes started here may see a GPU."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(Path("/dev").glob("nvidia[0-9]*"))
-
-
-def check_cluster_address(address: str) -> None:
-    """Check that something listens at HOST:PORT, because Ray itself tries for minutes and then ends this process.
-
-    Other forms of an address are left to Ray.
-    """
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if not colon or not port.isdigit():
-        return
-    try:
-        socket.create_connection((strip_brackets(host), int(port)), timeout=CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"`cluster.address` = {address!r} (or RAY_ADDRESS): nobody answers there ({error}). Is the cluster running "
-            "(`ray start --head`)? Leave it out to start one on this machine"
-        ) from error
-
-
-def check_devices(config: Config) -> None:
-    """Check that learner and engines fit this machine, if it has no GPU."""
-    if has_gpu() or config.generator.engine == "scripted":
-        return
-    if config.weights.backend == "nccl":
-        raise ConfigError(
-            '`weights.backend` = "nccl" sends from GPU to GPU, and this machine has none: set weights.backend=auto, or '
-            "`cluster.address` to a cluster with GPUs"
-        )
-    import psutil
-
-    shape, _ = find_model_shape(config)
-    check_cpu_engine(config, shape)
-    ranks, count = config.learner.parallel.world_size, config.generator.count
-    rank = estimate_rank_memory(shape, config)
-    needed = ranks * (rank.weights + rank.teacher) + count * estimate_engine_memory(shape, config).weights
-    here = psutil.virtual_memory().total
-    if needed > here:
-        gib = 2**30
-        raise ConfigError(
-            f"the weights of {shape.name} take {needed / gib:.0f} GiB in {ranks} rank(s) and {count} engine(s), and this "
-            f"machine has no GPU and {here / gib:.0f} GiB of memory: set `cluster.address` to a cluster with GPUs, or take a "
-            "smaller model"
-        )
-
-
-def check_cpu_engine(config: Config, shape: ModelShape) -> None:
-    """Refuse settings with which vLLM's CPU engine would start and then fail.
-
-    Its workers would crash at the first request, or the first new weights would not fit into experts that it has
-    padded.
-    """
-    args = config.generator.engine_args
-    if args.get("enable_expert_parallel"):
-        raise ConfigError(
-            "`generator.engine_args.enable_expert_parallel`: vLLM has no expert parallelism on CPU, and this machine has no GPU: "
-            "leave it out, or set `cluster.address` to a cluster with GPUs"
-        )
-    workers = int(args.get("tensor_parallel_size", 1))
-    if shape.moe_layers and shape.expert_width % (CPU_EXPERT_WIDTH * workers):
-        raise ConfigError(
-            f"{shape.name}: this machine has no GPU, and an engine on CPU pads experts of width {shape.expert_width}"
-            f"{f' / {workers} workers' * (workers > 1)} to a multiple of {CPU_EXPERT_WIDTH}, and cannot take new weights then: "
-            f"take a model whose experts' width is a multiple of {CPU_EXPERT_WIDTH * workers}"
-            + ", or `generator.engine_args.tensor_parallel_size` = 1"
-            * (workers > 1)
-        )
-
-
-def check_addresses(config: Config) -> None:
-    """Check that the addresses on which the run listens belong to this machine and are free."""
-    serving = config.serving
-    if serving.enabled or is_agent(config.env):
-        if serving.port and config.generator.count > 1:
-            raise ConfigError(
-                f"`serving.port` = {serving.port} fits one generator a host, and `generator.count` = "
-                f"{config.generator.count}: set serving.port=0, and each takes a free one"
-            )
-        _check_bindable("serving", serving.host, serving.port)
-    if config.transport.host:
-        _check_bindable("transport", config.transport.host, 0)
-    if config.observe.prometheus_port is not None:
-        _check_bindable("observe", config.observe.prometheus_host, 0, "prometheus_host")
-
-
-def _check_bindable(section: str, host: str, port: int, key: str = "host") -> None:
-    bare = strip_brackets(host)
-    try:
-        found = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(found[0]) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(found[4])
-    except OSError as error:
-        if port and not isinstance(error, socket.gaierror) and _is_local_host(bare):
-            raise ConfigError(
-                f"`{section}.port` = {port} on {host} cannot be used: {error.strerror}. Choose another, or 0 for a free one"
-            ) from error
-        raise ConfigError(
-            f"`{section}.{key}` = {host!r} is no address of this machine ({error.strerror}): 127.0.0.1 is, or leave it out"
-        ) from error
-
-
-def _is_local_host(host: str) -> bool:
-    with contextlib.suppress(OSError), socket.socket(socket.getaddrinfo(host, 0)[0][0]) as probe:
-        probe.bind((host, 0))
-        return True
-    return False
+    start.supervised_rows = SupervisedRows.from_config(start.config, start.notes.append)
+    start.config = start.supervised_rows.update_config(start.config)
 
 
 # -- the environment -----------------------------------------------------------------------------------------------

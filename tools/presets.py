@@ -11,6 +11,7 @@ from r3async.config import find_config, load_config, preset_directory
 from r3async.envs.dataset import is_dataset
 
 from .plan import describe_plan, make_run_plan
+from .user_code import describe_code, find_named_code
 
 FIRST_PRESET = "quickstart"
 HEADER_LABELS = ("When to choose it:", "Staleness bound:", "Tested on:")
@@ -64,7 +65,9 @@ def describe_preset(name: str) -> str:
     if is_dataset(config.env) and not config.env.args.get("path"):
         plan = f"your rows decide: r3async train {name} --dry-run data=FILE"
     else:
-        plan = describe_plan(make_run_plan(config, import_code=False), config)
+        plan = describe_plan(make_run_plan(config), config)
+        if code := find_named_code(config):
+            plan += f"\nnote: {describe_code(code)}. It was not imported"
     return f"{find_config(name).read_text()}\n# --- what it comes to\n{textwrap.indent(plan, '# ')}"
 
 

@@ -56,7 +56,7 @@ def describe_rows(config: Config) -> list[str]:
 
 def _describe_environment_rows(config: Config, env_entry: RunEnv) -> list[str]:
     data, what = resolve_data_config(env_entry.env), env_entry.label or "data"
-    tasks, renderer = load_task_splits(data), _make_renderer(config)
+    tasks, renderer = load_task_splits(data), make_renderer(config)
     lines = []
     for part, env in (("trained", env_entry.env), ("evaluated", select_held_out_rows(env_entry.env))):
         if part == "evaluated" and not data.eval:
@@ -72,8 +72,11 @@ def _describe_environment_rows(config: Config, env_entry: RunEnv) -> list[str]:
     return lines
 
 
-def _make_renderer(config: Config) -> ChatRenderer | None:
-    """Return the model's renderer; None if the model is not on this machine."""
+def make_renderer(config: Config) -> ChatRenderer | None:
+    """Return the model's renderer; None if the model is not on this machine.
+
+    Raises `ConfigError` for a tokenizer or a chat template that cannot be used.
+    """
     path = config.model.path
     if not path:
         from .init_model import build_byte_tokenizer
@@ -85,4 +88,6 @@ def _make_renderer(config: Config) -> ChatRenderer | None:
         return ChatRenderer.from_model(path, config.episode.template_args)
     except (TemplateError, OSError, ValueError) as error:
         line = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ConfigError(f"`model.path` = {path!r}: its tokenizer cannot be used: {line}") from error
+    except Exception as error:  # many kinds: a damaged tokenizer.json fails where transformers happens to look first
+        line = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    raise ConfigError(f"`model.path` = {path!r}: its tokenizer cannot be used: {line}")

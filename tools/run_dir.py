@@ -38,6 +38,12 @@ def open_named_run(
     return run
 
 
+def check_named_run(config: Config, root: Path) -> None:
+    """Check that `runs/NAME`, if it exists, can be resumed with these settings; see `check_run_directory`."""
+    if config.name:
+        run_dir.check_run_directory(config, root / config.name)
+
+
 def _link_latest(root: Path, name: str) -> None:
     scratch = root / f".latest-{os.getpid()}"
     with contextlib.suppress(FileNotFoundError):  # of a killed process with the same id

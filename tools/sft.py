@@ -20,17 +20,19 @@ from r3async.actors.process import StoppedBeforeStep
 from r3async.checkpoint import Checkpoint, CheckpointError, CheckpointSchedule, CheckpointWriter
 from r3async.checkpoint.directory import begin_lineage, fingerprint_model
 from r3async.checkpoint.state import TrainingState
-from r3async.config import Config, ConfigError
+from r3async.config import Config
 from r3async.data.tokens import Sample
 from r3async.record.events import open_event_log
 from r3async.record.writer import MetricsFile
 from r3async.world.real import REAL_WORLD
 
-from .preflight import check_model_directory
-from .run_dir import check_disk_space, explain_full_disk, open_named_run
+from .memory import estimate_rank_memory
+from .preflight import check_dry_run, check_start
+from .run_dir import explain_full_disk, open_named_run
 from .sft_data import SupervisedRows
 from .tail.live import LiveView, describe_step
 from .terminal import SafeConsole
+from .traffic import format_bytes
 from .train import (
     MetricsForwarder,
     StoppedWhileLoading,
@@ -64,16 +66,30 @@ def run_sft(config: Config, preset: str, console: Console | None = None, root: P
             return root / config.name
 
 
+def describe_supervised_plan(config: Config, root: Path) -> str:
+    """Check a start that does not follow, and describe it as text. Raises `ConfigError` like `run_sft`."""
+    start = check_dry_run(config, command="sft", runs=root)
+    config, learner = start.config, start.config.learner
+    rank = estimate_rank_memory(start.shape, config)
+    rows = len(start.supervised_rows.rows) if start.supervised_rows else "unknown"
+    return "\n".join(
+        [
+            f"model       {start.shape.name}: {start.shape.num_parameters:,} parameters",
+            f"schedule    {config.steps} steps of {config.sft.rows_per_step} rows, of {rows}",
+            f"ranks       {learner.parallel.world_size}, {learner.backend}",
+            f"memory      {format_bytes(rank.total_bytes)} a rank, estimated",
+            *(f"note: {note}" for note in start.notes),
+        ]
+    )
+
+
 def _prepare_and_run(config: Config, preset: str, view: LiveView, root: Path, request: StopRequest) -> Path:
-    if not config.model.path:
-        raise ConfigError("`model.path` is empty: name the model that is to learn, a directory with config.json in it")
-    check_model_directory(config.model.path)
-    if config.learner.backend == "scripted":
-        raise ConfigError('`learner.backend` = "scripted" has no model that could learn')
-    check_disk_space(root)
     view.show_phase("reading the rows")
-    rows = SupervisedRows.from_config(config, view.print_line)
-    config = rows.update_config(config)
+    start = check_start(config, root, "sft")
+    config, rows = start.config, start.supervised_rows
+    assert rows is not None
+    for line in start.notes:
+        view.print_line(line)
     view.set_total_steps(config.steps)
     with explain_full_disk(root):
         run = open_named_run(config, preset, view.print_line, root, make_reporter(view))

@@ -18,6 +18,8 @@ from r3async.learner.batch import CostModel, build_cost_model
 from r3async.rollout.chat import ChatRenderer, TemplateError, build_demonstration
 from r3async.untrusted import decode_python_json
 
+from .rows import make_renderer
+
 
 @dataclass(frozen=True)
 class SupervisedRows:
@@ -50,11 +52,8 @@ class SupervisedRows:
         tasks = TaskSplits(data, parse_row=parse_conversation)
         if data.digest not in ("", tasks.digest):
             raise ConfigError(f"`data` = {data.path!r}: the rows are not those that the run began with: put them back")
-        try:
-            renderer = ChatRenderer.from_model(path, config.episode.template_args)
-        except (TemplateError, OSError, ValueError) as error:
-            line = next(iter(str(error).splitlines()), type(error).__name__)
-            raise ConfigError(f"`model.path` = {config.model.path!r}: its tokenizer cannot be used: {line}") from error
+        renderer = make_renderer(config)
+        assert renderer is not None
         longest = min(config.episode.max_total_tokens, config.learner.max_tokens_per_micro_batch)
         rows = _render_samples(tasks.train, renderer, longest, "trained", print_line)
         held_out = _render_samples(tasks.eval, renderer, longest, "held out", print_line) if tasks.eval else []

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from r3async.config import Config, check_policy_loss
+from r3async.config import Config
 from r3async.world import EventReporter
 from r3async.world.real import REAL_WORLD
 
@@ -171,24 +171,20 @@ def _prepare_and_train(
     from r3async.actors.driver import RunLauncher, supervise_run
     from r3async.actors.process import RunFailed
     from r3async.envs.mix import add_default_evaluation_sets
-    from r3async.record.sinks import check_sinks
-    from r3async.rollout.evaluation import check_environment
 
     from .diagnose.afterwards import diagnose_failed_run
     from .hub import is_hub_name, resolve_hub_model
     from .preflight import check_start
-    from .rows import add_row_digests
 
     config = add_default_evaluation_sets(config)
-    check_policy_loss(config.algorithm)
-    check_environment(config)  # a wrong environment is refused before anything starts
-    check_sinks(config.log)
-    check_disk_space(root)
+    check_disk_space(root)  # a model may be fetched
     if is_hub_name(config.model.path):
         view.show_phase(f"looking for {config.model.path}")
     config = resolve_hub_model(config, download=True)
-    check_start(config)
-    config = add_row_digests(config, view.print_line)
+    start = check_start(config, root)
+    config = start.config
+    for line in start.notes:
+        view.print_line(line)
     with explain_full_disk(root):
         run = open_named_run(config, preset, view.print_line, root, make_reporter(view))
     view.print_line(f"run directory: {run.path}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -259,11 +260,51 @@ class RoutingShape(msgspec.Struct, frozen=True):
 
 EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
+MAX_LAYERS, MAX_VOCABULARY, MAX_SIZE, MAX_EXPERTS = 512, 2**24, 2**20, 2**16
+MAX_EXPERTS_OF_ALL_LAYERS = 2**17
+MAX_POSITIONS = 2**31 - 1
+"""Largest positions: tokens of a sample are counted in int32."""
+SIZE_BOUNDS: dict[str, tuple[int, int]] = {
+    "num_hidden_layers": (1, MAX_LAYERS),
+    "vocab_size": (1, MAX_VOCABULARY),
+    "max_position_embeddings": (1, MAX_POSITIONS),
+    "sliding_window": (0, MAX_POSITIONS),
+    **dict.fromkeys(
+        (
+            *("hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim"),
+            *("num_attention_heads", "num_key_value_heads", "kv_lora_rank", "q_lora_rank", "v_head_dim"),
+        ),
+        (1, MAX_SIZE),
+    ),
+    **dict.fromkeys(
+        ("qk_nope_head_dim", "qk_rope_head_dim", "shared_expert_intermediate_size", "n_shared_experts"), (0, MAX_SIZE)
+    ),
+    **dict.fromkeys(EXPERT_COUNT_KEYS, (0, MAX_EXPERTS)),
+    **dict.fromkeys(("num_experts_per_tok", "n_group", "topk_group"), (1, MAX_EXPERTS)),
+    "decoder_sparse_step": (1, MAX_LAYERS),
+    **dict.fromkeys(("first_k_dense_replace", "num_nextn_predict_layers"), (0, MAX_LAYERS)),
+    **dict.fromkeys(("pad_token_id", "bos_token_id"), (-1, MAX_VOCABULARY)),
+}
+"""Smallest and largest value of each size in a `config.json`. They are far beyond every published model, so that a
+slip is named and nothing is counted for minutes."""
+NULLABLE_SIZES = ("num_key_value_heads", "head_dim", "q_lora_rank", "sliding_window", "layer_types")
+"""Sizes for which null means something: as many as heads, `hidden_size` / heads, none."""
+NUMBER_KEYS = ("rms_norm_eps", "rope_theta", "routed_scaling_factor")
+"""Keys of a `config.json` whose values are positive numbers."""
+FLAG_KEYS = (
+    *("tie_word_embeddings", "norm_topk_prob", "attention_bias", "qkv_bias", "mlp_bias"),
+    *("use_qk_norm", "use_sliding_window"),
+)
+
 
 def check_size_keys(config: Mapping[str, Any], architecture: ModelArchitecture) -> None:
     """Raise `ModelShapeError` if a `config.json` lacks a size: transformers would silently take its own default."""
-    missing = [key for key in architecture.size_keys if key not in config]
-    if architecture.moe_module and not set(architecture.expert_count_keys) & set(config):
+    missing = [
+        key
+        for key in architecture.size_keys
+        if config.get(key) is None and not (key in NULLABLE_SIZES and key in config)
+    ]
+    if architecture.moe_module and all(config.get(key) is None for key in architecture.expert_count_keys):
         missing.append("' or '".join(architecture.expert_count_keys))
     if missing:
         raise ModelShapeError(
@@ -272,13 +313,107 @@ def check_size_keys(config: Mapping[str, Any], architecture: ModelArchitecture) 
         )
 
 
+def check_size_values(config: Mapping[str, Any]) -> None:
+    """Raise `ModelShapeError` for a size in a `config.json` that no model can have: of another type, out of
+    `SIZE_BOUNDS`, or at odds with another one. Keys that are missing or null are not judged."""
+    for key, (least, most) in SIZE_BOUNDS.items():
+        value = config.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ModelShapeError(f"config.json has `{key}` = {value!r:.80}, which is no whole number")
+        if not least <= value <= most:
+            raise ModelShapeError(f"config.json has `{key}` = {value!r:.24}, which must be {least} to {most}")
+    for key in NUMBER_KEYS:
+        value = config.get(key)
+        if value is not None and not (_is_number(value) and 0 < value < math.inf):
+            raise ModelShapeError(f"config.json has `{key}` = {value!r:.80}, which is no positive number")
+    for key in FLAG_KEYS:
+        value = config.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise ModelShapeError(f"config.json has `{key}` = {value!r:.80}, which is neither true nor false")
+    _check_layer_lists(config)
+    _check_size_relations(config)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_layer_lists(config: Mapping[str, Any]) -> None:
+    layers = config.get("num_hidden_layers") or 0
+    dense, kinds = config.get("mlp_only_layers"), config.get("layer_types")
+    if dense is not None and not (
+        isinstance(dense, list) and all(type(index) is int and 0 <= index < max(layers, 1) for index in dense)
+    ):
+        raise ModelShapeError(
+            f"config.json has `mlp_only_layers` = {dense!r:.80}, which is no list of layers from 0 to {layers - 1}"
+        )
+    if kinds is not None and not (
+        isinstance(kinds, list) and len(kinds) == layers and all(isinstance(kind, str) for kind in kinds)
+    ):
+        raise ModelShapeError(
+            f"config.json has `layer_types` = {kinds!r:.80}, which does not name the kind of each of {layers} layers"
+        )
+    frequency = config.get("moe_layer_freq")
+    if frequency is None or (type(frequency) is int and 1 <= frequency <= MAX_LAYERS):
+        return
+    if not isinstance(frequency, list) or len(frequency) != layers or not set(map(repr, frequency)) <= {"0", "1"}:
+        raise ModelShapeError(
+            f"config.json has `moe_layer_freq` = {frequency!r:.80}, which is neither a number from 1 nor a list with 0 or 1 "
+            f"for each of {layers} layers"
+        )
+
+
+def _check_size_relations(config: Mapping[str, Any]) -> None:
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    groups = config.get("num_key_value_heads")
+    has_own_heads = config.get("head_dim") or config.get("qk_rope_head_dim")
+    if hidden and heads and not has_own_heads and hidden % heads:
+        raise ModelShapeError(
+            f"config.json has no `head_dim`, and `num_attention_heads` = {heads} does not divide `hidden_size` = {hidden}"
+        )
+    if heads and groups and heads % groups:
+        raise ModelShapeError(
+            f"config.json has `num_key_value_heads` = {groups}, which does not divide `num_attention_heads` = {heads}"
+        )
+    experts = next((count for key in EXPERT_COUNT_KEYS if (count := config.get(key))), 0)
+    if experts * (config.get("num_hidden_layers") or 0) > MAX_EXPERTS_OF_ALL_LAYERS:
+        raise ModelShapeError(
+            f"config.json has {experts} experts in {config['num_hidden_layers']} layers, and {MAX_EXPERTS_OF_ALL_LAYERS} "
+            "may be in all together"
+        )
+    chosen = config.get("num_experts_per_tok")
+    if experts > 1 and chosen and chosen > experts:
+        raise ModelShapeError(f"config.json has `num_experts_per_tok` = {chosen}, and only {experts} experts")
+    expert_groups, chosen_groups = config.get("n_group") or 1, config.get("topk_group") or 1
+    if chosen_groups > expert_groups or (experts and experts % expert_groups):
+        raise ModelShapeError(
+            f"config.json has `n_group` = {expert_groups} and `topk_group` = {chosen_groups}, which do not divide its "
+            f"{experts} experts"
+        )
+
+
+def take_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a `config.json` that describes the language model. Raises `ModelShapeError` like
+    `check_size_values`."""
+    inner = config.get("text_config", config)
+    if not isinstance(inner, Mapping):
+        raise ModelShapeError(f"config.json has `text_config` = {inner!r:.80}, which is no object")
+    kind = inner.get("model_type", "")
+    if not isinstance(kind, str):
+        raise ModelShapeError(f"config.json has `model_type` = {kind!r:.80}, which is no text")
+    check_size_values(inner)
+    return inner
+
+
 def read_moe_layers(config: Mapping[str, Any]) -> tuple[RoutingShape | None, list[int]]:
     """Return the routing shape and the indices of the MoE layers, from a Hugging Face `config.json`.
 
     The result is `(None, [])` for a dense model. Raises `ModelShapeError` for a mixture that is described by other
     keys, or without its sizes.
     """
-    config = config.get("text_config", config)
+    config = take_text_config(config)
     known = find_architecture(config.get("model_type", ""))
     if known:
         check_size_keys(config, known)
@@ -485,8 +620,8 @@ REQUIRED_KEYS = ("hidden_size", "num_attention_heads", "num_hidden_layers", "voc
 
 def parse_model_shape(config: Mapping[str, Any], name: str = "the model") -> ModelShape:
     """Return the shape that a Hugging Face `config.json` describes. Raises `ModelShapeError` if it lacks a number."""
-    c = config.get("text_config", config)
-    if missing := [key for key in REQUIRED_KEYS if key not in c]:
+    c = take_text_config(config)
+    if missing := [key for key in REQUIRED_KEYS if c.get(key) is None]:
         raise ModelShapeError(f"config.json of {name} has no {missing[0]!r}")
     routing, moe_layers = read_moe_layers(c)
     expert_width = c.get("moe_intermediate_size") or c.get("intermediate_size") or 0

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +29,7 @@ from torch.nn import Parameter
 
 from r3async.checkpoint.tensors import TensorSlice
 from r3async.config import LoraConfig
-from r3async.config.algorithm import matches_target
 from r3async.learner.optimizer import to_local
-from r3async.learner.results import LearnerError
 from r3async.learner.state import ShardSlice
 
 ADAPTER_NAMES = ("lora_A", "lora_B")
@@ -55,25 +53,6 @@ class AdapterCandidate(NamedTuple):
 def strip_weight_suffix(name: str) -> str:
     """Return a weight's name without `.weight`, which all but stacked ones end with."""
     return name.removesuffix(".weight")
-
-
-def select_targets(config: LoraConfig, modules: Iterable[tuple[str, bool]]) -> set[str]:
-    """Return the names of the model's matrices that have adapters; each matrix comes with whether it is a router's.
-
-    Raises `LearnerError` for a target that matches none.
-    """
-    known = sorted(set(modules))
-    chosen: set[str] = set()
-    for target in config.targets:
-        found = {name for name, router in known if matches_target(target, name, router=router)}
-        if not found:
-            there = sorted({".".join(p for p in name.split(".")[3:] if not p.isdigit()) or name for name, _ in known})
-            raise LearnerError(
-                f"`learner.lora.targets`: {target!r} names no matrix that can be adapted; there are {', '.join(there)}, "
-                "and `learner.freeze_router` leaves out routers"
-            )
-        chosen |= found
-    return chosen
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
-from r3async.config import ParallelConfig
+from r3async.config import LearnerConfig
 from r3async.data.models import (
     ARCHITECTURES,
     EXPERT_BIAS_SUFFIX,
@@ -21,6 +21,7 @@ from r3async.data.models import (
     list_supported_types,
     parse_model_shape,
 )
+from r3async.learner.adapter_targets import select_targets
 from r3async.learner.results import LearnerError
 from r3async.untrusted import decode_python_json
 
@@ -173,14 +174,27 @@ def read_tensor_shapes(files: Mapping[str, Any]) -> dict[str, list[int]]:
     return {name: file.get_slice(name).get_shape() for name, file in files.items()}
 
 
-def check_model_directory(directory: Path, parallel: ParallelConfig) -> None:
-    """Check all that can be known before a model is loaded on these ranks. Raises `LearnerError`."""
+def check_model_directory(directory: Path, learner: LearnerConfig) -> None:
+    """Check all that can be known before a model is loaded with these settings. Raises `LearnerError`."""
     shape = read_model_shape(directory)
     try:
-        shape.check_parallelism(parallel)
+        shape.check_parallelism(learner.parallel)
     except ModelShapeError as error:
         raise LearnerError(str(error)) from error
     check_tensor_shapes(shape, read_tensor_shapes(open_model_files(directory)))
+    if learner.lora.rank:
+        select_targets(learner, _list_adaptable_modules(shape))
+
+
+def _list_adaptable_modules(shape: MegatronModelShape) -> list[tuple[str, bool]]:
+    """Return the names of the matrices that may have adapters: those of layers. Each comes with whether it is a
+    router's."""
+    router = f".{shape.architecture.moe_module}.gate.weight"
+    return [
+        (name.removesuffix(".weight"), bool(shape.moe_layers) and name.endswith(router))
+        for name, sizes in shape.list_tensor_shapes().items()
+        if len(sizes) == 2 and name.startswith("model.layers.")
+    ]
 
 
 def _check_gates(shape: MegatronModelShape, directory: Path) -> None:

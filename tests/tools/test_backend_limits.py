@@ -11,9 +11,10 @@ import torch
 from r3async.config import ConfigError, load_config
 from r3async.learner import LearnerError
 from r3async.learner.model import read_model_shape
-from r3async.learner.policy_loss import PolicyLoss, by_token
-from r3async.tools.plan import CPU_HEAD_DIMS, make_run_plan
-from r3async.tools.preflight import check_custom_loss, check_model_files
+from r3async.learner.policy_loss import PolicyLoss, by_token, check_custom_loss
+from r3async.tools.machine_checks import CPU_HEAD_DIMS
+from r3async.tools.model_checks import check_model_files
+from r3async.tools.preflight import make_checked_plan
 from tests.helpers import architectures as ha
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -49,10 +50,11 @@ def test_sizes_of_heads_are_those_that_the_engine_on_cpu_takes(monkeypatch):
     odd = load_config("quickstart", ["model.init.hidden_size=192"])
     monkeypatch.setattr("r3async.tools.preflight.has_gpu", lambda: False)
     with pytest.raises(ConfigError, match=r"heads of 48 values, .* it takes 32, 64, 80"):
-        make_run_plan(odd)
-    make_run_plan(load_config("quickstart", ["model.init.hidden_size=256"]))
+        make_checked_plan(odd)
+    make_checked_plan(load_config("quickstart", ["model.init.hidden_size=256"]))
     monkeypatch.setattr("r3async.tools.preflight.has_gpu", lambda: True)
-    make_run_plan(odd)
+    monkeypatch.setattr("r3async.tools.machine_checks.has_gpu", lambda: True)
+    make_checked_plan(odd)
 
 
 def write_files(directory: Path, *names: str) -> str:
@@ -126,10 +128,12 @@ def right(inputs):
 )
 def test_a_loss_that_returns_something_else_is_refused_before_the_first_step(name, message):
     with pytest.raises(ConfigError, match=message):
-        check_custom_loss(load_config("quickstart", [f"algorithm.policy_loss={__name__}:{name}"]))
+        check_custom_loss(load_config("quickstart", [f"algorithm.policy_loss={__name__}:{name}"]).algorithm)
 
 
 def test_a_loss_of_ones_own_is_taken():
     own = f"algorithm.policy_loss={__name__}:right"
-    check_custom_loss(load_config("quickstart", [own, "algorithm.loss_args.x=2", "algorithm.anchor=recomputed"]))
-    check_custom_loss(load_config("quickstart", ["algorithm.policy_loss=gspo"]))
+    check_custom_loss(
+        load_config("quickstart", [own, "algorithm.loss_args.x=2", "algorithm.anchor=recomputed"]).algorithm
+    )
+    check_custom_loss(load_config("quickstart", ["algorithm.policy_loss=gspo"]).algorithm)

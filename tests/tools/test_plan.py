@@ -19,6 +19,7 @@ from r3async.tools.memory import (
     check_trainable,
 )
 from r3async.tools.plan import count_wire_bytes, describe_plan, make_run_plan
+from r3async.tools.preflight import make_checked_plan
 
 MOE = parse_model_shape(PUBLISHED_CONFIGS["Qwen3-30B-A3B"], "Qwen3-30B-A3B")
 
@@ -115,7 +116,7 @@ def test_bytes_on_the_wire_are_those_of_an_encoded_trajectory(layers, top_k, exp
 )
 def test_nonsense_is_refused_with_the_settings_name(preset, override, parts):
     with pytest.raises(ConfigError) as caught:
-        make_run_plan(load_config(preset, override.split()))
+        make_checked_plan(load_config(preset, override.split()))
     for part in parts:
         assert part in str(caught.value)
 
@@ -172,7 +173,7 @@ def test_engines_and_ranks_that_share_a_gpu_fit_it_together(tmp_path):
     assert (made.gpus, made.shared) == (1, True)
     assert made.hosts == ["host 1: rank 0 of the learner; engine 0 on the ranks' GPUs"]
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization` to at most 0\.\d+, .*colocate") as caught:
-        make_run_plan(
+        make_checked_plan(
             load_config("math_one_gpu", [f"data.path={rows}", "generator.engine_args.gpu_memory_utilization=0.9"])
         )
     most = str(caught.value).partition("to at most ")[2].partition(",")[0]
@@ -186,7 +187,7 @@ def test_engines_and_ranks_that_share_a_gpu_fit_it_together(tmp_path):
 def test_engine_arguments_that_change_its_memory_are_planned():
     def planned(*args: str):
         config = load_config("moe_30b_r3", [f"generator.engine_args.{arg}" for arg in args])
-        plan = make_run_plan(config)
+        plan = make_checked_plan(config)
         free = [note.partition("there are ")[2].partition(":")[0] for note in plan.notes if "preempts" in note]
         return plan.engine, free, describe_plan(plan, config)
 

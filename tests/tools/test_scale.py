@@ -58,7 +58,7 @@ def test_a_run_that_nobody_makes_is_refused_at_once(left_run, was_locked):
     if was_locked:
         RunLock(left_run).close()
     began = time.monotonic()
-    with pytest.raises(ConfigError, match="is not running .*resumed"):
+    with pytest.raises(ConfigError, match=r"is not running .*resumed"):
         scale_run(left_run, 3, 20.0, print)
     assert time.monotonic() - began < 2.0
     assert read_scale_request(left_run) is None

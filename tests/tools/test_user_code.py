@@ -95,7 +95,7 @@ def test_a_command_that_shows_imports_nothing_that_a_file_names(what, look, stra
     assert not mark.exists(), said
     if look in ("presets", "dry run", "dry run as JSON"):
         assert said.returncode == 0, said
-        assert "It was not imported, so neither it nor rows were checked" in said.stdout
+        assert "It was not imported" in said.stdout
 
 
 @pytest.mark.parametrize("what", NAMES)

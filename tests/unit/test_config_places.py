@@ -8,7 +8,7 @@ import pytest
 from r3async.config import EnvConfig, load_config
 from r3async.config.algorithm import import_policy_loss
 from r3async.envs.factory import build_environment_factory
-from r3async.tools.plan import make_run_plan
+from r3async.tools.preflight import make_checked_plan
 from r3async.tools.sweep.plan import list_runs, read_sweep_plan
 
 ENVIRONMENT = """
@@ -52,7 +52,7 @@ def test_what_lies_beside_a_file_is_found_from_elsewhere(folder, tmp_path, monke
     monkeypatch.chdir(tmp_path / "deep")
     assert load_config("../mine/run.toml").env.args["path"] == "../mine/train.jsonl"
     assert load_config(str(folder / "run.toml")).env.args["path"] == str(folder / "train.jsonl")
-    assert "data: 6 rows are trained" in make_run_plan(load_config("../mine/run.toml")).notes[0]
+    assert "data: 6 rows are trained" in make_checked_plan(load_config("../mine/run.toml")).notes[0]
 
 
 def test_a_file_beside_the_command_is_named_as_before(folder, monkeypatch):

@@ -71,18 +71,20 @@ def submit(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show the job, and submit nothing")] = False,
 ) -> None:
     """Package this folder (without what .gitignore and .rayignore name) and train PRESET as a job."""
-    from ..plan import make_run_plan
+    from ..preflight import check_dry_run
     from .jobs import make_package
 
     config = load_command_config(preset, overrides or [])
-    plan = make_run_plan(config, import_code=not dry_run)
+    start = check_dry_run(config, import_code=not dry_run, made_elsewhere=True)
+    for note in start.notes:
+        echo_printable(note, err=True)
     package = make_package(config, preset, overrides or [], runs=runs)
     if dry_run:
         echo_printable(json.dumps({"entrypoint": package.entrypoint, "runtime_env": package.runtime_env}, indent=2))
         return
     with _open_jobs(address or config.cluster.address, token_file) as jobs:
         if check:
-            _check_cluster_fit(plan, config, jobs)
+            _check_cluster_fit(start.plan, config, jobs)
         job = jobs.submit_job(package, name, lambda text: echo_printable(text, err=True))
         echo_printable(f"job {job} submitted to {jobs.address}; runs are made in {runs.absolute()}", err=True)
         if follow:
@@ -174,10 +176,10 @@ def cluster(
 ) -> None:
     """Compare a run's needs with the resources of a Ray cluster; exit code 1 if it does not fit."""
     from ..fit import check_cluster_fit, describe_cluster_fit, query_nodes
-    from ..plan import make_run_plan
+    from ..preflight import make_checked_plan
 
     config = load_command_config(preset, overrides or [])
-    plan = make_run_plan(config, import_code=False)
+    plan = make_checked_plan(config, import_code=False, made_elsewhere=True)
     with _open_jobs(address or config.cluster.address, token_file) as jobs:
         fit = check_cluster_fit(plan, config, query_nodes(jobs.dashboard_address))
     echo_printable(describe_cluster_fit(fit, plan))

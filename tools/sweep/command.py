@@ -96,9 +96,9 @@ def check_sweep(request: SweepRequest, print_line: PrintLine, import_code: bool 
     """Validate every requested run like `r3async train --dry-run`. Raises `ConfigError` that names the run.
 
     Args:
-        import_code: As in `make_run_plan`.
+        import_code: As in `make_checked_plan`.
     """
-    from ..plan import make_checked_plan
+    from ..preflight import make_checked_plan
     from .capacity import combine_needs, compute_capacity, compute_needs, measure_machine
     from .plan import choose_runs, list_runs, read_sweep_plan
 

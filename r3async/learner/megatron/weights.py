@@ -18,7 +18,8 @@ from torch.nn import Parameter
 from r3async.checkpoint.tensors import TensorSlice
 from r3async.config import Config, LearnerConfig
 from r3async.data.models import EXPERT_BIAS_SUFFIX
-from r3async.learner.lora import AdapterCandidate, LoraAdapters, ShardedDim, select_targets
+from r3async.learner.adapter_targets import select_targets
+from r3async.learner.lora import AdapterCandidate, LoraAdapters, ShardedDim
 from r3async.learner.megatron.layers import HiddenStatesModel
 from r3async.learner.model import MegatronModelShape, check_tensor_shapes, read_tensor_shapes
 from r3async.learner.results import LearnerError
@@ -413,7 +414,7 @@ def build_adapters(
         everywhere: list[set[tuple[str, bool]]] = [set()] * learner.parallel.world_size
         dist.all_gather_object(everywhere, names)
         names = set().union(*everywhere)
-    chosen = select_targets(learner.lora, names)
+    chosen = select_targets(learner, names)
     adapted = {id(one.parameter) for one in matrices if chosen & set(one.module_names)}
     for link in mappings:
         link.parameter.requires_grad_(id(link.parameter) in adapted)

@@ -18,10 +18,12 @@ from torch.distributed.tensor import DTensor
 from r3async.checkpoint.tensors import TensorSlice
 from r3async.config import Config, LearnerConfig
 from r3async.data.models import find_architecture
+from r3async.learner.adapter_targets import select_targets
 from r3async.learner.backend import SINGLE_RANK, LearnerBackend, RankGroup, TokenScores
 from r3async.learner.batch import MicroBatch
 from r3async.learner.kernels import DeterministicGather, select_supports, upload_array
-from r3async.learner.lora import AdapterCandidate, LoraAdapters, ShardedDim, select_targets
+from r3async.learner.lora import AdapterCandidate, LoraAdapters, ShardedDim
+from r3async.learner.model import open_model_files, read_tensor_shapes
 from r3async.learner.optimizer import ExpertBias, Gradients, MasterAdamW, compute_squared_norm, count_updates, to_local
 from r3async.learner.replay import MicroBatchRoutes, RoutingReplay
 from r3async.learner.results import LearnerError
@@ -221,7 +223,7 @@ def freeze_parameters(model: PackedModel, config: LearnerConfig) -> set[str]:
             router.requires_grad_(False)
         return set()
     matrices = find_adapter_candidates(model, SINGLE_RANK, config)
-    chosen = select_targets(config.lora, [(name, one.is_router) for one in matrices for name in one.module_names])
+    chosen = select_targets(config, [(name, one.is_router) for one in matrices for name in one.module_names])
     adapted = {id(one.parameter) for one in matrices if chosen & set(one.module_names)}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in adapted)
@@ -286,11 +288,18 @@ def gather_tensor(tensor: Tensor, dtype: torch.dtype, ranks: RankGroup, target_r
 
 
 def check_buildable(config: Config, path: Path) -> None:
-    """Build the model without memory and run it as far as shapes go.
+    """Build the model without memory, run it as far as shapes go, and compare the tensors that its files name alike.
 
-    Raises `LearnerError` for a model that this backend would train wrongly. What only values show (changed logits,
-    masked scores) is not detected, and files of weights are not read.
+    Raises `LearnerError` for a model that this backend would train wrongly, and for `learner.lora.targets` that name
+    nothing. What only values show (changed logits, masked scores) is not detected.
     """
     # Without values, bfloat16 is the only precision with a kernel for matrices of experts.
     described, causal = read_model_config(path), build_empty_model(path, torch.bfloat16)
-    PackedModel(causal, described, max_total_tokens=config.episode.max_total_tokens).find_routers(torch.device("meta"))
+    model = PackedModel(causal, described, max_total_tokens=config.episode.max_total_tokens)
+    model.find_routers(torch.device("meta"))
+    found = read_tensor_shapes(open_model_files(path))
+    for name, parameter in causal.named_parameters():
+        if parameter.ndim <= 2 and name in found and tuple(found[name]) != tuple(parameter.shape):
+            raise LearnerError(f"{name}: shape {tuple(found[name])}, config.json means {tuple(parameter.shape)}")
+    if config.learner.lora.rank:
+        freeze_parameters(model, config.learner)

@@ -195,7 +195,7 @@ def _make_unknown_key_error(path: str, key: str, inner: Any, names: Sequence[str
     while isinstance(inner, Mapping) and len(inner) == 1:  # extend the name while the table has a single key
         ((more, inner),) = inner.items()
         whole = f"{whole}.{more}"
-    if instead := find_equivalent_setting(whole):
+    if instead := find_equivalent_setting(whole, sections=not path):
         return ConfigError(f"unknown key `{whole}`: {instead}")
     names = names if path else [*names, *SHORTHAND_KEYS]
     hint = did_you_mean(key, names, f"valid here: {', '.join(names)}", lambda near: f"`{prefix}{near}`", cutoff=0.5)

@@ -372,11 +372,15 @@ TARGET_SETTINGS = frozenset(
 """Settings of r3async that the table names."""
 
 
-def find_equivalent_setting(name: str) -> str:
+def find_equivalent_setting(name: str, *, sections: bool = True) -> str:
     """Return the text on what to set instead of another trainer's dotted `name`; "" if no trainer is known to have
-    it."""
+    it.
+
+    Args:
+        sections: A section in the name counts too, as it does unless the name begins with a section of ours.
+    """
     parts = name.split(".")
-    for stop in range(len(parts), 0, -1):
+    for stop in range(len(parts), 0 if sections else len(parts) - 1, -1):
         for start in range(stop):
             words = EQUIVALENT_SETTINGS.get(".".join(parts[start:stop]))
             if words is not None:

@@ -173,6 +173,7 @@ def actor_process(pid: int) -> psutil.Process | None:
 
 def environment_workers(generator: psutil.Process) -> list[psutil.Process]:
     try:
-        return [p for p in generator.children() if any("pool_worker" in part for part in p.cmdline())]
+        kept = [program for keeper in generator.children() for program in keeper.children()]
+        return [program for program in kept if any("pool_worker" in part for part in program.cmdline())]
     except psutil.Error:
         return []

@@ -128,10 +128,7 @@ class SandboxContainer:
 
 async def find_docker_problem() -> str:
     """Return why this machine cannot run containers; empty if it can."""
-    try:
-        asked = await run_bounded(("docker", "version", "--format", "{{.Server.Version}}"), START_SECONDS, 2048)
-    except OSError as error:
-        return f"docker: {error.strerror}"
+    asked = await run_bounded(("docker", "version", "--format", "{{.Server.Version}}"), START_SECONDS, 2048)
     return "" if asked.exit_code == 0 else asked.output.strip() or "docker does not answer"
 
 

@@ -13,7 +13,6 @@ import json
 import os
 import queue
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -29,7 +28,7 @@ from r3async.envs import Action, EnvironmentFactory, EnvironmentFailed, Environm
 from r3async.envs.errors import RemoteEnvironmentError
 from r3async.envs.pool_worker import WorkerCall, WorkerReply, receive_message, send_message
 from r3async.untrusted import MalformedError, decode_msgpack
-from r3async.world.processes import hash_seed_variables
+from r3async.world.processes import KeptProgram, hash_seed_variables
 
 # The path comes first: the process must import the same modules as this one, the user's own included.
 WORKER_BOOT_CODE = (
@@ -67,7 +66,7 @@ class EnvironmentWorker:
         self.lost_reason = ""
         self._arguments = arguments
         self._last_instance_id = 0
-        self._process: subprocess.Popen[bytes] | None = None
+        self._program: KeptProgram | None = None
         self._socket: socket.socket | None = None
         # Code that a finalizer may reach takes no lock that its own thread may hold: garbage is collected anywhere,
         # even in the middle of the same method. A SimpleQueue and a set allow that, a ThreadPoolExecutor would
@@ -75,10 +74,6 @@ class EnvironmentWorker:
         self._call_queue: queue.SimpleQueue[tuple[WorkerCall, Future[WorkerReply]] | None] = queue.SimpleQueue()
         self._stop_lock = threading.RLock()
         self._thread: threading.Thread | None = None
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process else None
 
     def register_instance(self) -> int:
         self._last_instance_id += 1
@@ -114,13 +109,11 @@ class EnvironmentWorker:
         self._call_queue.put((WorkerCall("drop", instance), Future()))
 
     def stop(self, reason: str = "the pool of environments was closed") -> None:
-        """Kill the process; calls that wait for it raise."""
+        """Kill the process and all that it started; calls that wait for it raise."""
         with self._stop_lock:
             self.lost_reason = self.lost_reason or reason
-            if self._process is not None:
-                self._process.kill()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(timeout=10)
+            if self._program is not None:
+                self._program.end()
             self._call_queue.put(None)
 
     def _fail_pending_calls(self) -> None:
@@ -137,7 +130,7 @@ class EnvironmentWorker:
         if not future.set_running_or_notify_cancel():
             return
         try:
-            unused = call.method == "drop" and (self._process is None or self.lost_reason)
+            unused = call.method == "drop" and (self._program is None or self.lost_reason)
             future.set_result(WorkerReply() if unused else self._call_process(call))
         except BaseException as error:
             future.set_exception(error)
@@ -145,7 +138,7 @@ class EnvironmentWorker:
     def _call_process(self, call: WorkerCall) -> WorkerReply:
         if self.lost_reason:
             raise self._make_lost_error()
-        if self._process is None:
+        if self._program is None:
             self._start_process()
         timeout = self.config.step_timeout
         return self._send_and_receive(
@@ -157,24 +150,14 @@ class EnvironmentWorker:
         with theirs, self._stop_lock:
             if self.lost_reason:
                 raise self._make_lost_error()
-            command = [
-                sys.executable,
-                "-c",
-                WORKER_BOOT_CODE,
-                json.dumps(sys.path),
-                str(theirs.fileno()),
-                str(os.getpid()),
-            ]
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
+            self._program = KeptProgram(
+                [sys.executable, "-c", WORKER_BOOT_CODE, json.dumps(sys.path), str(theirs.fileno())],
                 stdout=2,
                 env=filter_variables(self.config.variables) | hash_seed_variables(),
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,
             )
             if self.lost_reason:  # stopped by a finalizer, meanwhile
-                self._process.kill()
+                self._program.end()
                 raise self._make_lost_error()
         timeout = self.config.start_timeout
         hello = WorkerCall("load", path=self.path, arguments=self._arguments)
@@ -191,7 +174,7 @@ class EnvironmentWorker:
         """Send `call` and receive its reply. `timeout`, in seconds, covers both together, because a stopped process
         does not read a large call."""
         assert self._socket is not None
-        assert self._process is not None
+        assert self._program is not None
         message, deadline = msgspec.msgpack.encode(call), time.monotonic() + timeout
         try:
             send_message(self._socket, message, deadline)
@@ -205,9 +188,8 @@ class EnvironmentWorker:
             self.stop(why := f"its process sent what is no reply: {error}")
             raise EnvironmentFailed(f"{self.path}: {why}") from error
         except (EOFError, OSError) as error:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=5)
-            self.stop(f"it ended by itself in `{call.method}`, with exit code {self._process.returncode}")
+            with self._stop_lock:
+                self.stop(f"it ended by itself in `{call.method}`, with exit code {self._program.wait(timeout=5)}")
             raise self._make_lost_error() from error
 
     def _make_lost_error(self) -> EnvironmentFailed:

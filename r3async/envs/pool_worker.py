@@ -1,17 +1,12 @@
-"""The process that plays blocking environments: it reads a call, makes it and writes the reply, and ends with its
-owner."""
+"""The process that plays blocking environments: it reads a call, makes it and writes the reply."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
-import select
 import signal
 import socket
 import struct
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,10 +19,9 @@ from r3async.envs.errors import ErrorSummary, summarize_error
 from r3async.envs.returned import coerce_messages, require_step_result
 from r3async.envs.seeding import seed_global_generators
 from r3async.untrusted import decode_msgpack
+from r3async.world.keeper import STOP_SIGNALS
 from r3async.world.processes import ignore_output_errors
 
-PR_SET_PDEATHSIG = 1
-"""Option of prctl(2) that sets the signal sent when the parent ends."""
 _LENGTH_PREFIX = struct.Struct("!Q")
 """Length prefix of each message between the owner and its process."""
 
@@ -152,30 +146,13 @@ def get_oracle_answer(env: Any) -> str:
     return env.oracle() if hasattr(env, "oracle") else ""
 
 
-def _request_death_signal() -> None:
-    """Ask the kernel, on Linux, to kill this process when its owner ends: a process that is stopped cannot check."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _exit_with_owner(owner: int, descriptor: int) -> None:
-    """End this process when its owner has ended, even while an environment hangs and nobody reads the pipe."""
-    poll = select.poll()
-    poll.register(descriptor, select.POLLRDHUP)  # the end of the pipe, not its data
-    while os.getppid() == owner:
-        if poll.poll(1000):
-            break
-    os._exit(1)
-
-
 def main() -> None:
-    """Serve calls until the owner ends. The command-line arguments are the module path (already set), the descriptor of
-    the pipe, and the owner's process id."""
+    """Serve calls until the owner ends this process. The command-line arguments are the module path (already set) and the
+    descriptor of the pipe."""
     ignore_output_errors()  # an environment must not fail because it prints
-    descriptor, owner = int(sys.argv[2]), int(sys.argv[3])
-    _request_death_signal()  # `_exit_with_owner` detects an owner that ended before
-    threading.Thread(target=_exit_with_owner, args=(owner, descriptor), daemon=True).start()
-    channel, player = socket.socket(fileno=descriptor), EnvironmentHost()
+    for number in STOP_SIGNALS:  # which may be sent to every process of a run; the programs that it starts obey them
+        signal.signal(number, lambda *_: None)
+    channel, player = socket.socket(fileno=int(sys.argv[2])), EnvironmentHost()
     with contextlib.suppress(EOFError, OSError):
         while True:
             reply = player.handle_call(decode_msgpack(receive_message(channel), WorkerCall))

@@ -17,8 +17,8 @@ import json
 import os
 import resource
 import shutil
-import signal
 import stat
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +30,8 @@ import msgspec
 
 from r3async.envs import confine
 from r3async.envs.pool import PASSED_VARIABLES
+from r3async.world.keeper import list_descendants
+from r3async.world.processes import KeptProgram
 
 KILL_SECONDS = 5.0
 """Seconds within which a killed process group has ended."""
@@ -128,20 +130,10 @@ async def can_confine() -> bool:
 
 async def _isolation_works(words: Sequence[str]) -> bool:
     root = _make_root()
-    process = await asyncio.create_subprocess_exec(
-        *build_local_command("echo > here && echo > /tmp/there", CommandLimits(), words, root),
-        cwd=root / "work",
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.DEVNULL,
-        start_new_session=True,
-    )
     try:
-        return await asyncio.wait_for(process.wait(), ISOLATION_CHECK_SECONDS) == 0
-    except TimeoutError:
-        return False
+        command = build_local_command("echo > here && echo > /tmp/there", CommandLimits(), words, root)
+        return (await run_bounded(command, ISOLATION_CHECK_SECONDS, 4096, cwd=root / "work")).exit_code == 0
     finally:
-        _kill_group(process)
         await _remove_directories(root)
 
 
@@ -297,35 +289,32 @@ async def run_bounded(
     watch: Callable[[int], Coroutine[Any, Any, str]] | None = None,
     **options: Any,
 ) -> CommandResult:
-    """Run a program until it ends, for `seconds` at most, or until `watch` of its process id returns the limit that it
-    exceeds. Everything that it started in its process group is killed then, and if this is cancelled."""
+    """Run a program until it ends, for `seconds` at most, or until `watch` returns the limit that it exceeds. Everything
+    that it started is killed then, and if this is cancelled.
+
+    Args:
+        watch: Takes the id of a process whose descendants are the processes of the program.
+    """
     # We make the pipe: asyncio would wait for the end of its own pipes before it reports the end of a process, and
     # so for everything that a command left in the background.
     ours, theirs = os.pipe()
     reading = asyncio.create_task(_read_bounded(ours, output_bytes))
     try:
-        process = await asyncio.create_subprocess_exec(
-            *words,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=theirs,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-            **options,
-        )
+        program = KeptProgram(words, stdout=theirs, stderr=subprocess.STDOUT, **options)
     finally:
         os.close(theirs)
-    ending = asyncio.create_task(process.wait())
-    watching = [asyncio.create_task(watch(process.pid))] if watch else []
+    ending = asyncio.create_task(program.wait_async())
+    watching = [asyncio.create_task(watch(program.keeper_pid))] if watch else []
     try:
         await asyncio.wait([ending, *watching], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         code = ending.result() if ending.done() else None
         limit = next((f"ended: {each.result()}" for each in watching if each.done()), "out of time")
     finally:
-        for each in watching:
+        for each in (ending, *watching):
             each.cancel()
-        _kill_group(process)  # the whole group, background processes too
+        await program.end_async()  # what it left in the background, too
     output = ""
-    with contextlib.suppress(TimeoutError):  # a process that escaped its group may hold the pipe
+    with contextlib.suppress(TimeoutError):  # a process of another user may hold the pipe
         output = await asyncio.wait_for(reading, KILL_SECONDS)
     return CommandResult(code, output, limit)
 
@@ -448,29 +437,37 @@ async def _wait_until_exceeded(pid: int, root: Path, limits: CommandLimits) -> s
 def _measure_usage(pid: int, root: Path, limits: CommandLimits) -> tuple[str, float]:
     """Return the limit that is exceeded, if any, and the seconds of computing that the check took."""
     begun = time.thread_time()
-    over = _check_process_count(pid, limits) or _check_disk_usage(root, limits)
+    pids = list_descendants(pid)
+    over = _check_process_count(pids, limits) or _check_disk_usage(root, limits, _measure_unlinked_files(pids))
     return over, time.thread_time() - begun
 
 
-def _check_process_count(pid: int, limits: CommandLimits) -> str:
-    found, count = [pid], 0
-    while found:
-        children = Path("/proc", str(found.pop()), "task")
-        with contextlib.suppress(OSError):  # the process has ended
-            for thread in children.iterdir():
-                found += [int(child) for child in (thread / "children").read_text().split()]
-        count += 1
-        if count > limits.processes + _WRAPPER_PROCESSES:
-            return f"more than {limits.processes} processes"
-    return ""
+def _check_process_count(pids: Sequence[int], limits: CommandLimits) -> str:
+    return f"more than {limits.processes} processes" * (len(pids) > limits.processes + _WRAPPER_PROCESSES)
 
 
 _WRAPPER_PROCESSES = 2
 """Number of processes that wrap the command: `unshare` and the shell."""
 
 
-def _check_disk_usage(root: Path, limits: CommandLimits) -> str:
-    left, folders = limits.disk_mib * MIB, [str(root / name) for name in confine.SANDBOX_FOLDERS]
+def _measure_unlinked_files(pids: Sequence[int]) -> int:
+    """Return the bytes on disk of files that have no name any more, and that these processes have open. Shared memory is
+    not on a disk, and has its own limit."""
+    found = dict[tuple[int, int], int]()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            memory = os.stat(f"/proc/{pid}/root/dev/shm").st_dev
+            for entry in os.scandir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):  # it was closed
+                    facts = entry.stat()
+                    unlinked = stat.S_ISREG(facts.st_mode) and not facts.st_nlink and facts.st_dev != memory
+                    if unlinked and not os.readlink(entry.path).startswith("/memfd:"):
+                        found[facts.st_dev, facts.st_ino] = 512 * facts.st_blocks
+    return sum(found.values())
+
+
+def _check_disk_usage(root: Path, limits: CommandLimits, unlinked_bytes: int = 0) -> str:
+    left, folders = limits.disk_mib * MIB - unlinked_bytes, [str(root / name) for name in confine.SANDBOX_FOLDERS]
     while folders:
         try:
             with os.scandir(folders.pop()) as entries:
@@ -506,11 +503,6 @@ async def _read_bounded(pipe: int, max_bytes: int) -> str:
     left_out = total - len(head) - len(tail)
     between = f"\n[{left_out} bytes left out]\n" if left_out else ""
     return head.decode(errors="replace") + between + tail.decode(errors="replace")
-
-
-def _kill_group(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 async def run_quietly(*words: str, seconds: float = KILL_SECONDS) -> None:

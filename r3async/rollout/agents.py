@@ -14,7 +14,6 @@ import functools
 import inspect
 import os
 import shutil
-import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -23,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import msgspec
-import psutil
 
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, Secret, ServingConfig, did_you_mean, reveal_secrets
 from r3async.config.paths import import_object
@@ -37,7 +35,7 @@ from r3async.untrusted import MalformedError, decode_json_object
 from r3async.world import EventReporter, World, ignore_event
 from r3async.world.appending import RETRY_SECONDS
 from r3async.world.files import replace_file
-from r3async.world.processes import find_processes_by_env
+from r3async.world.processes import KeptProgram
 from r3async.world.real import REAL_WORLD
 
 if TYPE_CHECKING:
@@ -49,7 +47,6 @@ AGENT_NAMES = (COMMAND_AGENT, OUTSIDE_AGENT)
 OUTPUT_TAIL_BYTES = 16_384
 TERMINATION_SECONDS = 5.0
 """Seconds that processes have to end after SIGTERM, before they are killed."""
-TERMINATION_POLL_SECONDS = 0.05
 PIPE_CAPACITY_BYTES = 2**20
 """Bytes that a pipe holds at most."""
 
@@ -181,7 +178,7 @@ class CommandAgent:
 
     The reward is the last line of its output, if that is `{"reward": x}`. A call raises `EpisodeError` with the end of
     the program's stderr if it exits with a code other than 0. When the program exits, and when the call is cancelled,
-    all processes that it started are terminated.
+    all processes that it started are ended.
     """
 
     def __init__(
@@ -199,22 +196,20 @@ class CommandAgent:
         first, *words = reveal_secrets(self._command, "env.args.command")
         program = shutil.which(first, path=_build_search_path()) or first
         with contextlib.closing(_OutputTail()) as output, contextlib.closing(_OutputTail()) as errors:
-            process = await asyncio.create_subprocess_exec(
-                program,
-                *words,
+            running = KeptProgram(
+                [program, *words],
+                grace=TERMINATION_SECONDS,
                 cwd=self._directory,
                 env=self._build_environment(server, session),
-                stdin=asyncio.subprocess.DEVNULL,
                 stdout=output.write_fd,
                 stderr=errors.write_fd,
-                start_new_session=True,
             )
             try:
-                code = await process.wait()
+                code = await running.wait_async()
                 # Read before the program's other processes are terminated, which may write too.
                 said, complained = output.read(), errors.read()
             finally:
-                await _terminate_processes(process, session.key)
+                await running.end_async()
         if code:
             output_end = (complained.strip() or said.strip() or "no output")[-1000:]
             *before, last = output_end.splitlines()  # the last line of a traceback names the error
@@ -267,32 +262,6 @@ class _OutputTail:
         asyncio.get_running_loop().remove_reader(self._read_fd)
         os.close(self._read_fd)
         os.close(self.write_fd)
-
-
-async def _terminate_processes(process: asyncio.subprocess.Process, key: str) -> None:
-    """Terminate a program and every process that it started, first with SIGTERM, then with SIGKILL.
-
-    They are found by the program's process group, and by the episode's `key` in their environment if they have left its
-    session.
-    """
-    for how in (signal.SIGTERM, signal.SIGKILL):
-        _signal_process_group(process.pid, how)
-        told: set[psutil.Process] = set()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(TERMINATION_SECONDS):
-                while (left := await asyncio.to_thread(find_processes_by_env, key)) or process.returncode is None:
-                    for other in set(left) - told:
-                        with contextlib.suppress(psutil.Error):
-                            other.send_signal(how)
-                    told.update(left)
-                    await asyncio.sleep(TERMINATION_POLL_SECONDS)
-                break
-    _signal_process_group(process.pid, signal.SIGKILL)
-
-
-def _signal_process_group(process_group: int, signal_number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process_group, signal_number)
 
 
 def parse_last_reward(output: str) -> float | None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from r3async.envs.pool_worker import PR_SET_PDEATHSIG
+from r3async.world.keeper import PR_SET_PDEATHSIG
 
 BARE = "/usr/bin:/bin"
 """A PATH that has neither r3async nor its Python."""

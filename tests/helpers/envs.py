@@ -6,6 +6,7 @@ import random
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -50,6 +51,10 @@ class Echo:
                 _stop_within_a_reply()
             case "no reply":
                 _own_channel().sendall(struct.pack("!Q", 2) + b"\xa1\xff")
+        if action.text.startswith("use a tool that hangs"):
+            mark = action.text.rpartition(" ")[2]
+            script = f"echo $$ > {mark}~; mv {mark}~ {mark}; exec sleep 600"
+            subprocess.run(["/bin/sh", "-c", script], env={}, start_new_session=True)
         if action.text.startswith("repeat"):
             return StepResult(0.0, [Message("user", action.text.removeprefix("repeat"))])
         right, self.turn = action.text == self.oracle(), self.turn + 1

@@ -4,7 +4,6 @@ import asyncio
 import os
 import random
 import shutil
-import signal
 import sys
 from pathlib import Path
 
@@ -219,23 +218,19 @@ print('{{"reward": 3}}')
 """
 
 
-@pytest.mark.parametrize("deaf", [False, True], ids=["obeys", "ignores SIGTERM"])
+@pytest.mark.parametrize(
+    ("deaf", "env"),
+    [(False, None), (True, None), (False, {"PATH": os.defpath})],
+    ids=["obeys", "ignores SIGTERM", "has an environment of its own"],
+)
 async def test_a_program_that_leaves_a_child_in_a_session_of_its_own_has_its_reward_and_the_child_is_ended(
-    tmp_path, monkeypatch, deaf
+    tmp_path, monkeypatch, deaf, env
 ):
     monkeypatch.setattr(agents, "TERMINATION_SECONDS", 1.0)
     mark = tmp_path / "pid"
-    trajectory = await play(program(LEAVES.format(deaf=deaf, env=None, mark=str(mark))))
+    trajectory = await play(program(LEAVES.format(deaf=deaf, env=env, mark=str(mark))))
     assert (trajectory.reward, trajectory.stop_reason) == (3, "stop")
     assert gone(int(mark.read_text()))
-
-
-async def test_output_that_a_process_holds_of_which_nothing_is_known_is_not_waited_for(tmp_path):
-    """It has an environment and a session of its own."""
-    mark = tmp_path / "pid"
-    trajectory = await play(program(LEAVES.format(deaf=False, env={"PATH": os.defpath}, mark=str(mark))))
-    os.kill(int(mark.read_text()), signal.SIGKILL)
-    assert (trajectory.reward, trajectory.stop_reason) == (3, "stop")
 
 
 @pytest.mark.parametrize(

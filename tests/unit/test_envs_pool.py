@@ -97,6 +97,15 @@ async def test_a_call_that_hangs_is_ended_with_its_process_and_the_next_episode_
     assert (await again.step(Action("1"))).reward == 0.5
 
 
+async def test_a_tool_that_hangs_is_ended_with_the_process_that_waits_for_it(make, tmp_path):
+    mark = tmp_path / "pid"
+    env = make(step_timeout=2.0)()
+    await env.reset(1)
+    with pytest.raises(EnvironmentFailed, match=r"env\.step_timeout = 2 s"):
+        await env.step(Action(f"use a tool that hangs {mark}"))
+    assert not psutil.pid_exists(int(mark.read_text()))
+
+
 async def test_what_is_raised_there_is_told_with_the_last_frame_and_the_process_stays(make):
     factory = make()
     env, neighbour = factory(), factory()

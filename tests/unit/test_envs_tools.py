@@ -308,6 +308,24 @@ async def test_files_of_all_commands_together_are_bounded(sandbox):
     assert empty.ended_by == "ended: more than 2 MiB of files"
 
 
+HIDES_FILES = """
+import os, time
+files = [open(str(n), "wb") for n in range(4)]
+for n, file in enumerate(files):
+    os.unlink(str(n))
+    file.write(bytes(10**6))
+    file.flush()
+time.sleep(60)
+"""
+
+
+async def test_files_without_a_name_count_as_long_as_they_are_open(sandbox):
+    sandbox.limits = msgspec.structs.replace(sandbox.limits, disk_mib=2, seconds=60)
+    await sandbox.write({"hides.py": HIDES_FILES})
+    assert (await sandbox.run("python hides.py")).ended_by == "ended: more than 2 MiB of files"
+    assert (await sandbox.run("echo goes on")).format_for_policy() == "goes on\n[exit code 0]"
+
+
 async def test_processes_without_end_are_ended_also_for_root(sandbox):
     mark = f"600.{os.getpid()}{id(sandbox)}"
     ran = await sandbox.run(f"while true; do sleep {mark} & done; wait")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +17,7 @@ from rich.console import Console
 
 from r3async.config import Config
 from r3async.world import EventReporter
+from r3async.world.keeper import STOP_SIGNALS
 from r3async.world.real import REAL_WORLD
 
 from .callbacks import CallbackRunner
@@ -32,28 +34,33 @@ class StoppedWhileLoading(BaseException):
     """A stop that was requested before the actors could be told: nothing has to be finished."""
 
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+REPEAT_SECONDS = 1.0
+"""Seconds within which the same signal is the same request: `timeout` signals the command, and then its group."""
 
 
 class StopRequest:
     """The signal handler of a run, and its record of a requested stop.
 
     The first Ctrl-C, SIGTERM or SIGHUP (the terminal was closed) requests an orderly end, and raises
-    `StoppedWhileLoading` while `is_loading`. A second Ctrl-C or SIGTERM raises `KeyboardInterrupt` at once. A second
-    SIGHUP means nothing, because the kernel and the shell both send one.
+    `StoppedWhileLoading` while `is_loading`. A second Ctrl-C or SIGTERM raises `KeyboardInterrupt` at once, unless the
+    first one was the same less than `REPEAT_SECONDS` ago. A second SIGHUP means nothing, because the kernel and the
+    shell both send one.
     """
 
     def __init__(self) -> None:
         self.requested = False
+        self._first: tuple[int, float] | None = None
         self.is_loading = True
         """True while the main thread is in long calls that check no flag."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
         if self.requested:
-            if number == signal.SIGHUP:
+            first, since = self._first or (0, now)
+            if number == signal.SIGHUP or (number == first and now < since + REPEAT_SECONDS):
                 return
             raise KeyboardInterrupt
-        self.requested = True
+        self.requested, self._first = True, (number, now)
         if self.is_loading:
             raise StoppedWhileLoading
 
@@ -101,7 +108,6 @@ class TerminalUI:
 
     def confirm_started(self) -> None:
         """Confirm the start. Raises `StoppedWhileLoading` if a stop was requested meanwhile."""
-        self.request.install_handlers()  # Ray installed its own handlers when it started
         self.request.is_loading = False
         if self.request.requested:
             raise StoppedWhileLoading
@@ -191,7 +197,7 @@ def _prepare_and_train(
     view.rewind_to_step(step := run.resume_from.state.steps if run.resume_from else 0)
     try:
         with explain_full_disk(run.path):
-            model_path = run.find_start_model(config) or _make_start_model(config, run.path, view, request)
+            model_path = run.find_start_model(config) or _make_start_model(config, run.path, view)
         with MetricsForwarder(config, run.path, view.print_line) as outlets:
             callbacks.begin_run(config, run.path, step)
             front = TerminalUI(view, outlets, request, callbacks)
@@ -200,10 +206,6 @@ def _prepare_and_train(
             except RunFailed:
                 diagnose_failed_run(run.path, view.print_line, view.show_phase)
                 raise
-    except SystemExit as error:  # from the handlers that Ray installs while it starts, which has ended its processes
-        if not request.is_loading:
-            raise
-        raise StoppedWhileLoading from error
     finally:
         REAL_WORLD.actors.leave_cluster()
         run.lock.close()
@@ -220,7 +222,7 @@ def make_reporter(view: LiveView) -> EventReporter:
     return report
 
 
-def _make_start_model(config: Config, run_dir: Path, view: LiveView, request: StopRequest) -> Path:
+def _make_start_model(config: Config, run_dir: Path, view: LiveView) -> Path:
     """Make the start model of a run that has none. Ray starts meanwhile."""
     from r3async.actors.driver import connect_cluster
 
@@ -229,7 +231,6 @@ def _make_start_model(config: Config, run_dir: Path, view: LiveView, request: St
     def meanwhile() -> None:
         view.show_phase("starting Ray")
         connect_cluster(REAL_WORLD, config)
-        request.install_handlers()  # Ray installed its own handlers
 
     directory = run_dir / "init"
     init_or_copy_model(directory, config, view.show_phase, partial(init_model_in_process, meanwhile=meanwhile))

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,8 @@ from r3async.world import (
     ResourceBundle,
     World,
 )
+from r3async.world.keeper import STOP_SIGNALS
+from r3async.world.processes import kill_processes, list_process_trees
 
 # Actors as processes of a Ray cluster. The only file that calls Ray.
 #
@@ -131,6 +134,8 @@ class RayActors:
     def __init__(self, world: World) -> None:
         self._world = world
         self._owns_cluster = False
+        self._local_pids: list[int] = []
+        """Process ids of the Ray that was started here."""
 
     def join_cluster(self, address: str | None, actor_count: int) -> None:
         import ray
@@ -140,13 +145,13 @@ class RayActors:
         address = address or os.environ.get("RAY_ADDRESS")
         try:
             if address:
-                ray.init(address=address, log_to_driver=True, logging_level="error")
+                with _keep_sigterm_handler():
+                    ray.init(address=address, log_to_driver=True, logging_level="error")
             else:
                 # Local actors share few cores on purpose: logical CPUs only count actors.
                 # "local": a separate cluster, even if somebody has started a head on this host.
                 capacity = max(actor_count, os.cpu_count() or 1) + SPARE_ACTORS
-                with _without_dashboard(), _block_hangup_signal():
-                    _start_local_ray(capacity)
+                self._local_pids = _start_local_ray(capacity)
         except Exception as error:
             raise ConnectionError(_connection_error_text(address, str(error).partition("\n")[0])) from error
         self._owns_cluster = True
@@ -254,9 +259,11 @@ class RayActors:
         if self._owns_cluster:  # else an import of Ray may just have been interrupted, and it cannot be imported twice
             import ray
 
+            left = list_process_trees(self._local_pids)
             ray.shutdown()
+            kill_processes(left)  # what Ray's processes started ends by itself, but later
             time.sleep(0.1)
-        self._owns_cluster = False
+        self._owns_cluster, self._local_pids = False, []
 
 
 def _node_sort_key(node: Any) -> tuple[str, str]:
@@ -322,45 +329,78 @@ def _scheduling_strategy(reservation: Reservation, bundle: int) -> Any:
     return PlacementGroupSchedulingStrategy(reservation.placement_groups[group], index)
 
 
-def _start_local_ray(capacity: int) -> None:
-    """Start a separate Ray on this machine. Its node has 30 s to report itself, which may be too short on a busy
-    machine; then it is started once more."""
-    import psutil
+def _start_local_ray(capacity: int) -> list[int]:
+    """Start a separate Ray on this machine, and return the ids of its processes. Its node has 30 s to report itself,
+    which may be too short on a busy machine; then it is started once more."""
     import ray
 
-    here = psutil.Process()
-    before = set(here.children())
     for last in (False, True):
+        pids: list[int] = []
         try:
-            ray.init(
-                "local",
-                num_cpus=capacity,
-                include_dashboard=False,
-                logging_level="error",
-                # Its environment is not that of an actor here: it would never be used.
-                _system_config={"prestart_worker_first_driver": False},
-            )
-            return
-        except Exception as error:
+            with _keep_sigterm_handler(), _replace_in_ray(pids):
+                ray.init(
+                    "local",
+                    num_cpus=capacity,
+                    include_dashboard=False,
+                    logging_level="error",
+                    # Its environment is not that of an actor here: it would never be used.
+                    _system_config={"prestart_worker_first_driver": False},
+                )
+            return pids
+        except BaseException as error:  # a stop, too: Ray leaves the processes that it started
+            left = list_process_trees(pids)
+            ray.shutdown()
+            kill_processes(left)
             if last or STARTUP_TIMEOUT_TEXT not in str(error):
                 raise
-        # Ray leaves the processes that it started.
-        for process in set(here.children()) - before:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if process.name() in ("gcs_server", "raylet"):
-                    process.kill()
+    raise AssertionError
 
 
 @contextlib.contextmanager
-def _without_dashboard() -> Iterator[None]:
-    """Make `ray.init` start no dashboard process, which it would otherwise wait for even without a dashboard, and no
-    process that requests further machines. A version of Ray that has other names for them still starts them."""
-    from ray._private import node, services
+def _replace_in_ray(pids: list[int]) -> Iterator[None]:
+    """Make `ray.init` start a cluster of this machine and this user alone, which only this process ends. The ids of
+    Ray's processes are added to `pids`.
 
+    * No dashboard process is started, which it would otherwise wait for even without a dashboard, and no process that
+      requests further machines.
+    * Everything listens on loopback.
+    * Signals that stop a run are blocked in all processes of Ray and in what they start: `timeout`, systemd, Slurm and a
+      closed terminal send them to all processes of the command, and the command alone is to end them. Ray does the same
+      for SIGINT only.
+    * Only this user can read the file with the cluster's token.
+
+    A version of Ray that has other names keeps its own ways.
+    """
+    from ray._private import node, ray_constants, services
+    from ray._private.authentication import authentication_token_setup as tokens
+
+    def generate_private_token() -> None:
+        before = os.umask(0o077)
+        try:
+            generate_token()
+        finally:
+            os.umask(before)
+
+    def start_shielded(*args: Any, **options: Any) -> Any:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            started = start_process(*args, **options)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        started.process.terminate = started.process.kill  # or Ray would wait for each of them to obey
+        pids.append(started.process.pid)
+        return started
+
+    start_process, generate_token = services.start_ray_process, tokens.generate_and_save_token
+    with contextlib.suppress(OSError):  # there is none, or it is not ours
+        tokens._get_default_token_path().chmod(0o600)
     with contextlib.ExitStack() as stack:
         for owner, name, instead in (
             (services, "start_api_server", lambda *args, **options: (None, None)),
+            (services, "start_ray_process", start_shielded),
             (node.Node, "start_monitor", lambda head: None),
+            (tokens, "generate_and_save_token", generate_private_token),
+            (ray_constants, "ENABLE_RAY_CLUSTER", False),
         ):
             if (theirs := getattr(owner, name, None)) is not None:
                 setattr(owner, name, instead)
@@ -369,14 +409,18 @@ def _without_dashboard() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _block_hangup_signal() -> Iterator[None]:
-    """Block SIGHUP in everything that is started inside. A closed terminal sends it to all processes of the command,
-    and the command alone is to end them. Ray does the same for SIGINT."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+def _keep_sigterm_handler() -> Iterator[None]:
+    """Keep this process's handler of SIGTERM, which `ray.init` replaces at its beginning, and its C++ part later."""
+    from ray._private import utils
+
+    set_handler, handler = utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
+    utils.set_sigterm_handler = lambda handler: None
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        utils.set_sigterm_handler = set_handler
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _connection_error_text(address: str | None, why: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from r3async.checkpoint import CheckpointDirectory
 from r3async.record.reading import read_json_objects
-from tests.ray.test_stop_while_loading import marked
+from tests.ray.test_stop_while_loading import wait_for_end
 
 pytestmark = pytest.mark.timeout(500)
 
@@ -54,7 +54,4 @@ def test_a_run_on_a_terminal_that_is_closed_writes_a_checkpoint_and_ends_well(un
     assert ended["stopped"]
     assert CheckpointDirectory(run_dir / "checkpoints").list_steps()[-1] == ended["steps"] >= 3
     assert (run_dir / "report.html").exists()
-    deadline = time.monotonic() + 30
-    while left := [p for p in marked(mark) if p.pid != os.getpid()]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.2)
+    wait_for_end(mark)

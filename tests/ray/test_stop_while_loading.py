@@ -1,11 +1,15 @@
-"""SIGTERM before the first step, at each of the calls that take long: the command ends at once, and leaves no process behind."""
+"""SIGTERM to all processes of the command before the first step, at each of the calls that take long: the command ends at
+once, and leaves no process behind."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -36,6 +40,39 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
+def wait_for_end(mark: str) -> None:
+    """Wait until no process with this mark is left, but this one."""
+    deadline = time.monotonic() + 30
+    while left := [p for p in marked(mark) if p.pid != os.getpid()]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def under_timeout(command: list[str], screen: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command under `timeout`, which passes a signal to the command and then to all processes of its group. What is
+    left of the group in the end is killed."""
+    with screen.open("w") as file:
+        driver = subprocess.Popen(["timeout", "600", *command], stdout=file, stderr=file, start_new_session=True)
+    try:
+        yield driver
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(driver.pid, signal.SIGKILL)
+        driver.wait()
+
+
+def wait_for(
+    condition: Callable[[], bool], driver: subprocess.Popen[bytes], screen: Path, seconds: float = 300
+) -> None:
+    """Wait for a condition while the driver runs."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert driver.poll() is None, screen.read_text()
+        assert time.monotonic() < deadline, screen.read_text()
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_stop_is_obeyed_while(phase, untrained, tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -48,26 +85,15 @@ def test_a_stop_is_obeyed_while(phase, untrained, tmp_path, monkeypatch):
     words += [f"model.path={untrained}"] * (phase != "the model is made")
     command = [sys.executable, "-m", "r3async", "train", "quickstart", "--runs", str(tmp_path), *words]
     screen = tmp_path / "screen"
-    with screen.open("w") as file:
-        driver = subprocess.Popen(command, stdout=file, stderr=file)
-    try:
-        deadline = time.monotonic() + 300
-        while PHASES[phase] not in screen.read_text():
-            assert driver.poll() is None, screen.read_text()
-            assert time.monotonic() < deadline, screen.read_text()
-            time.sleep(0.02)
+    with under_timeout(command, screen) as driver:
+        wait_for(lambda: PHASES[phase] in screen.read_text(), driver, screen)
         driver.send_signal(signal.SIGTERM)
         assert driver.wait(60) == INTERRUPTED_EXIT_CODE, screen.read_text()
-    finally:
-        driver.kill()
     said = screen.read_text()
     assert "stopped" in said
     assert "to resume: the same command with name=stopped" in said
     assert "Traceback" not in said
-    deadline = time.monotonic() + 30
-    while left := [p for p in marked(mark) if p.pid != os.getpid()]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.2)
+    wait_for_end(mark)
     # The same command is let in again, with nothing that this start left half made.
     run = open_named_run(load_config("quickstart", words), "quickstart", print, tmp_path)
     run.lock.close()

@@ -38,6 +38,20 @@ def test_the_first_signal_asks_and_the_second_interrupts_and_handlers_are_put_ba
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def test_the_same_signal_twice_at_once_is_one_request_and_later_a_second_one(monkeypatch):
+    """`timeout` sends its signal to the command, and then to the group of the command."""
+    now = 100.0
+    monkeypatch.setattr("r3async.tools.train.time.monotonic", lambda: now)
+    request = StopRequest()
+    with handle_stop_signals(request):
+        with pytest.raises(StoppedWhileLoading):
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        now += 2.0
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 @pytest.fixture
 def terminal():
     """SIGHUP as a terminal has it, also where the tests run under `nohup`."""

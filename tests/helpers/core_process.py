@@ -1,7 +1,9 @@
 """A process that plays vLLM's engine core: the same handshake and messages, and answers that the test can foresee."""
 
+import multiprocessing
 import os
 import time
+from multiprocessing.shared_memory import SharedMemory
 
 import msgspec
 import zmq
@@ -15,17 +17,24 @@ from r3async.rollout.vllm.messages import (
     CoreOutput,
     CoreOutputs,
 )
+from r3async.rollout.vllm.scratch import name_shared_memory
 
 NAME = b"\0\0"
 
 
 def play(args, address, owner, kv_cache_bytes, says):
-    """Run the process. `args["do"]`: `serve`; `fail`, before it has started; `hang`, likewise."""
+    """Run the process. `args["do"]`: `serve`; `fail`, before it has started; `hang`, likewise; `hold`, likewise, with a
+    semaphore and shared memory."""
     if args["do"] == "fail":
         says.send("there is no such model")
         raise SystemExit(3)
     if args["do"] == "hang":
         time.sleep(60)
+    if args["do"] == "hold":
+        name_shared_memory()
+        held = multiprocessing.Lock(), SharedMemory(create=True, size=64)
+        print("holds", len(held), flush=True)
+        time.sleep(600)
     context = zmq.Context()
     starting, calls, answers = context.socket(zmq.DEALER), context.socket(zmq.DEALER), context.socket(zmq.PUSH)
     for socket in (starting, calls):

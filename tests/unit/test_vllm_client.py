@@ -2,8 +2,12 @@
 
 import asyncio
 import contextlib
+import os
+import signal
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +18,7 @@ from r3async.rollout.engine import EngineError, EngineLostError
 from r3async.rollout.vllm.client import EngineCoreClient
 from r3async.rollout.vllm.engine import RequestRegistry
 from r3async.rollout.vllm.messages import build_sampling_params
+from r3async.rollout.vllm.scratch import EngineScratch
 from tests.helpers.core_process import play
 
 
@@ -132,7 +137,7 @@ async def test_a_cancelled_call_is_aborted_and_its_last_output_is_nobodys():
 async def core_of(do: str):
     """A core, its process, and what `outputs` returned; nothing is left of it."""
     core = EngineCoreClient({"do": do}, 1, 0, run_process=play)
-    process, directory, left = psutil.Process(core._process.pid), core._directory, []
+    process, directory, left = psutil.Process(core._process.pid), core._scratch.directory, []
 
     async def receive():
         while True:
@@ -147,7 +152,7 @@ async def core_of(do: str):
         finally:
             receiving.cancel()
             core.close()
-            await asyncio.to_thread(core.end_process, 1.0)
+            await asyncio.to_thread(core.end_process)
             with contextlib.suppress(asyncio.CancelledError, EngineError):
                 await receiving
     assert not process.is_running()
@@ -204,6 +209,44 @@ async def test_a_start_that_is_cancelled_leaves_nothing():
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.5):
                 await core.start()
+
+
+OWNER = """
+import asyncio
+from r3async.rollout.vllm.client import EngineCoreClient
+from tests.helpers.core_process import play
+
+async def main():
+    core = EngineCoreClient({"do": "hold"}, 1, 0, run_process=play)
+    print(core._scratch.directory.name, flush=True)
+    await asyncio.sleep(600)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_what_a_killed_owner_left_is_removed_by_the_next_engine_and_nothing_that_another_uses(monkeypatch):
+    home = Path(tempfile.mkdtemp(prefix="r3"))  # a path of a Unix socket has at most 107 bytes
+    monkeypatch.setattr(tempfile, "tempdir", str(home))
+    command, variables = [sys.executable, "-c", OWNER], os.environ | {"TMPDIR": str(home)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=variables) as owner:
+        name, holds = owner.stdout.readline().strip(), owner.stdout.readline()
+        assert holds == "holds 2\n"
+        living = EngineScratch()
+        assert left_of(home / name) == 3, "what is in use stays"
+        os.killpg(owner.pid, signal.SIGKILL)  # the tracker of its semaphores, too
+    assert left_of(home / name) == 3
+    other = EngineScratch()
+    assert left_of(home / name) == 0
+    assert living.directory.exists()
+    for scratch in (living, other):
+        scratch.remove()
+    home.rmdir()
+
+
+def left_of(directory):
+    return directory.exists() + sum(directory.name in path.name for path in Path("/dev/shm").iterdir())
 
 
 def test_the_owner_of_an_engine_imports_neither_vllm_nor_torch():

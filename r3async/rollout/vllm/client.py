@@ -10,13 +10,10 @@ import itertools
 import multiprocessing
 import multiprocessing.util
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -38,8 +35,15 @@ from r3async.rollout.vllm.messages import (
     EngineLoad,
 )
 from r3async.rollout.vllm.names import check_vllm_names
+from r3async.rollout.vllm.scratch import EngineScratch, name_shared_memory
 from r3async.untrusted import decode_msgpack
-from r3async.world.processes import exit_with_owner, hide_main_module, pause_garbage_collector
+from r3async.world.processes import (
+    exit_with_owner,
+    hide_main_module,
+    kill_processes,
+    list_process_trees,
+    pause_garbage_collector,
+)
 
 # The client side of vLLM's engine core.
 #
@@ -68,7 +72,7 @@ class EngineCoreClient:
         self.load = EngineLoad()
         self.max_model_len = self.block_size = 0
         """Limits of the core in tokens, of a text and of a block of the cache; known after `start`."""
-        self._directory = Path(tempfile.mkdtemp(prefix="r3async-engine-"))
+        self._scratch = EngineScratch()
         self._context: zmq.asyncio.Context = zmq.asyncio.Context(io_threads=2)
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), CoreOutputDecoder()
         self._input_socket, self._output_socket = (
@@ -85,10 +89,11 @@ class EngineCoreClient:
             threads,
             workers,
             (dict(args), self._build_address("start"), os.getpid(), kv_cache_bytes, says),
+            self._scratch.directory.name,
         )
         says.close()
         self._finalizer = multiprocessing.util.Finalize(
-            self, _end_process, (self._process, self._directory, 0.0), exitpriority=10
+            self, _end_process, (self._process, self._scratch), exitpriority=10
         )
         self._loop = asyncio.get_running_loop()
         self._failure: EngineError | None = None
@@ -97,7 +102,7 @@ class EngineCoreClient:
         self._loop.add_reader(self._process.sentinel, self._handle_process_end)
 
     def _build_address(self, name: str) -> str:
-        return f"ipc://{self._directory}/{name}"
+        return f"ipc://{self._scratch.directory}/{name}"
 
     def _bind_socket(self, kind: int, name: str) -> zmq.asyncio.Socket:
         socket = self._context.socket(kind)
@@ -178,10 +183,10 @@ class EngineCoreClient:
         self._context.destroy(linger=0)
         self._failure_pipe.close()
 
-    def end_process(self, timeout: float) -> None:
-        """End the engine's processes, blocking up to `timeout` seconds until they have ended."""
+    def end_process(self) -> None:
+        """End the engine's processes, and wait until they have ended."""
         self._finalizer.cancel()
-        _end_process(self._process, self._directory, timeout)
+        _end_process(self._process, self._scratch)
 
     async def _send_message(self, kind: bytes, content: Any) -> None:
         if self._failure is not None:
@@ -239,7 +244,9 @@ class EngineCoreClient:
         self._set_failure(EngineLostError(said))
 
 
-def _spawn_core(run: Callable[..., None], threads: int, workers: int, args: tuple[Any, ...]) -> SpawnProcess:
+def _spawn_core(
+    run: Callable[..., None], threads: int, workers: int, args: tuple[Any, ...], scratch_name: str
+) -> SpawnProcess:
     defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     with inherited_environment() as environment:
         environment.update({name: os.environ.get(name, value) for name, value in defaults.items()})
@@ -256,6 +263,7 @@ def _spawn_core(run: Callable[..., None], threads: int, workers: int, args: tupl
             ):  # vLLM gives each of several workers a NUMA node, and starts none where there are fewer nodes
                 environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         process = multiprocessing.get_context("spawn").Process(target=run, name="EngineCore", args=args)
+        process._config["semprefix"] = f"/{scratch_name}"  # type: ignore[attr-defined]
         with hide_main_module():
             process.start()
     return process
@@ -267,6 +275,7 @@ def _run_core_process(
     """Run the core in its process. The error with which it fails is sent to `failure_pipe`."""
 
     exit_with_owner(owner_pid)
+    name_shared_memory()
     # Ends the process before Python takes vLLM's modules apart, for seconds: what is registered first is called last.
     atexit.register(os._exit, 0)
     try:
@@ -292,14 +301,12 @@ def is_cpu_vllm() -> bool:
         return True  # it is installed as vllm-cpu
 
 
-def _end_process(process: SpawnProcess, directory: Path, timeout: float) -> None:
-    """End the process, by force if it has not ended within `timeout` seconds."""
-    process.terminate()
-    process.join(timeout)
-    if process.exitcode is None:
-        process.kill()
-        process.join(KILL_SECONDS)
-    shutil.rmtree(directory, ignore_errors=True)
+def _end_process(process: SpawnProcess, scratch: EngineScratch) -> None:
+    started = list_process_trees([process.pid])[1:] if process.pid else []
+    process.kill()
+    kill_processes(started)
+    process.join(KILL_SECONDS)
+    scratch.remove()
 
 
 @contextlib.contextmanager
@@ -339,6 +346,7 @@ class OwnerBoundConfig(dict[str, Any]):
 def _restore_owner_bound(owner_pid: int, values: dict[str, Any]) -> OwnerBoundConfig:
     if owner_pid != os.getpid():
         exit_with_owner(owner_pid)
+        name_shared_memory()
         from r3async.rollout.vllm.core import patch_vllm_for_cpu
 
         patch_vllm_for_cpu()

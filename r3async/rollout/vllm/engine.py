@@ -35,6 +35,7 @@ from r3async.rollout.vllm.messages import build_sampling_params
 from r3async.untrusted import decode_json, decode_msgpack, decode_python_json
 from r3async.weights.fetch import verify_version_file
 from r3async.weights.manifest import TensorMismatch, WeightError, WeightManifest
+from r3async.world.processes import kill_processes
 from r3async.world.stages import create_stage_task
 
 # vLLM as the rollout engine: token-in, token-out, with routes, and weights that change under running requests.
@@ -46,7 +47,6 @@ from r3async.world.stages import create_stage_task
 CALL_TIMEOUT = 30.0
 """Seconds that vLLM may take for a call that does no work on the model."""
 SCORE_TIMEOUT = 120.0
-STOP_TIMEOUT = 10.0
 CHECKED_TOKENS = 16
 """Tokens of the prompt, and of the answer, whose routes are recorded twice."""
 MAX_REROUTED_SHARE = 0.5
@@ -145,7 +145,7 @@ class VllmEngine:
                     await core.collective_rpc("r3_record_sampling_masks")
             self._processes = [p for pid in pids for p in iter_process_ancestors(pid)]
         except BaseException as error:
-            await self._end_core(0.0)
+            await self._end_core()
             if isinstance(error, Exception):
                 raise EngineError(describe_start_failure(self._engine_args["model"], error)) from error
             raise
@@ -402,13 +402,10 @@ class VllmEngine:
             return
         await self._requests.fail_requests(EngineError("the engine was stopped"))
         gc.unfreeze()
-        await self._end_core(STOP_TIMEOUT)
-        _, alive = await asyncio.to_thread(psutil.wait_procs, self._processes, timeout=STOP_TIMEOUT)
-        for process in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        await self._end_core()
+        await asyncio.to_thread(kill_processes, self._processes)
 
-    async def _end_core(self, timeout: float) -> None:
+    async def _end_core(self) -> None:
         """End the core's process, if there is one."""
         core, self._requests.core = self._requests.core, None
         if core is None:
@@ -416,7 +413,7 @@ class VllmEngine:
         if self._receive_task is not None:
             self._receive_task.cancel()  # or it would report the end of the engine's process as a failure
         core.close()
-        await asyncio.to_thread(core.end_process, timeout)
+        await asyncio.to_thread(core.end_process)
 
     def _build_cache_salt(self) -> str:
         """Return the cache salt of a new request.

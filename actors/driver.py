@@ -22,6 +22,7 @@ from r3async.checkpoint import (
     rewind_records,
 )
 from r3async.checkpoint.directory import (
+    RunIdentity,
     RunLock,
     begin_lineage,
     describe_origin,
@@ -290,6 +291,22 @@ class RunHandle:
                 await asyncio.sleep(STACK_DUMP_SECONDS)
             raise (RunFailed if action == "abort" else ProcessLost)(f"{failure}; its process is ended")
 
+    def restore_directory(self, identity: RunIdentity, print_line: Callable[[str], object]) -> bool:
+        """Make the run's directory anew if it was deleted, and say so. Returns True if it was; the run should then stop,
+        while the learner still has its state."""
+        try:
+            if not identity.restore_if_deleted():
+                return False
+            failure = ""
+        except OSError as error:
+            failure = str(error)
+        lost = "its records and checkpoints so far are lost" + (
+            f", and it cannot be made anew: {failure}" * bool(failure)
+        )
+        print_line(f"{self.run_dir} was deleted or moved while the run uses it: {lost}")
+        self._events.error("run_directory_deleted", directory=str(self.run_dir), error=failure)
+        return True
+
     async def wait_finished(self, timeout: float) -> bool:
         """Wait at most `timeout` seconds for the end of the run. Returns True if it has ended."""
         await asyncio.wait([self._run_call], timeout=timeout)
@@ -420,11 +437,13 @@ async def _run_start(launcher: RunLauncher, ui: DriverUI) -> None:
 
 async def _follow_run(world: World, running: RunHandle, ui: DriverUI) -> None:
     limit, asked_at = 4 * running.config.supervise.stop_grace_seconds, 0.0
+    identity, is_deleted = RunIdentity(running.run_dir, files=world.files), False
     while not await running.wait_finished(RUN_POLL_SECONDS):
         await _show_status(running, ui, STATUS_TIMEOUT_SECONDS)
         await running.check_conductor(ui.print_line)
+        is_deleted = is_deleted or running.restore_directory(identity, ui.print_line)
         now = world.clock.monotonic()
-        if ui.stop_requested and not asked_at:
+        if (ui.stop_requested or is_deleted) and not asked_at:
             asked_at = now
             ui.print_line("stopping: the running step is finished and a checkpoint written (again to stop at once)")
             running.request_stop()

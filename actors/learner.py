@@ -608,6 +608,7 @@ class LearnerActor:
         checkpoints = CheckpointWriter(
             self._config_as_set, self.run_id, self.model_path, self.run_dir, self.events, world=world
         )
+        await checkpoints.take_fingerprint()
         version_writer = VersionWriter(
             world,
             config,

@@ -512,6 +512,9 @@ class SimulatedFile:
         self._begin_operation("size")
         return len(self._node.data)
 
+    def is_at(self, path: Path) -> bool:
+        return self._files._find_node(path) is self._node
+
     def read(self, start: int = 0, length: int | None = None) -> bytes:
         end = len(self._node.data) if length is None else start + length
         self._begin_operation("read", max(0, end - start))

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
 STATE_FILE = "run.json"
 _STEP_PATTERN = re.compile(r"step-(\d{8,})")
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
+"""Suffixes of a model's files of weights."""
 READ_ATTEMPTS = 3
 """Attempts to read a checkpoint when the disk fails to return it."""
 
@@ -495,6 +497,12 @@ class CheckpointWriter:
         report = self._events.error if event.endswith(("_failed", "_bad")) else self._events.info
         report(event, **facts)
 
+    async def take_fingerprint(self) -> None:
+        """Take the fingerprint of the start model, once, while its files are there."""
+        if not self._fingerprint:
+            run, files = self._world.threads.run, self._world.files
+            self._fingerprint = await run(fingerprint_model, self._model_path, files=files)
+
     async def save_checkpoint(
         self,
         state: TrainingState,
@@ -514,9 +522,7 @@ class CheckpointWriter:
             on_committed: Called on the event loop once the checkpoint is visible and on the disk.
         """
         await self._wait_for_pending()
-        if not self._fingerprint:
-            run, files = self._world.threads.run, self._world.files
-            self._fingerprint = await run(fingerprint_model, self._model_path, files=files)
+        await self.take_fingerprint()
         whole = RunState(
             run_id=self._run_id,
             config=self._config,
@@ -691,7 +697,7 @@ def fingerprint_model(directory: Path, *, files: Files = REAL_WORLD.files) -> st
     if "config.json" not in names:
         raise CheckpointError(f"{directory} is not a model directory: it has no config.json")
     for name in names:
-        if name != "config.json" and Path(name).suffix not in (".safetensors", ".bin"):
+        if name != "config.json" and Path(name).suffix not in WEIGHT_SUFFIXES:
             continue
         with files.open(directory / name) as file:
             size = file.size()
@@ -765,6 +771,27 @@ def read_run_starts(run_dir: Path, *, files: Files = REAL_WORLD.files) -> list[R
             f"{path} is damaged ({error}): it numbers the starts of the run, and without it tokens of weights that a "
             'resume took back could be trained. Move it and spool/ aside, or set resume="none"'
         ) from error
+
+
+class RunIdentity:
+    """The small files without which nobody can resume a run or load its model, kept in memory: its settings, its
+    starts, and what its own start model has besides weights. Raises `OSError`."""
+
+    def __init__(self, run_dir: Path, *, files: Files = REAL_WORLD.files):
+        self._run_dir, self._files = run_dir, files
+        start_model = [run_dir / "init" / name for name in files.list_names(run_dir / "init")]
+        small = [path for path in start_model if path.suffix not in WEIGHT_SUFFIXES]
+        paths = [run_dir / "config.toml", run_dir / LINEAGES_FILE, *small]
+        self._contents = {path: read_file(path, files=files) for path in paths}
+
+    def restore_if_deleted(self) -> bool:
+        """Write the files anew if the run's directory was deleted or moved. Returns True if it was. Raises `OSError`."""
+        if self._files.stat(self._run_dir / LINEAGES_FILE) is not None:
+            return False
+        for path, content in self._contents.items():
+            make_directory(path.parent, files=self._files)
+            replace_file(path, content, files=self._files)
+        return True
 
 
 def mark_run_directory(run_dir: Path, *, files: Files = REAL_WORLD.files) -> None:

@@ -273,6 +273,10 @@ class File(Protocol):
 
     def size(self) -> int: ...
 
+    def is_at(self, path: Path) -> bool:
+        """Return whether `path` names this file. It does not any more once it is deleted, moved or replaced."""
+        ...
+
     def read(self, start: int = 0, length: int | None = None) -> bytes:
         """Return the bytes from `start` on; fewer than `length` only at the end."""
         ...

@@ -128,6 +128,8 @@ class AppendFile:
 
     def _write_record(self, record: bytes) -> OSError | None:
         try:
+            if self._file is not None and not self._file.is_at(self.path):  # deleted, perhaps with its directory
+                self._close_file()
             if self._file is None:
                 self._file, self._size = self._open_file(), 0
             with _file_lock(self._file):

@@ -49,6 +49,12 @@ class SystemFile:
     def size(self) -> int:
         return os.fstat(self._descriptor).st_size
 
+    def is_at(self, path: Path) -> bool:
+        try:
+            return os.path.samestat(os.stat(path), os.fstat(self._descriptor))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
     def read(self, start: int = 0, length: int | None = None) -> bytes:
         left = self.size() - start if length is None else length
         blocks = []
@@ -116,8 +122,10 @@ class SystemFiles:
     """The file systems of this host, as `world.Files`."""
 
     def open(self, path: Path, *, create: bool = False, exclusive: bool = False, mode: int = 0o644) -> SystemFile:
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT if create or exclusive else os.O_RDONLY
-        return SystemFile(os.open(path, flags | (os.O_EXCL if exclusive else 0) | os.O_CLOEXEC, mode))
+        if not (create or exclusive):
+            return SystemFile(open_for_reading(path))
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        return SystemFile(os.open(path, flags | (os.O_EXCL if exclusive else 0), mode))
 
     def stat(self, path: Path) -> FileStat | None:
         try:
@@ -178,6 +186,18 @@ class SystemFiles:
     def total_bytes(self, path: Path) -> int:
         found = os.statvfs(path)
         return found.f_blocks * found.f_frsize
+
+
+def open_for_reading(path: Path) -> int:
+    """Open a regular file and return its descriptor. Raises `OSError`, at once, for a directory, a pipe or a device,
+    whose readers would wait or fail later."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(mode := os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "it is no regular file", str(path))
 
 
 SYSTEM_FILES = SystemFiles()

@@ -15,7 +15,8 @@ from r3async.tools.fit import check_cluster_fit, describe_cluster_fit, parse_nod
 from r3async.tools.plan import make_run_plan
 from r3async.tools.submit.jobs import ClusterJobs, JobPackage, SubmitError, compute_stop_seconds, make_package
 from r3async.tools.submit.launch import extract_command
-from tests.helpers.cli import run_program
+from r3async.tools.submit.secrets import find_likely_secrets
+from tests.helpers.cli import run_program, typed
 
 
 def cli(*words, cwd, env):
@@ -52,15 +53,15 @@ def test_keys_and_passwords_of_the_folder_are_not_packaged(tmp_path, monkeypatch
     secret = (
         *(".env", ".env.local", "deploy/.env", "keys/learner.secret", "id_rsa", "keys/id_ed25519", "tls/server.key"),
         *("ca.pem", ".netrc", ".ssh/config", ".aws/credentials", "credentials.json", ".huggingface/token"),
+        *("hf_token", "HF_TOKEN.txt", "wandb-token.json", "my_secret.txt", "aws_credentials.csv", "passwords.txt"),
+        *("api_key.txt", "OpenAI-API-Key.yaml", "apikey", "kubeconfig", "kubeconfig-prod.yaml", "prod.env", ".envrc"),
+        *(".kube/config", ".gcloud/a.db", ".azure/a", "a[1] !b/token #2.txt", "secrets.yaml", "secrets/a.txt"),
     )
     kept = (
-        "mine.toml",
-        "rewards.py",
-        "keys/learner.public",
-        "rows.jsonl",
-        "environment.py",
-        "keys.py",
-        "secrets_of_rust/a.txt",
+        *("mine.toml", "rewards.py", "keys/learner.public", "rows.jsonl", "environment.py", "keys.py"),
+        *("secrets_of_rust/a.txt", "tokenizer.py", "tokens.py", "tokenizer.json", "tokenizer_config.json"),
+        *("token_rewards.py", "model/tokenizer.model", "model/special_tokens_map.json", "model/added_tokens.json"),
+        *("tokenizer/vocab.json", "tokens.jsonl", "train_tokens.parquet", "api_keys.md", "environments.toml"),
     )
     for name in (*secret, *kept):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -69,6 +70,10 @@ def test_keys_and_passwords_of_the_folder_are_not_packaged(tmp_path, monkeypatch
     config = load_config("quickstart", ["transport.keys=keys"])
     made = make_package(config, "quickstart", ["transport.keys=keys"])
     assert f"transport.keys={tmp_path / 'keys'}" in made.entrypoint
+    said = made.describe_likely_secrets()
+    for name in secret:
+        assert any(name == one or (one.endswith("/") and name.startswith(one)) for one in made.likely_secrets), name
+    assert f"and {len(made.likely_secrets) - 20} more" in said
     package = tmp_path / "package.zip"
     packaging.create_package(
         str(tmp_path), package, excludes=[*made.runtime_env["excludes"], "package.zip"], include_gitignore=True
@@ -76,6 +81,25 @@ def test_keys_and_passwords_of_the_folder_are_not_packaged(tmp_path, monkeypatch
     with zipfile.ZipFile(package) as packed:
         names = {name for name in packed.namelist() if not name.endswith("/")}
     assert names == set(kept)
+
+
+def test_what_is_left_out_of_a_package_is_said(tmp_path, monkeypatch):
+    (tmp_path / "hf_token.txt").write_text("x")
+    (tmp_path / "tokenizer.py").write_text("x")
+    said = typed("submit", "quickstart", "--dry-run", cwd=tmp_path)
+    assert said.returncode == 0, said.stderr
+    (line,) = [line for line in said.stderr.splitlines() if "not packaged" in line]
+    assert "hf_token.txt" in line
+    assert "rename it" in line
+    assert "tokenizer.py" not in line
+
+
+def test_likely_secrets_are_found_behind_links_and_links_in_a_circle_end(tmp_path):
+    (tmp_path / "one" / "two").mkdir(parents=True)
+    (tmp_path / "one" / "two" / "back").symlink_to(tmp_path)
+    (tmp_path / "one" / "token").write_text("x")
+    (tmp_path / "linked").symlink_to("one")
+    assert {"one/token", "linked/token"} <= set(find_likely_secrets(tmp_path))
 
 
 def test_a_file_that_our_output_goes_to_is_not_packaged(tmp_path):

@@ -79,6 +79,8 @@ def submit(
     for note in start.notes:
         echo_printable(note, err=True)
     package = make_package(config, preset, overrides or [], runs=runs)
+    if left_out := package.describe_likely_secrets():
+        echo_printable(left_out, err=True)
     if dry_run:
         echo_printable(json.dumps({"entrypoint": package.entrypoint, "runtime_env": package.runtime_env}, indent=2))
         return

@@ -28,42 +28,15 @@ from r3async.world.processes import clean_log_output
 
 from ..runs import RUNS_VARIABLE, get_runs_directory
 from .launch import extract_command, make_entrypoint
+from .secrets import find_likely_secrets, make_exclude_pattern
 
 AUTH_MODE_VARIABLE = "RAY_AUTH_MODE"
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
-SECRET_PATTERNS = (
-    *(
-        ".env",
-        ".env.*",
-        "*.secret",
-        "*.pem",
-        "*.key",
-        "*.p12",
-        "*.pfx",
-        "*.kdbx",
-        "id_rsa*",
-        "id_ecdsa*",
-        "id_ed25519*",
-    ),
-    *(
-        ".ssh/",
-        ".aws/",
-        ".azure/",
-        ".gcloud/",
-        ".kube/",
-        ".gnupg/",
-        ".docker/",
-        ".huggingface/",
-        ".netrc",
-        ".pypirc",
-        ".npmrc",
-    ),
-    *(".git-credentials", ".pgpass", "credentials", "credentials.json", "secrets.*", "service-account*.json"),
-)
-"""Patterns of likely keys and passwords, left out because other jobs can read the package on every node."""
+MAX_SECRETS_SHOWN = 20
+UNPACKED_DIRECTORIES = (".git", ".venv", "runs", "__pycache__", ".hypothesis")
 EXCLUDE_PATTERNS = (
-    *(".git/", ".venv/", "runs/", "__pycache__/", "*.safetensors", "*.pyc", "*.log", ".*_cache/", ".hypothesis/"),
-    *SECRET_PATTERNS,
+    *(f"{name}/" for name in UNPACKED_DIRECTORIES),
+    *("*.safetensors", "*.pyc", "*.log", ".*_cache/"),
 )
 """Patterns left out of the package in addition to the folder's `.gitignore` and `.rayignore`."""
 SHUTDOWN_SECONDS = 30.0
@@ -87,10 +60,26 @@ class SubmitError(RuntimeError):
 
 
 class JobPackage(msgspec.Struct, frozen=True):
-    """The contents of a job: its shell command and Ray's runtime environment."""
+    """The contents of a job: its shell command and Ray's runtime environment.
+
+    Attributes:
+        likely_secrets: Files and directories of the folder that are left out, because they are likely to hold keys.
+    """
 
     entrypoint: str
     runtime_env: dict[str, Any]
+    likely_secrets: Sequence[str] = ()
+
+    def describe_likely_secrets(self) -> str:
+        """Describe what is left out in one line; "" if nothing is."""
+        if not self.likely_secrets:
+            return ""
+        names = ", ".join(self.likely_secrets[:MAX_SECRETS_SHOWN])
+        more = len(self.likely_secrets) - MAX_SECRETS_SHOWN
+        return (
+            f"not packaged, because the names are those of keys: {names}{f' and {more} more' * (more > 0)}. If your code "
+            "needs one, rename it, or name its path on a disk that all nodes see"
+        )
 
 
 def compute_stop_seconds(config: Config) -> int:
@@ -134,12 +123,13 @@ def make_package(
         **{name: os.environ[name] for name in ("HF_HUB_OFFLINE",) if name in os.environ},
         **(env or {}),
     }
+    secrets = find_likely_secrets(directory, skipped=UNPACKED_DIRECTORIES)
     runtime_env = {
         "working_dir": str(directory),
-        "excludes": [*EXCLUDE_PATTERNS, *_find_own_output(directory)],
+        "excludes": [*EXCLUDE_PATTERNS, *_find_own_output(directory), *map(make_exclude_pattern, secrets)],
         "env_vars": environment,
     }
-    return JobPackage(make_entrypoint(words, needs="import r3async.tools.cli"), runtime_env)
+    return JobPackage(make_entrypoint(words, needs="import r3async.tools.cli"), runtime_env, secrets)
 
 
 def _find_own_output(directory: Path) -> list[str]:

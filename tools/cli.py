@@ -21,11 +21,14 @@ from .runs import DEFAULT_RUNS_DIRECTORY, NewRunsOption, RunsOption, get_runs_di
 from .submit.commands import app as submit
 from .submit.commands import cluster
 from .sweep.command import sweep
+from .targets import describe_os_error, name_target
 from .terminal import SafeConsole
 from .usage import UsageError, explain_usage_error
 
 UNTRAINED_EXIT_CODE = 4
 """Exit code of a run that made all its steps without a single update."""
+FILE_ERRORS = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+"""Errors about files; a plain `OSError` is one too, unlike the subclasses of libraries."""
 INTERRUPTED_EXIT_CODE = 130
 """Exit code of a command that was stopped before it had produced anything, or at once."""
 
@@ -233,7 +236,8 @@ def keys(
     from .keys import make_keys
 
     try:
-        make_keys(directory, name or [], typer.echo)
+        with name_target(directory):
+            make_keys(directory, name or [], typer.echo)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -251,7 +255,8 @@ def init_model(
 
     check_disk_space(directory.parent)
 
-    make(directory, config, progress=lambda line: typer.echo(line, err=True))
+    with name_target(directory):
+        make(directory, config, progress=lambda line: typer.echo(line, err=True))
 
 
 app.command(rich_help_panel=TRAIN, epilog="Example: r3async sft math data=rows.jsonl model.path=MODEL")(sft)
@@ -285,13 +290,11 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
         _exit_with_error(explain_usage_error(error, sys.argv), 2)
     except ConfigError as error:
         _exit_with_error(f"configuration error: {error}", 2)
-    except FileExistsError as error:
-        _exit_with_error(str(error), 2)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
-        _exit_with_error(f"{error.filename}: {error.strerror}" if error.filename else str(error), 2)
     except KeyboardInterrupt:
         _exit_with_error("interrupted", INTERRUPTED_EXIT_CODE)
     except Exception as error:
+        if type(error) is OSError or isinstance(error, FILE_ERRORS):
+            _exit_with_error(describe_os_error(error), 2)
         # Matched by name, because importing the modules that define them takes seconds.
         match type(error).__name__:
             case "NotTrained":
@@ -300,8 +303,10 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
                 _exit_with_error(str(error), INTERRUPTED_EXIT_CODE)
             case "RunFailed" | "ProcessLost":
                 _exit_with_error(f"the run failed: {error}", 1)
-            case "CheckpointError" | "CheckpointUnreadable":
+            case "CheckpointError" | "CheckpointUnreadable" | "IncompatibleCheckpoint":
                 _exit_with_error(f"checkpoint error: {error}", 2)
+            case "LearnerError":
+                _exit_with_error(str(error), 2)
             case "Abort":
                 _exit_with_error("interrupted", INTERRUPTED_EXIT_CODE)
         sys.stderr.write(escape_control_characters(traceback.format_exc()))

@@ -11,6 +11,7 @@ import typer
 from r3async.config import ConfigError, load_command_config
 
 from .runs import DEFAULT_RUNS_DIRECTORY, NewRunsOption, RunsOption
+from .targets import name_target
 from .terminal import SafeConsole
 
 _PACK_PANEL = "A bundle for another machine (with --gpu)"
@@ -44,7 +45,8 @@ def export(
     directory = directory or Path(f"{path.resolve().name}-{'adapter' if adapter else 'model'}")
     try:
         write = exports.export_adapter if adapter else exports.export_model
-        opened = write(path, directory, model=model)
+        with name_target(directory):
+            opened = write(path, directory, model=model)
     except CheckpointError as error:
         _exit_with_error(str(error))
     typer.echo(
@@ -225,7 +227,8 @@ def doctor(
         try:
             target = Target.read(python, platform)
             extra = "cpu" if small else "gpu"
-            made = write(pack, target, extra=extra, has=has or [], piece=piece << 20, say=typer.echo)
+            with name_target(pack):
+                made = write(pack, target, extra=extra, has=has or [], piece=piece << 20, say=typer.echo)
         except PackError as error:
             _exit_with_error(str(error))
         size = sum(size for _, size, _ in made["pieces"]) / 1e6
@@ -235,7 +238,9 @@ def doctor(
     if gpu:
         from .gpu_check.command import check_gpu
 
-        raise typer.Exit(check_gpu(out, small=small, only=only or [], minutes=minutes, console=SafeConsole()))
+        with name_target(out):
+            code = check_gpu(out, small=small, only=only or [], minutes=minutes, console=SafeConsole())
+        raise typer.Exit(code)
     from .doctor import run_doctor
 
     raise typer.Exit(run_doctor())

@@ -31,6 +31,8 @@ from r3async.untrusted import decode_python_json
 from r3async.world.files import make_directory, write_atomically
 from r3async.world.real import REAL_WORLD
 
+from .targets import name_target
+
 SHOWN_METRICS = ("loss/policy", "rollout_kl/k3", "grad_norm")
 """Metrics of a step that are shown beside the run's."""
 
@@ -111,10 +113,11 @@ def replay_run(
             if difference is not None:
                 break
         if out is not None:
-            make_directory(out)
-            lines = (json.dumps(row).encode() + b"\n" for row in rows)
-            write_atomically(out / "metrics.jsonl", lines, fsync=False)
-            session.save_model(out / "model")
+            with name_target(out):
+                make_directory(out)
+                lines = (json.dumps(row).encode() + b"\n" for row in rows)
+                write_atomically(out / "metrics.jsonl", lines, fsync=False)
+                session.save_model(out / "model")
     finally:
         session.close()
     return ReplayResult(run.name, start_step + 1, last, difference, list(changed_settings), time.monotonic() - began)

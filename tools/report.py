@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from .runs import DEFAULT_RUNS_DIRECTORY, RunsOption
+from .targets import describe_os_error, name_target
 from .terminal import SafeConsole
 
 
@@ -39,7 +40,8 @@ def report_command(
         else:
             typer.echo(write_report_page(names or ["latest"], output, runs))
     except (InspectError, OSError) as error:
-        SafeConsole(stderr=True).print(str(error), style="bold red", highlight=False, markup=False, soft_wrap=True)
+        line = describe_os_error(error)
+        SafeConsole(stderr=True).print(line, style="bold red", highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(2) from error
 
 
@@ -57,7 +59,9 @@ def write_report_page(names: Sequence[str], output: Path | None, root: Path) -> 
     if len(names) == 1 and output is None and (sweep := find_sweep(names[0], root)) is not None:
         return rewrite_sweep_report(sweep)
     first, *others = [find_run(name, root) for name in names]
-    return write_report(first, *others, path=output or (first / "compare.html" if others else None))
+    path = output or first / ("compare.html" if others else "report.html")
+    with name_target(path):
+        return write_report(first, *others, path=path)
 
 
 def serve_runs(names: Sequence[str], port: int, root: Path) -> None:

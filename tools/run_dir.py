@@ -16,6 +16,8 @@ from r3async.config import Config, ConfigError
 from r3async.world import EventReporter, ignore_event
 from r3async.world.files import DISK_FULL_ERRNOS
 
+from .targets import find_system_error
+
 MIN_FREE_BYTES = 2**20
 """Free bytes needed for the configuration, logs and records of the first steps, besides models and checkpoints."""
 
@@ -81,8 +83,8 @@ def explain_full_disk(directory: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # safetensors raises its own error, recognizable only by its text.
-        if getattr(error, "errno", None) in DISK_FULL_ERRNOS or "No space left on device" in str(error):
+        failure = find_system_error(error)
+        if failure is not None and failure.errno in DISK_FULL_ERRNOS:
             raise _make_full_disk_error(directory, MIN_FREE_BYTES) from error
         raise
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import msgspec
 
 from r3async.config import Config, ConfigError, load_config
+from r3async.world.files import replace_file
 
+from ..targets import name_target
 from .cluster import Model, predict
 from .estimate import HARDWARE, CalibrationError, calibrate, estimate
 from .published import CASES, markdown, reproduce
@@ -63,7 +65,8 @@ def capacity_command(
     )
     note(f"computed in {time.process_time() - began:.0f} s of CPU time")
     if settings.picture is not None:
-        settings.picture.write_text(picture(report))
+        with name_target(settings.picture):
+            replace_file(settings.picture, picture(report).encode())
         note(f"picture: {settings.picture}")
     if json:
         say(msgspec.json.encode(report).decode())

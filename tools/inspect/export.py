@@ -7,6 +7,7 @@ null for a number that is not finite.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -17,6 +18,7 @@ import msgspec
 
 from r3async.data.tokens import SCHEMA
 
+from ..targets import name_target
 from .run import InspectError
 from .trajectories import InspectedTrajectory
 
@@ -38,20 +40,20 @@ def make_row(trajectory: InspectedTrajectory, version: int | None) -> dict[str, 
 def export_trajectories(trajectories: Iterable[InspectedTrajectory], path: Path, version: int | None) -> int:
     """Write `path` atomically and return the number of rows.
 
-    Raises `InspectError` for a name that ends in neither `.jsonl` nor `.parquet`, and where Parquet cannot be
-    written.
+    Raises `InspectError` for a name that ends in neither `.jsonl` nor `.parquet`, and where Parquet is not installed;
+    `OSError` where `path` cannot be written.
     """
     writers = {".jsonl": _write_jsonl, ".parquet": _write_parquet}
     if path.suffix not in writers:
         raise InspectError(f"--export {path}: the name has to end in .jsonl or .parquet")
     aside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
-        count = writers[path.suffix]((make_row(seen, version) for seen in trajectories), aside)
-        aside.replace(path)
-    except OSError as error:
-        raise InspectError(f"--export {path}: {error.strerror or error}") from error
+        with name_target(path):
+            count = writers[path.suffix]((make_row(seen, version) for seen in trajectories), aside)
+            aside.replace(path)
     finally:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            aside.unlink()
     return count
 
 

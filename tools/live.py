@@ -13,17 +13,22 @@ import secrets
 import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import typer
 from aiohttp import web
 
+from r3async.rollout.endpoint.connections import limit_connections, make_runner
 from r3async.views.live import EpisodeQuery, LiveRun
 from r3async.views.report import LivePage, make_names_distinct, render_comparison_page, render_run_page
 from r3async.views.templates import TEMPLATE_DIRECTORY
 
 LOOPBACK_HOST = "127.0.0.1"
 SHUTDOWN_SECONDS = 1.0
+READ_TIMEOUT_SECONDS = 30.0
+MAX_CONNECTIONS = 64
 RESPONSE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; img-src data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -45,15 +50,33 @@ class LivePageServer:
 
     Args:
         runs: Directories of runs; with several, the first page compares them.
+        print_line: Called with a line about each page that could not be made.
     """
 
-    def __init__(self, runs: Sequence[Path], token: str):
-        self.token = token
+    def __init__(self, runs: Sequence[Path], token: str, print_line: Callable[[str], Any] = lambda line: None):
+        self.token, self._print_line = token, print_line
+        self._admitted_connections: set[web.RequestHandler] = set()
+        """Connections that have sent the token."""
         self._runs = [LiveRun(run_dir) for run_dir in runs]
         self._read_lock = asyncio.Lock()
         """Lock around reading, because each request updates what is known of a run."""
 
-    def build_app(self) -> web.Application:
+    async def start(self, port: int) -> web.AppRunner:
+        """Serve on a port of loopback until the returned runner is cleaned up. Raises `OSError` for a port that is not
+        free."""
+        runner = make_runner(self._build_app(), read_timeout=READ_TIMEOUT_SECONDS, shutdown_timeout=SHUTDOWN_SECONDS)
+        await runner.setup()
+        self._admitted_connections = limit_connections(runner, MAX_CONNECTIONS)
+        try:
+            await web.TCPSite(runner, LOOPBACK_HOST, port, backlog=MAX_CONNECTIONS).start()
+        except OSError as error:
+            await runner.cleanup()
+            raise OSError(
+                f"port {port} of {LOOPBACK_HOST} cannot be opened: {error.strerror or error}; choose another"
+            ) from error
+        return runner
+
+    def _build_app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard_request])
         app.router.add_get("/", self.serve_page)
         app.router.add_get("/page", self.serve_page)
@@ -72,10 +95,16 @@ class LivePageServer:
         elif not hmac.compare_digest(request.query.get("token", "").encode(), self.token.encode()):
             answer = web.Response(status=403, text="the address lacks its token; it is where r3async was started")
         else:
+            self._admitted_connections.add(request.protocol)
             try:
                 answer = await handler(request)
             except web.HTTPException as refusal:
                 answer = web.Response(status=refusal.status, text=refusal.text)
+            except Exception as error:
+                self._print_line(f"{request.path} could not be made: {error!r}")
+                answer = web.Response(status=500, text=f"the page could not be made: {error!r}")
+        if request.protocol not in self._admitted_connections:
+            answer.force_close()  # a client without the token must not hold a connection
         answer.headers.update({name: value for name, value in RESPONSE_HEADERS.items() if name not in answer.headers})
         return answer
 
@@ -174,19 +203,12 @@ def serve_live_pages(runs: Sequence[Path], port: int, print_line: Callable[[str]
 
 
 async def _run_server(runs: Sequence[Path], port: int, print_line: Callable[[str], Any]) -> None:
-    pages = LivePageServer(runs, secrets.token_urlsafe(24))
-    runner = web.AppRunner(pages.build_app(), access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
+    pages = LivePageServer(runs, secrets.token_urlsafe(24), partial(typer.echo, err=True))
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await runner.setup()
+    runner = await pages.start(port)
     try:
-        try:
-            await web.TCPSite(runner, LOOPBACK_HOST, port).start()
-        except OSError as error:
-            raise OSError(
-                f"port {port} of {LOOPBACK_HOST} cannot be opened: {error.strerror or error}; choose another"
-            ) from error
         print_line(f"http://{LOOPBACK_HOST}:{runner.addresses[0][1]}/?token={pages.token}")
         await stop.wait()
     finally:

@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from r3async.tools.cli import app
-from r3async.tools.live import RESPONSE_HEADERS, LivePageServer, _is_loopback
+from r3async.tools.live import MAX_CONNECTIONS, RESPONSE_HEADERS, LivePageServer, _is_loopback
 from r3async.views.live import LiveRun
 from tests.helpers.browser import browse, find_chromium
 from tests.tools.test_report import Page, write_run
@@ -29,10 +29,8 @@ EVIL = "<script>document.title='owned'</script>{{ title }}'\"&amp;"
 @contextlib.asynccontextmanager
 async def served(*runs: Path) -> AsyncIterator[str]:
     """The address of the pages, without a query."""
-    runner = aiohttp.web.AppRunner(LivePageServer(runs, TOKEN).build_app(), access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
+    runner = await LivePageServer(runs, TOKEN).start(0)
     try:
-        await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
@@ -118,6 +116,44 @@ def test_other_names(host: str) -> None:
 async def test_what_cannot_be_answered_is_said(tmp_path: Path, path: str, words: dict, code: int) -> None:
     async with served(write_run(tmp_path)) as address:
         assert (await get(address, path, **words))[0] == code
+
+
+async def test_strangers_take_a_limited_number_of_connections_and_are_not_in_the_log(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served(write_run(tmp_path)) as address:
+        host, port = "127.0.0.1", int(address.rpartition(":")[2])
+        strangers = [await asyncio.open_connection(host, port) for _ in range(MAX_CONNECTIONS + 20)]
+        for _, writer in strangers[-5:]:
+            writer.write(b"this is no HTTP\r\n\r\n")
+        assert (await get(address))[0] == 200, "who has the token is served"
+        closed = aborted = 0
+        for reader, writer in strangers[:20]:
+            try:
+                closed += await asyncio.wait_for(reader.read(), 10) == b""
+            except ConnectionError:
+                aborted += 1
+            writer.close()
+        assert closed + aborted == 20, "the oldest connections made way"
+        for _, writer in strangers[20:]:
+            writer.close()
+    assert "Traceback" not in capfd.readouterr().err
+    assert not caplog.records
+
+
+async def test_a_page_that_cannot_be_made_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(run: LiveRun) -> int:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(LiveRun, "read_new", fail)
+    said: list[str] = []
+    runner = await LivePageServer([write_run(tmp_path)], TOKEN, said.append).start(0)
+    try:
+        status, text = await get(f"http://127.0.0.1:{runner.addresses[0][1]}", "/")
+    finally:
+        await runner.cleanup()
+    assert (status, "a defect" in text) == (500, True)
+    assert said == ["/ could not be made: ZeroDivisionError('a defect')"]
 
 
 # --- a run that goes on

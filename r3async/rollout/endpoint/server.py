@@ -6,7 +6,6 @@ import asyncio
 import functools
 import itertools
 import json
-import logging
 import secrets
 import socket
 from collections import deque
@@ -30,6 +29,7 @@ from r3async.rollout.endpoint.chat_completions import (
     iter_completion_events,
     parse_completion_request,
 )
+from r3async.rollout.endpoint.connections import limit_connections, make_runner
 from r3async.rollout.endpoint.protocol import (
     AgentRequest,
     AgentResponse,
@@ -56,13 +56,6 @@ from r3async.world import EventReporter, ignore_event
 from r3async.world.real import REAL_WORLD
 
 SHUTDOWN_SECONDS = 2.0
-MAX_HEADERS = 64
-MAX_HEADER_BYTES = 8190
-"""Limit of one header, and of the request line, in bytes."""
-AIOHTTP_LOG = logging.getLogger(f"{__name__}.aiohttp")
-AIOHTTP_LOG.setLevel(logging.CRITICAL)
-"""aiohttp's logger, silenced: errors of handlers are reported elsewhere, and the rest is a traceback for each request
-from strangers that is no HTTP."""
 
 DIALECT_BY_PATH = {
     "/v1/chat/completions": CHAT_DIALECT,
@@ -80,31 +73,6 @@ class OutsideTask(EpisodeTask, frozen=True):
     @property
     def trajectory_id(self) -> str:
         return f"outside{self.group_index}"
-
-
-def limit_connections(server: web.Server, max_connections: int) -> set[web.RequestHandler]:
-    """Limit `server` to `max_connections` connections and return the set of admitted ones, which the caller fills.
-
-    Beyond the limit, each new connection replaces the oldest that is not admitted, and is closed at once if all are
-    admitted.
-    """
-    admitted: set[web.RequestHandler] = set()
-    accept, forget = server.connection_made, server.connection_lost
-
-    def connection_made(handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-        transports = {other: other.transport for other in server.connections}
-        open_ones = {other: at for other, at in transports.items() if at is not None and not at.is_closing()}
-        if len(open_ones) >= max_connections:
-            next((at for other, at in open_ones.items() if other not in admitted), transport).abort()
-        accept(handler, transport)
-
-    def connection_lost(handler: web.RequestHandler, exc: BaseException | None = None) -> None:
-        admitted.discard(handler)
-        forget(handler, exc)
-
-    server.connection_made = connection_made  # type: ignore[method-assign]
-    server.connection_lost = connection_lost  # type: ignore[method-assign]
-    return admitted
 
 
 class AgentServer:
@@ -159,22 +127,15 @@ class AgentServer:
         app.router.add_post("/v1/r3async/reward", self._handle_reward)
         app.router.add_get("/v1/r3async/session", self._handle_session)
         app.router.add_post("/v1/r3async/sessions", self._handle_new_session)
-        # An agent that hangs up aborts its request. A connection has `keepalive_timeout` for the head of each request.
-        self._runner = web.AppRunner(
+        # An agent that hangs up aborts its request.
+        self._runner = make_runner(
             app,
-            handler_cancellation=True,
-            access_log=None,
-            logger=AIOHTTP_LOG,
+            read_timeout=self.serving.read_timeout,
             shutdown_timeout=SHUTDOWN_SECONDS,
-            keepalive_timeout=self.serving.read_timeout,
-            max_line_size=MAX_HEADER_BYTES,
-            max_field_size=MAX_HEADER_BYTES,
-            max_headers=MAX_HEADERS,
-            lingering_time=SHUTDOWN_SECONDS,
+            handler_cancellation=True,
         )
         await self._runner.setup()
-        assert self._runner.server is not None
-        self._admitted_connections = limit_connections(self._runner.server, self.serving.max_connections)
+        self._admitted_connections = limit_connections(self._runner, self.serving.max_connections)
         host, port = self.serving.host, self.serving.port
         try:
             await web.TCPSite(self._runner, strip_brackets(host), port, backlog=self.serving.max_connections).start()

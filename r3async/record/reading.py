@@ -13,7 +13,8 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 
-from r3async.config import Config, ScheduleConfig, config_to_dict
+from r3async.config import Config, ScheduleConfig
+from r3async.config.section import Section
 from r3async.untrusted import MalformedError, decode_json_object, decode_toml
 from r3async.world import File, Files
 from r3async.world.files import read_file
@@ -97,23 +98,26 @@ class JsonLines(NamedTuple):
     Attributes:
         objects: The objects of the file, in order.
         skipped_lines: Numbers, from 1, of the lines that could not be read as an object.
+        error: Why the file could not be read; "" if it could be, or is missing.
     """
 
     objects: list[dict[str, Any]]
     skipped_lines: list[int]
+    error: str = ""
 
 
 def read_json_lines(path: Path, *, files: Files = REAL_WORLD.files) -> JsonLines:
-    """Read a file of JSON lines; a missing file has none.
+    """Read a file of JSON lines; a missing file, and one that cannot be read, has none.
 
     A torn last line may still be in the middle of being written: it is left out, but does not count as skipped.
     """
     try:
-        file = files.open(path)
+        with files.open(path) as file:
+            *whole, last = _iter_lines(file)
     except FileNotFoundError:
         return JsonLines([], [])
-    with file:
-        *whole, last = _iter_lines(file)
+    except OSError as error:
+        return JsonLines([], [], error.strerror or str(error))
     values = [decode_line(path.name, line) for line in whole]
     skipped = [
         at for at, (line, value) in enumerate(zip(whole, values, strict=True), 1) if value is None and line.strip()
@@ -133,10 +137,10 @@ def read_run_files(
     """Return the objects of each named file of a run, and the events for skipped lines, also of `config.toml`."""
     read = [read_json_lines(run_dir / name, files=files) for name in names]
     told = [
-        make_skipped_events(name, len(lines.skipped_lines), lines.skipped_lines)
+        make_skipped_events(name, len(lines.skipped_lines), lines.skipped_lines, error=lines.error)
         for name, lines in zip(names, read, strict=True)
     ]
-    told.append(damaged_config_event(run_dir, files=files))
+    told.append(make_config_events(run_dir, files=files))
     return [lines.objects for lines in read], [event for events in told for event in events]
 
 
@@ -151,11 +155,16 @@ def decode_line(file_name: str, line: bytes) -> dict[str, Any] | None:
     return value
 
 
-def make_skipped_events(file_name: str, count: int, numbers: Sequence[int] = ()) -> list[dict[str, Any]]:
-    """Return the warning event that reports `count` skipped lines of a file, to be shown beside the run's own events.
+def make_skipped_events(
+    file_name: str, count: int, numbers: Sequence[int] = (), *, error: str = ""
+) -> list[dict[str, Any]]:
+    """Return the warning event that reports `count` skipped lines of a file, or the `error` for which all of it is
+    skipped, to be shown beside the run's own events.
 
-    Returns an empty list if `count` is 0. `numbers` are the line numbers, where they are known.
+    Returns an empty list if nothing is skipped. `numbers` are the line numbers, where they are known.
     """
+    if error:
+        return [{"level": "warning", "event": "file_skipped", "file": file_name, "error": error}]
     if not count:
         return []
     told = {"level": "warning", "event": "lines_skipped", "file": file_name, "lines": count}
@@ -179,25 +188,57 @@ def _iter_lines(file: File) -> Iterator[bytes]:
 
 
 def read_run_config(run_dir: Path, *, files: Files = REAL_WORLD.files) -> dict[str, Any]:
-    """Read a run's resolved configuration as plain data, as it was written; {} if it is missing or damaged."""
-    try:
-        found = decode_toml(read_file(run_dir / CONFIG_FILE, files=files))
-    except (OSError, MalformedError):
-        return {}
-    tables = config_to_dict(Config())
-    return {key: value for key, value in found.items() if isinstance(value, dict) == isinstance(tables.get(key), dict)}
+    """Read a run's resolved configuration as plain data, as it was written; {} if it is missing or damaged.
+
+    A value of another type than the setting has is left out; settings that this release does not know are kept.
+    """
+    return _read_config(run_dir, files)[0]
 
 
-def damaged_config_event(run_dir: Path, *, files: Files = REAL_WORLD.files) -> list[dict[str, Any]]:
-    """Return the event that reports a configuration file that exists but cannot be read; an empty list otherwise."""
+def make_config_events(run_dir: Path, *, files: Files = REAL_WORLD.files) -> list[dict[str, Any]]:
+    """Return the events that report what of a run's configuration cannot be read; an empty list otherwise."""
+    return _read_config(run_dir, files)[1]
+
+
+def _read_config(run_dir: Path, files: Files) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     try:
         text = read_file(run_dir / CONFIG_FILE, files=files)
-        decode_toml(text)
-    except OSError:
-        return []
+    except FileNotFoundError:
+        return {}, []
+    except OSError as error:
+        return {}, make_skipped_events(CONFIG_FILE, 0, error=error.strerror or str(error))
+    try:
+        found = decode_toml(text)
     except MalformedError:
-        return make_skipped_events(CONFIG_FILE, len(text.splitlines()) or 1)
-    return []
+        return {}, make_skipped_events(CONFIG_FILE, len(text.splitlines()) or 1)
+    skipped: list[str] = []
+    kept = _keep_valid_settings(found, Config, "", skipped)
+    wrong = {"level": "warning", "event": "settings_skipped", "file": CONFIG_FILE, "settings": ", ".join(skipped)}
+    return kept, [wrong] if skipped else []
+
+
+def _keep_valid_settings(values: dict[str, Any], section: type, prefix: str, skipped: list[str]) -> dict[str, Any]:
+    """Return the settings of a section that have the right type, and add the names of the others to `skipped`."""
+    fields = {field.encode_name: field.type for field in msgspec.structs.fields(section)}
+    kept = {}
+    for name, value in values.items():
+        kind = fields.get(name, Any)
+        is_section = isinstance(kind, type) and issubclass(kind, Section)
+        if is_section and isinstance(value, dict):
+            kept[name] = _keep_valid_settings(value, kind, f"{prefix}{name}.", skipped)
+        elif not is_section and _is_valid_setting(value, kind):
+            kept[name] = value
+        else:
+            skipped.append(f"{prefix}{name}")
+    return kept
+
+
+def _is_valid_setting(value: Any, kind: Any) -> bool:
+    try:
+        msgspec.convert(value, kind, dec_hook=lambda kind, secret: kind(secret))
+    except (msgspec.ValidationError, TypeError, ValueError):
+        return False
+    return True
 
 
 def parse_schedule(config: dict[str, Any]) -> ScheduleConfig | None:

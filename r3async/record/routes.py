@@ -31,7 +31,7 @@ from r3async.data.versions import expand_version_spans
 from r3async.data.wire import array_bytes, compute_checksum
 from r3async.learner.batch import expand_prefixes
 from r3async.rollout.engine import Engine, Generation, GenerationRequest
-from r3async.untrusted import decode_msgpack
+from r3async.untrusted import decode_msgpack, format_value
 from r3async.world import EventReporter, File, Files, World
 from r3async.world.appending import AppendFile, RecordFlusher
 from r3async.world.files import make_directory
@@ -45,7 +45,7 @@ ROUTES_CONTAINER = RecordFormat(b"r3route2")
 _ARRAY_DTYPES = {np.dtype(code).str: np.dtype(code) for code in "?bBhHiIqQf"}
 MAX_PENDING_BYTES = 64 * 2**20
 """Maximum bytes of records in memory that the disk has not taken yet; one record may take 5 MB."""
-_EPISODE_ID = re.compile(r"(g(\d+)e(\d+))(?:[ts](\d+))?")
+_EPISODE_ID = re.compile(r"(g(\d{1,18})e(\d{1,18}))(?:[ts](\d{1,18}))?")
 
 
 class RouteFileError(ValueError):
@@ -145,6 +145,53 @@ class TrainedRoutes(msgspec.Struct, frozen=True):
 RouteRecord = TypeVar("RouteRecord", EngineCall, TrainedRoutes)
 
 
+class _CallFacts(msgspec.Struct, forbid_unknown_fields=True):
+    trajectory_id: str
+    turn: int
+    time: float
+    routes_from: int
+
+
+class _TrainedFacts(msgspec.Struct, forbid_unknown_fields=True):
+    step: int
+    sample_id: str
+    trajectory_id: str
+    learner_logprobs: None = None
+    advantages: None = None
+
+
+class _ArrayShape(NamedTuple):
+    """The dtypes (`np.dtype.kind`) of an array, and the names of its dimensions: equal names are equal lengths."""
+
+    kinds: str
+    dims: str
+
+
+_INTEGERS = "iu"
+_FACT_TYPES: dict[str, type] = {EngineCall.__name__: _CallFacts, TrainedRoutes.__name__: _TrainedFacts}
+_ARRAY_SHAPES = {
+    EngineCall.__name__: {
+        "prompt_ids": _ArrayShape(_INTEGERS, "P"),
+        "token_ids": _ArrayShape(_INTEGERS, "n"),
+        "logprobs": _ArrayShape("f", "n"),
+        "rows": _ArrayShape(_INTEGERS, "mLK"),
+        "policy_version": _ArrayShape(_INTEGERS, "n"),
+    },
+    TrainedRoutes.__name__: {
+        "token_ids": _ArrayShape(_INTEGERS, "T"),
+        "loss_mask": _ArrayShape("b", "T"),
+        "rollout_logprobs": _ArrayShape("f", "T"),
+        "policy_version": _ArrayShape(_INTEGERS, "T"),
+        "turn": _ArrayShape(_INTEGERS, "T"),
+        "rewards": _ArrayShape("f", "T"),
+        "own": _ArrayShape(_INTEGERS, "TLK"),
+        "used": _ArrayShape(_INTEGERS, "TLK"),
+        "learner_logprobs": _ArrayShape("f", "T"),
+        "advantages": _ArrayShape("f", "T"),
+    },
+}
+
+
 class RouteFile(AppendFile):
     """A new file `directory/NAME.N.routes` to append records to, created with the first one. Threads may share it."""
 
@@ -209,7 +256,12 @@ def scan_route_file(path: Path, offset: int = 0, *, files: Files = REAL_WORLD.fi
     Returns the entries, and a description of the problem if the file is torn or damaged, else "".
     """
     entries: list[RouteEntry] = []
-    for record in ROUTES_CONTAINER.iter_records(map_file(path, files=files), offset):
+    problem = ""
+    try:
+        view = map_file(path, files=files)
+    except OSError as error:
+        return entries, f"{path}: {error.strerror or error}"
+    for record in ROUTES_CONTAINER.iter_records(view, offset):
         if isinstance(record, TornRecord):
             why = f"{record.reason} (its process was killed, or is still writing)"
             return entries, f"{path}: from byte {record.offset} on there is no record: {why}"
@@ -217,14 +269,39 @@ def scan_route_file(path: Path, offset: int = 0, *, files: Files = REAL_WORLD.fi
         header = sealed[:-4]
         if sealed[-4:] != _header_checksum(header):
             return entries, f"{path}: the record at byte {record.offset} is damaged; what follows is not read"
-        entries.append(RouteEntry(path, record.offset, **decode_msgpack(header, dict[str, Any])))
-    return entries, ""
+        try:
+            entry = RouteEntry(path, record.offset, **decode_msgpack(header, dict[str, Any]))
+            _check_entry(entry)
+        except (TypeError, ValueError) as error:
+            problem = problem or f"{path}: the record at byte {record.offset} is not of this release ({error})"
+            continue
+        entries.append(entry)
+    return entries, problem
+
+
+def _check_entry(entry: RouteEntry) -> None:
+    """Raise `ValueError` if a record has other facts or arrays than this release writes."""
+    if (facts := _FACT_TYPES.get(entry.kind)) is None:
+        raise ValueError(f"its kind is {format_value(entry.kind)}")
+    msgspec.convert(entry.facts, facts)
+    lengths: dict[str, int] = {}
+    for name, dtype, shape in msgspec.convert(entry.arrays, list[tuple[str, str, list[int]]]):
+        known = _ARRAY_SHAPES[entry.kind].get(name)
+        if known is None or dtype not in _ARRAY_DTYPES or _ARRAY_DTYPES[dtype].kind not in known.kinds:
+            raise ValueError(f"no record has {name} of type {dtype}")
+        sizes = dict(zip(known.dims, shape, strict=False))
+        if len(shape) != len(known.dims) or any(lengths.setdefault(dim, size) != size for dim, size in sizes.items()):
+            raise ValueError(f"{name} has the shape {shape}")
 
 
 def load_route_record(entry: RouteEntry, kind: type[RouteRecord], *, files: Files = REAL_WORLD.files) -> RouteRecord:
     """Load a record with its arrays (read-only). Raises `RouteFileError` if it is damaged or of another kind."""
     where = f"{entry.path}: the record at byte {entry.offset}"
-    record = next(ROUTES_CONTAINER.iter_records(map_file(entry.path, files=files), entry.offset))
+    try:
+        view = map_file(entry.path, files=files)
+    except OSError as error:
+        raise RouteFileError(f"{entry.path}: {error.strerror or error}") from error
+    record = next(ROUTES_CONTAINER.iter_records(view, entry.offset), None)
     if not isinstance(record, FramedRecord) or compute_checksum(record.frames[1:]) != entry.checksum:
         raise RouteFileError(f"{where} is damaged")
     try:
@@ -266,7 +343,12 @@ class RouteIndex:
     def read_new(self) -> list[RouteEntry]:
         """Index the records written since the last call, and return those of trained samples."""
         self.problems, new = [], []
-        for name in filter(lambda name: name.endswith(".routes"), self.files.list_names(self._directory)):
+        try:
+            names = [name for name in self.files.list_names(self._directory) if name.endswith(".routes")]
+        except OSError as error:
+            self.problems.append(f"{self._directory}: {error.strerror or error}")
+            return []
+        for name in names:
             last = self._last.get(name)
             entries, problem = scan_route_file(self._directory / name, last or 0, files=self.files)
             self.problems += [problem] if problem else []

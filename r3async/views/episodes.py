@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from r3async.record.routes import (
     load_route_record,
     same_experts,
 )
-from r3async.untrusted import decode_python_json
+from r3async.untrusted import MalformedError, decode_python_json
 from r3async.views.summary import format_number
+from r3async.world.files import read_file
 
 MAX_EPISODES, MAX_TURNS, MAX_TEXT = 6, 8, 1200
 MAX_SAMPLES, MAX_TOKENS = 4, 1500
@@ -92,36 +93,73 @@ def _shorten_text(text: Any) -> str:
 class RunTokenizer:
     """The decoder of a run's tokens to text, with the end-of-sequence token of the model.
 
-    Without a tokenizer it shows token ids.
+    It shows the ids of tokens that it cannot decode, and all ids without a tokenizer.
+
+    Attributes:
+        problems: What of its files cannot be read; a run that has none, such as one that just started, has no problem.
     """
 
     def __init__(self, run_dir: Path):
-        self._decode: Callable[[list[int]], str] = lambda tokens: " ".join(f"#{token}" for token in tokens)
         self.end_id: int | None = None
-        self.is_loaded = False
+        self.problems: list[str] = []
+        self._reader: Any = None
         path = read_run_config(run_dir).get("model", {}).get("path")
         for directory in [run_dir / "init", *([Path(path)] if path else []), run_dir / "model"]:
-            if (directory / "tokenizer.json").is_file():
-                self._load_tokenizer(directory)
+            self._load_tokenizer(directory)
+            if self.is_loaded:
                 return
+
+    @property
+    def is_loaded(self) -> bool:
+        """True if there is a tokenizer."""
+        return self._reader is not None
 
     def _load_tokenizer(self, directory: Path) -> None:
         from tokenizers import Tokenizer as Reader
 
-        reader = Reader.from_file(str(directory / "tokenizer.json"))
-        self._decode = lambda tokens: reader.decode(tokens, skip_special_tokens=False)
-        self.is_loaded = True
-        described = directory / "tokenizer_config.json"
-        end = decode_python_json(described.read_bytes()).get("eos_token") if described.is_file() else None
-        end = end.get("content") if isinstance(end, dict) else end
-        self.end_id = reader.token_to_id(end) if end else None
+        try:
+            data = read_file(directory / "tokenizer.json")
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            self.problems.append(f"{directory / 'tokenizer.json'}: {getattr(error, 'strerror', None) or error}")
+            return
+        try:
+            self._reader = Reader.from_buffer(data)
+        except Exception as error:  # tokenizers has no class of errors
+            self.problems.append(f"{directory / 'tokenizer.json'} is no tokenizer: {error}")
+            return
+        try:
+            self.end_id = self._find_end_id(directory / "tokenizer_config.json")
+        except (OSError, MalformedError, msgspec.ValidationError) as error:
+            self.problems.append(f"{directory / 'tokenizer_config.json'} cannot be read: {error}")
+
+    def _find_end_id(self, path: Path) -> int | None:
+        try:
+            data = read_file(path)
+        except FileNotFoundError:
+            return None
+        end = msgspec.convert(decode_python_json(data), _TokenizerSettings).eos_token
+        text = end.content if isinstance(end, _AddedToken) else end
+        return self._reader.token_to_id(text) if text else None
 
     def decode_token(self, token: int) -> str:
-        return self._decode([token])
+        return self.decode_tokens([token])
 
     def decode_tokens(self, tokens: list[int]) -> str:
         """Return the text of a sequence of tokens."""
-        return self._decode(tokens)
+        if self._reader is not None:
+            with contextlib.suppress(OverflowError):  # an id that is negative, or beyond 32 bits
+                return self._reader.decode(tokens, skip_special_tokens=False)
+        return " ".join(f"#{token}" for token in tokens)
+
+
+class _AddedToken(msgspec.Struct):
+    content: str
+
+
+class _TokenizerSettings(msgspec.Struct):
+    eos_token: str | _AddedToken | None = None
 
 
 def label_token_roles(tokens: np.ndarray, loss_mask: np.ndarray, end_id: int | None) -> list[str]:
@@ -189,22 +227,26 @@ class StepVersions(msgspec.Struct, frozen=True):
         return cls({step: version - 1 for step, version in made if isinstance(version, int)}, bound)
 
 
-def read_traced_samples(run_dir: Path, versions: StepVersions) -> tuple[list[SampleView], int]:
-    """Read a few samples whose routes were kept, from the first to the last. Also returns how many there are."""
+def read_traced_samples(run_dir: Path, versions: StepVersions) -> tuple[list[SampleView], int, list[str]]:
+    """Read a few samples whose routes were kept, from the first to the last. Also returns how many there are, and
+    what could not be read."""
     index = RouteIndex(run_dir)
     shown = [index.trained_entries[at] for at in select_evenly(len(index.trained_entries), MAX_SAMPLES)]
-    return load_samples(index, shown, RunTokenizer(run_dir), versions), len(index.trained_entries)
+    samples, problems = load_samples(index, shown, RunTokenizer(run_dir), versions) if shown else ([], [])
+    return samples, len(index.trained_entries), [*index.problems, *problems]
 
 
 def load_samples(
     index: RouteIndex, entries: Iterable[RouteEntry], tokenizer: RunTokenizer, versions: StepVersions
-) -> list[SampleView]:
-    """Load the samples of those entries that can be read."""
-    samples = []
+) -> tuple[list[SampleView], list[str]]:
+    """Load the samples of those entries that can be read. Also returns what could not be read."""
+    samples, problems = list[SampleView](), [*tokenizer.problems]
     for entry in entries:
-        with contextlib.suppress(RouteFileError):
+        try:
             samples.append(SampleView(index, entry, tokenizer, versions))
-    return samples
+        except RouteFileError as error:
+            problems.append(str(error))
+    return samples, problems
 
 
 def select_colorings(samples: Sequence[SampleView]) -> list[tuple[str, str, str]]:

@@ -20,14 +20,15 @@ import numpy as np
 
 from r3async.data.metrics import finite_or_none
 from r3async.record.reading import (
-    damaged_config_event,
     decode_line,
+    make_config_events,
     make_skipped_events,
     parse_schedule,
     read_run_config,
 )
 from r3async.schedule.admission import compute_staleness_bound, count_slots
 from r3async.views.summary import UNFINISHED, RunHistory, get_status_change
+from r3async.world.disk import open_for_reading
 
 READ_CHUNK_BYTES = 1 << 20
 MAX_EVENTS = 1000
@@ -36,6 +37,8 @@ MAX_ROWS = 16
 
 class FollowedFile:
     """A reader of the new complete lines of a file that other processes append to.
+
+    `read_lines` and `read_objects` raise `OSError` for a file that cannot be read; `read_new` reports it.
 
     A torn last line waits until its end arrives, or until its writer cuts it off. If the file is replaced (rotated), it
     is read to its end, then the new file from its beginning. A file that was truncated is read from its beginning. A
@@ -46,6 +49,8 @@ class FollowedFile:
         self.path = path
         self.skipped_lines = 0
         """Number of lines so far that are not objects of this file."""
+        self.error = ""
+        """Why the file cannot be read; "" if it can be, or is missing."""
         self._fd = -1
         self._torn_line = b""
 
@@ -85,14 +90,20 @@ class FollowedFile:
                 return
 
     def read_new(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return the new objects, and an event with the number of skipped lines, if there are any."""
-        before = self.skipped_lines
-        found = list(self.read_objects())
-        return found, make_skipped_events(self.path.name, self.skipped_lines - before)
+        """Return the new objects, and an event with the number of skipped lines, or why the file cannot be read; each
+        is reported once."""
+        before, error_before, found = self.skipped_lines, self.error, list[dict[str, Any]]()
+        self.error = ""
+        try:
+            found.extend(self.read_objects())
+        except OSError as error:
+            self.error = error.strerror or str(error)
+        new_error = self.error if self.error != error_before else ""
+        return found, make_skipped_events(self.path.name, self.skipped_lines - before, error=new_error)
 
     def _open(self) -> bool:
         try:
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = open_for_reading(self.path)
         except FileNotFoundError:
             return False
         return True
@@ -100,7 +111,7 @@ class FollowedFile:
     def _is_replaced(self) -> bool:
         try:
             there = os.stat(self.path)
-        except FileNotFoundError:
+        except OSError:
             return False  # moved away; a new file may follow
         return not os.path.samestat(there, os.fstat(self._fd))
 
@@ -157,7 +168,7 @@ class FollowedRun:
 
     def __init__(self, run_dir: Path, clock: Callable[[], float] = time.time):
         self.run_dir, self._clock = run_dir, clock
-        self.name = run_dir.resolve().name
+        self.name = os.path.basename(os.path.realpath(run_dir))
         self.config: dict[str, Any] = {}
         self.metrics, self.evaluations = MetricColumns(), MetricColumns()
         self.recent_rows: deque[dict[str, Any]] = deque(maxlen=MAX_ROWS)
@@ -186,7 +197,7 @@ class FollowedRun:
         evaluations, most = self._files["evaluation"].read_new()
         events += skipped + more + most
         if self._changed_at is None:
-            events += damaged_config_event(self.run_dir)
+            events += make_config_events(self.run_dir)
         for row in rows:
             self.metrics.append(row)
             self.recent_rows.append(row)

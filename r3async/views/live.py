@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -11,10 +12,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from r3async.config import MIX_ENV
+from r3async.config import ConfigError, EnvConfig
+from r3async.config.load import parse_mix_entries
 from r3async.data.container import FramedRecord, map_file
 from r3async.data.metrics import finite_or_none
-from r3async.record.reading import EVALUATION_FILE, convert_valid, damaged_config_event, read_run_config
+from r3async.record.reading import EVALUATION_FILE, convert_valid, make_config_events, read_run_config
 from r3async.record.routes import ROUTES_CONTAINER, RouteEntry, RouteIndex, parse_episode_id
 from r3async.record.timeline import FILE, Span
 from r3async.schedule.tasks import EnvironmentOrder
@@ -37,7 +39,7 @@ class LiveRun:
     """
 
     def __init__(self, run_dir: Path):
-        self.run_dir, self.name = run_dir, run_dir.resolve().name
+        self.run_dir, self.name = run_dir, os.path.basename(os.path.realpath(run_dir))
         self.revision, self.is_gone = 0, False
         self._files = {name: FollowedFile(run_dir / name) for name in (FILE, "events.jsonl", "metrics.jsonl")}
         self._files |= {name: FollowedFile(run_dir / name) for name in ("routing.jsonl", EVALUATION_FILE)}
@@ -67,7 +69,7 @@ class LiveRun:
         skipped = [event for _, events in read.values() for event in events] + self._episodes.skipped_events
         self._episodes.skipped_events = []
         if not self.revision:
-            skipped += damaged_config_event(self.run_dir)
+            skipped += make_config_events(self.run_dir)
         self._events.extend(skipped)
         if any(new.values()) or skipped or told or gone != self.is_gone or not self.revision:
             self.revision += 1
@@ -202,11 +204,14 @@ def make_environment_lookup(config: dict[str, Any]) -> Callable[[int | None], st
     `config` is the run's configuration as `read_run_config` returns it.
     """
     env = config.get("env", {})
-    name, parts = str(env.get("name", "")), env.get("args", {})
-    if name != MIX_ENV or not parts:
+    name = str(env.get("name", ""))
+    try:
+        entries = parse_mix_entries(msgspec.convert(env, EnvConfig))
+    except (ConfigError, msgspec.ValidationError):
+        entries = {}
+    if not entries:
         return lambda group: name
-    labels = sorted(parts)
-    order = EnvironmentOrder([float(parts[label].get("weight", 1.0)) for label in labels])
+    labels, order = list(entries), EnvironmentOrder([entry.weight for entry in entries.values()])
     return lambda group: name if group is None else labels[order.environment_of(group)]
 
 
@@ -340,12 +345,15 @@ class EpisodeIndex:
         yield from sorted(found, key=lambda each: each.trajectory)
 
     def _render_details(self, episode: EpisodeEntry, versions: StepVersions) -> dict[str, Any]:
-        samples = (
-            load_samples(self._index, episode.route_entries, self.tokenizer, versions) if episode.route_entries else []
+        samples, problems = (
+            load_samples(self._index, episode.route_entries, self.tokenizer, versions)
+            if episode.route_entries
+            else ([], [])
         )
         return {
             "talk": describe_conversation(episode.conversation) if episode.conversation else None,
             "samples": samples,
+            "problems": problems,
         }
 
 
@@ -368,7 +376,10 @@ def _read_columns(entry: RouteEntry) -> dict[str, np.ndarray]:
 
     The checksum covers the whole record, so it is verified only when the episode is opened.
     """
-    record = next(ROUTES_CONTAINER.iter_records(map_file(entry.path), entry.offset), None)
+    try:
+        record = next(ROUTES_CONTAINER.iter_records(map_file(entry.path), entry.offset), None)
+    except OSError:
+        return {}
     if not isinstance(record, FramedRecord):
         return {}
     places = {name: (dtype, at) for at, (name, dtype, _) in enumerate(entry.arrays, start=1) if name in EPISODE_COLUMNS}

@@ -73,7 +73,9 @@ from r3async.world.files import replace_file
 
 
 MAX_MAP_COLUMNS = 400
-STALENESS_METRIC = re.compile(r"staleness/tokens_(\d+)")
+MAX_AGES = 1000
+"""Maximum bound of staleness up to which a histogram shows ages that no token has."""
+STALENESS_METRIC = re.compile(r"staleness/tokens_(\d{1,9})")
 """Pattern of the metrics that count the trained tokens of one staleness."""
 
 
@@ -161,7 +163,7 @@ def build_staleness_histogram(rows: Sequence[dict[str, Any]], bound: int | None)
         what = "share of steps by their oldest token"
     if not counts:
         return None
-    ages = sorted({*range((bound or 0) + 1), *counts})
+    ages = sorted({*range(min(bound or 0, MAX_AGES) + 1), *counts})
     return {
         "id": "ages",
         "title": "Staleness",
@@ -394,13 +396,14 @@ def render_run_page(run: RunRecord, live: LivePage | None = None) -> str:
 
 def _read_examples(run: RunRecord, bound: int | None) -> dict[str, Any]:
     """Read a few example episodes and samples for a written report; a live page offers all of them instead."""
-    samples, kept = read_traced_samples(run.run_dir, StepVersions.from_rows(run.rows, bound))
+    samples, kept, problems = read_traced_samples(run.run_dir, StepVersions.from_rows(run.rows, bound))
     conversations, played = read_conversations(run.run_dir / "episodes.jsonl")
     return {
         "conversations": conversations,
         "played": played,
         "samples": samples,
         "kept": kept,
+        "problems": problems,
         "modes": select_colorings(samples),
     }
 

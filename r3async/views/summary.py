@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -350,7 +351,7 @@ def summarize_records(
     updates = _collect_values(rows, "optimizer/updates")
     kept_from = [explain_no_update(row) for row in rows]
     return RunSummary(
-        name=run_dir.resolve().name,
+        name=os.path.basename(os.path.realpath(run_dir)),
         status=status,
         reason=reason,
         steps=len(rows),

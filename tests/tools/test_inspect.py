@@ -295,7 +295,9 @@ def test_a_run_without_routes_names_the_setting(tmp_path, inspect, trace, messag
 
 def test_a_terminal_gets_colour(tmp_path) -> None:
     from r3async.tools.inspect.routes import print_routes
+    from r3async.views.episodes import RunTokenizer
 
     console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system="standard")
-    print_routes(write_run(tmp_path), console)
+    run = write_run(tmp_path)
+    print_routes(run, RunTokenizer(run), console)
     assert "\x1b[1;31m" in console.file.getvalue()

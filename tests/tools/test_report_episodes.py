@@ -98,7 +98,7 @@ def test_a_damaged_trace_is_said_to_be(tmp_path: Path) -> None:
     damage_last_record(tmp_path / "routes" / "learner.0.routes")
     episodes = EpisodeIndex(tmp_path)
     episodes.read_new(str)
-    assert "Its record is damaged" in str(episodes.render_episode("3.g00000007e0000", StepVersions()))
+    assert "is damaged" in str(episodes.render_episode("3.g00000007e0000", StepVersions()))
     episodes.close()
 
 

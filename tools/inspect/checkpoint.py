@@ -18,6 +18,7 @@ from r3async.checkpoint.state import (
     verify_checkpoint_file,
 )
 from r3async.data.versions import UNKNOWN_LINEAGE, Lineage
+from r3async.world.files import read_file
 
 if TYPE_CHECKING:
     from r3async.checkpoint.tensors import RankFile
@@ -76,7 +77,7 @@ def inspect_checkpoint(path: Path) -> CheckpointContents:
 
     seen = CheckpointContents(str(path))
     try:
-        manifest = decode_manifest((path / MANIFEST_FILE).read_bytes())
+        manifest = decode_manifest(read_file(path / MANIFEST_FILE))
     except OSError as error:
         seen.problems.append(f"{MANIFEST_FILE}: {error.strerror or error}")
     except CheckpointError as error:
@@ -90,9 +91,9 @@ def inspect_checkpoint(path: Path) -> CheckpointContents:
     listed = {file.name for file in seen.files}
     if not listed:  # list the existing files, with nothing to compare them with
         for entry in sorted(path.iterdir()):
-            seen.files.append(FileStatus(entry.name, entry.stat().st_size, "the manifest does not vouch for it"))
+            seen.files.append(FileStatus(entry.name, entry.lstat().st_size, "the manifest does not vouch for it"))
     try:
-        seen.state = decode_state((path / STATE_FILE).read_bytes())
+        seen.state = decode_state(read_file(path / STATE_FILE))
     except (OSError, CheckpointError) as error:
         _add_problem(seen, f"{STATE_FILE}: {error}" if isinstance(error, OSError) else str(error))
     for part in sorted(path.glob("learner-*.safetensors")):
@@ -197,7 +198,7 @@ def summarize_checkpoints(directory: Path) -> tuple[list[str], list[str]]:
     checkpoints = CheckpointDirectory(directory)
     for step in checkpoints.list_steps():
         path = checkpoints.step_path(step)
-        size = sum(file.stat().st_size for file in path.iterdir())
+        size = sum(file.lstat().st_size for file in path.iterdir())
         try:
             opened = open_checkpoint(path, check_tensors=False)
             short = [f for f in opened.manifest.files if (path / f.name).stat().st_size != f.size]

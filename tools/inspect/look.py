@@ -64,7 +64,10 @@ class Inspection(NamedTuple):
         self, run: str, trajectory: str | None, step: int | None, layers: Sequence[int], *, diff: bool, json: bool
     ) -> None:
         run_dir = self._find_run(run)
-        print_routes(run_dir, self.console, trajectory=trajectory, step=step, layers=layers, diff=diff, json=json)
+        tokenizer = self._open_tokenizer(run_dir)
+        print_routes(
+            run_dir, tokenizer, self.console, trajectory=trajectory, step=step, layers=layers, diff=diff, json=json
+        )
 
     def verify_routes(self, run: str, json: bool) -> bool:
         """Return whether training used the engine's routes."""
@@ -124,13 +127,18 @@ class Inspection(NamedTuple):
         if export:
             make_printer(self.console)(f"{export}: {write_file(shown, export, version)} trajectories")
         elif tokens:
-            self._show_tokens(shown, version, RunTokenizer(run_dir or Path("none")), json)
+            self._show_tokens(shown, version, self._open_tokenizer(run_dir or Path("none")), json)
         elif json:
             write_json_lines((seen.to_facts(version) for seen in shown), self.console)
         elif rows := [seen.to_facts(version) for seen in shown]:
             print_trajectories(rows, shown.hidden, self.console)
         if not shown.count:
             raise InspectError("no such trajectory was kept. " + "; ".join(kept_in))
+
+    def _open_tokenizer(self, run_dir: Path) -> RunTokenizer:
+        tokenizer = RunTokenizer(run_dir)
+        self.problems.extend(tokenizer.problems)
+        return tokenizer
 
     def _show_tokens(
         self, shown: Iterable[InspectedTrajectory], version: int | None, tokenizer: RunTokenizer, json: bool
@@ -152,7 +160,10 @@ class Inspection(NamedTuple):
                 f"frames are of a spool or a message, for example of {find_run(target, self.root) / 'spool'}"
             )
         for file in list_spool_files(path):
-            self._show_messages(file, MESSAGES_LIMIT if limit is None else limit, json)
+            try:
+                self._show_messages(file, MESSAGES_LIMIT if limit is None else limit, json)
+            except OSError as error:
+                self.problems.append(f"{file}: {error.strerror or error}")
 
     def _show_messages(self, path: Path, limit: int, json: bool) -> None:
         say, hidden = make_printer(self.console), 0

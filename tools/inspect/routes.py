@@ -146,6 +146,7 @@ def make_token_routes(sample: TracedSample, tokenizer: RunTokenizer, layers: Seq
 
 def print_routes(
     run_dir: Path,
+    tokenizer: RunTokenizer,
     console: Console,
     *,
     trajectory: str | None = None,
@@ -160,7 +161,7 @@ def print_routes(
         layers: Show only these layers.
         diff: Show only tokens whose routes disagree in them.
     """
-    index, tokenizer = _open_index(run_dir), RunTokenizer(run_dir)
+    index = _open_index(run_dir)
     for entry in choose_entries(index, trajectory, step):
         sample = TracedSample(index, entry)
         count = sample.agrees.shape[1]

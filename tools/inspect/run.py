@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -18,7 +19,8 @@ class InspectError(ValueError):
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether the path is a checkpoint, or was one that lost its manifest."""
-    named = _CHECKPOINT.fullmatch(path.resolve().name) is not None
+    # Unlike `Path.resolve`, this takes a loop of links.
+    named = _CHECKPOINT.fullmatch(os.path.basename(os.path.realpath(path))) is not None
     return path.is_dir() and (named or (path / "manifest.json").is_file())
 
 

@@ -6,8 +6,10 @@ Unreadable data is reported to `report_problem(text)`, and the rest is still rea
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from r3async.checkpoint.directory import STATE_FILE
 from r3async.checkpoint.state import CheckpointError, decode_state
@@ -17,7 +19,7 @@ from r3async.data.wire import WireError
 from r3async.record.reading import (
     LINE_TYPES,
     QUARANTINE_FILE,
-    damaged_config_event,
+    make_config_events,
     read_json_lines,
     read_json_objects,
     read_quarantine,
@@ -26,6 +28,7 @@ from r3async.record.reading import (
 from r3async.record.routes import RouteFileError, RouteIndex, TrainedRoutes, find_engine_routes
 from r3async.record.routes import load_route_record as load_route
 from r3async.transport.spool import SPOOL_FORMAT, load_record
+from r3async.world.files import read_file
 
 from .run import fit_to_cells, is_run
 from .trajectories import (
@@ -113,7 +116,7 @@ def find_newest_version(run_dir: Path | None) -> int | None:
         found += [version for version in versions[-1:] if version is not None]
         for path in sorted((run_dir / "checkpoints").glob(f"step-*/{STATE_FILE}"))[-1:]:
             try:
-                found.append(decode_state(path.read_bytes()).version)
+                found.append(decode_state(read_file(path)).version)
             except (OSError, CheckpointError):
                 continue
     return max(found, default=None)
@@ -126,13 +129,13 @@ def find_newest_sampled(path: Path) -> int | None:
 
 def find_containing_run(path: Path) -> Path | None:
     """Return the run that a file or a directory belongs to: the nearest one above it."""
-    return next((parent for parent in path.resolve().parents if is_run(parent)), None)
+    return next((parent for parent in Path(os.path.realpath(path)).parents if is_run(parent)), None)
 
 
 def describe_refused(run_dir: Path) -> list[str]:
     """Describe the accepted trajectories that could not be trained, in one line; no line if there are none."""
     kept = list_spool_files(run_dir / "quarantine") if (run_dir / "quarantine").is_dir() else []
-    size = sum(path.stat().st_size for path in kept)
+    size = sum(path.lstat().st_size for path in kept)
     where = f"r3async inspect {run_dir / 'quarantine'}; reasons: events.jsonl, trajectory_quarantined"
     return [f"quarantine: {len(kept)} trajectories that could not be trained, {size:,} bytes ({where})"] if kept else []
 
@@ -154,13 +157,23 @@ def describe_quarantine(run_dir: Path, limit: int = 10) -> list[str]:
 
 def describe_skipped_lines(run_dir: Path) -> list[str]:
     """Describe each file of the run that has unreadable lines, one line each."""
-    read = {file: read_json_lines(run_dir / file).skipped_lines for file in LINE_TYPES}
-    damaged = [f"{event['file']} cannot be read: the settings are not known" for event in damaged_config_event(run_dir)]
-    return damaged + [
-        f"{file}: {len(numbers)} of its lines cannot be read, and are passed over; the first is line {numbers[0]}"
-        for file, numbers in read.items()
-        if numbers
-    ]
+    told = [_describe_config_event(event) for event in make_config_events(run_dir)]
+    for file in LINE_TYPES:
+        _, numbers, error = read_json_lines(run_dir / file)
+        if error:
+            told.append(f"{file} cannot be read: {error}")
+        elif numbers:
+            told.append(
+                f"{file}: {len(numbers)} of its lines cannot be read, and are passed over; the first is line {numbers[0]}"
+            )
+    return told
+
+
+def _describe_config_event(event: dict[str, Any]) -> str:
+    if "settings" in event:
+        return f"{event['file']}: settings of another type than this release has are passed over: {event['settings']}"
+    error = f" ({event['error']})" if "error" in event else ""
+    return f"{event['file']} cannot be read{error}: the settings are not known"
 
 
 def describe_sources(run_dir: Path) -> list[str]:
@@ -173,7 +186,7 @@ def describe_sources(run_dir: Path) -> list[str]:
     traced = len({(e.facts["step"], e.facts["trajectory_id"]) for e in index.trained_entries})
     trace = config.get("routing", {}).get("trace", "off")
     if durability == "disk" or spooled:
-        size = sum(path.stat().st_size for path in spooled)
+        size = sum(path.lstat().st_size for path in spooled)
         spool = f"{len(spooled)} files, {size:,} bytes, of groups that no checkpoint has trained"
     else:
         spool = f'none (`buffer.durability` is "{durability}"; "disk" keeps what waits to be trained)'

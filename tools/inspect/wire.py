@@ -25,6 +25,7 @@ from r3async.data.wire import (
 )
 from r3async.transport.spool import SPOOL_FORMAT
 from r3async.untrusted import decode_msgpack
+from r3async.world.files import read_file
 
 from .run import InspectError
 
@@ -33,8 +34,7 @@ MAX_FIELD_CHARACTERS = 200
 
 
 def is_spool_file(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(SPOOL_FORMAT.magic)) == SPOOL_FORMAT.magic
+    return map_file(path)[: len(SPOOL_FORMAT.magic)] == SPOOL_FORMAT.magic
 
 
 def read_messages(path: Path, report_problem: Callable[[str], object]) -> Iterator[tuple[int, list[Frame]]]:
@@ -43,7 +43,7 @@ def read_messages(path: Path, report_problem: Callable[[str], object]) -> Iterat
     A file without records is one frame of a control message. Raises `InspectError` if it is neither.
     """
     if not is_spool_file(path):
-        data = path.read_bytes()
+        data = read_file(path)
         try:
             decode_control(data)
         except WireError as error:

@@ -144,6 +144,7 @@ class Conductor:
                 # knowing of them.
                 return msgspec.msgpack.encode(LeaseAnswer([], more=False))
             self.fleet.note_answer(generator)
+            generator.has_played |= bool(call.ended)
             for line in call.told:
                 self._remote_events.append(line)
             self.task_source.record_ends(call.ended, self.admission.groups_leased)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from r3async.rollout.engine import InstallReport
 from r3async.schedule.groups import max_buffer_bytes
 from r3async.schedule.health import GeneratorHealth, HealthState
 from r3async.weights.probe import make_probe_text
-from r3async.world import ActorRef, World
+from r3async.world import ActorLostError, ActorRef, World
 from r3async.world.real import REAL_WORLD
 from r3async.world.sockets import ClientKeys
 
@@ -74,6 +75,10 @@ class FleetGenerator(msgspec.Struct):
     """True while the disk of its host does not take the file of a version."""
     last_loss_reason: str = ""
     """Reason of its last loss."""
+    has_played: bool = False
+    """True if an episode has ended on it."""
+    equal_start_failures: int = 0
+    """Number of its processes, in a row, that failed with the reason of the last one before an episode had ended."""
     end_reason: str = ""
     """Reason why the conductor ended its process, until that loss is reported."""
     install_task: asyncio.Task[InstallReport] | None = None
@@ -139,6 +144,17 @@ async def end_generator(world: World, generator: FleetGenerator, reason: str) ->
         return
     generator.end_reason = reason
     await end_process(world, generator.handle, *generator.process)
+
+
+def _is_told_failure(cause: BaseException | None) -> bool:
+    """Return True if `cause` is what a generator itself failed with. A process that ended, did not answer in time, or
+    whose host lacks resources may do better next time."""
+    return cause is not None and not isinstance(cause, (ActorLostError, OSError, RunFailed))
+
+
+def _without_numbers(reason: str) -> str:
+    """Return a reason without what differs each time: process ids, ports, seconds."""
+    return re.sub(r"\d+", "", reason)
 
 
 class Fleet:
@@ -303,7 +319,14 @@ class Fleet:
         generator.generated_tokens, generator.last_lost_tokens = generator.last_lost_tokens, 0
 
     def report_lost(self, generator: FleetGenerator, error: BaseException, leased_again: Sequence[int]) -> None:
+        before = generator.last_loss_reason if generator.equal_start_failures else ""
         generator.last_loss_reason, generator.end_reason = generator.end_reason or str(error), ""
+        if generator.has_played or not _is_told_failure(error.__cause__):
+            generator.equal_start_failures = 0
+        elif _without_numbers(before) == _without_numbers(generator.last_loss_reason):
+            generator.equal_start_failures += 1
+        else:
+            generator.equal_start_failures = 1
         self.events.warning(
             "generator_lost",
             generator=generator.generator_id,

@@ -348,7 +348,9 @@ class LeaseDispatcher:
         """Forget a generator whose process has ended, and take back its leases. Returns the groups that are leased
         again."""
         self.forget_generator(generator.generator_id)
-        return self.requeue_leases(generator, await self.find_missing(generator))
+        missing = await self.find_missing(generator)
+        generator.has_played |= any(len(episodes) < self.admission.group_size for episodes in missing.values())
+        return self.requeue_leases(generator, missing)
 
     def forget_generator(self, generator_id: str) -> None:
         """Forget the call and the reports of a generator whose process has ended. They do not apply to its next

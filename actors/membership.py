@@ -32,8 +32,13 @@ class _StartContext(NamedTuple):
     hosts: set[str]
 
 
+MAX_START_FAILURES = 2
+"""Number of times in a row that a generator may fail in the same way before it has played an episode: its next process
+would fail, too."""
+
+
 class GeneratorRestartsExhausted(RunFailed):
-    """A generator was lost more often than it may be restarted."""
+    """A generator was lost more often than it may be restarted, or fails at each start."""
 
 
 class FleetMembership:
@@ -215,7 +220,8 @@ class FleetMembership:
         """Keep one generator playing until it has nothing more to play, or is lost while it leaves.
 
         After a loss its leases are taken back; the restarted process installs current weights before it plays. Raises
-        `GeneratorRestartsExhausted` after `generator.max_restarts`, and what the generator itself raised.
+        `GeneratorRestartsExhausted` after `generator.max_restarts`, or after `MAX_START_FAILURES`, and what the
+        generator itself raised.
         """
         while True:
             try:
@@ -256,6 +262,11 @@ class FleetMembership:
             generator.health.seconds_to_restart,
             generator.process,
         )
+        if generator.equal_start_failures >= MAX_START_FAILURES:
+            raise GeneratorRestartsExhausted(
+                f"{generator.generator_id} failed {generator.equal_start_failures} times in the same way before it had "
+                f"played an episode: {generator.last_loss_reason}; see logs/{generator.generator_id}.log"
+            )
         try:
             health.begin_restart()
         except RestartsExhausted as error:

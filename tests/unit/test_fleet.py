@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import itertools
 import re
 from functools import partial
 
@@ -142,10 +143,55 @@ async def test_a_lost_engine_is_the_loss_of_its_generator_whose_process_is_ended
 
 
 async def test_a_run_whose_engines_are_lost_again_and_again_ends_with_the_reason(installer, fleet, handles):
-    for handle in handles.values():
+    for generator, handle in zip(fleet, handles.values(), strict=True):
         handle.wrong["run"] = EngineLostError("its process ended with code -9")
+        generator.has_played = True
     reason = r"\(generator\.max_restarts = 2\), the last time by: its engine is lost: its process ended with code -9"
     with pytest.raises(RunFailed, match=f"lost 3 times {reason}"):
+        await asyncio.wait_for(membership(installer).run(), 30)
+
+
+async def test_a_run_whose_generators_fail_twice_alike_before_they_have_played_ends_with_the_cause(
+    installer, fleet, handles
+):
+    attempts = {name: itertools.count(100) for name in handles}
+    for name, handle in handles.items():
+        handle.wrong["run"] = lambda _, name=name: EngineLostError(
+            f"pid {next(attempts[name])}: no kernel for 96 elements a head"
+        )
+        fleet[name].health._max_restarts = 8
+    cause = (
+        "generator-1 failed 2 times in the same way before it had played an episode: its engine is lost: pid 101: no"
+    )
+    with pytest.raises(RunFailed, match=f"{cause} kernel for 96 elements a head; see logs/generator-1.log"):
+        await asyncio.wait_for(membership(installer).run(), 30)
+    (excluded,) = fleet.events.facts("generator_excluded")
+    assert excluded["generator"] == "generator-0"
+    assert [g.restarts for g in fleet] == [1]
+    assert [len(handle.asked("run")) for handle in handles.values()] == [2, 2]
+
+
+@pytest.mark.parametrize("second", [EngineLostError("its process ended with code -9"), ActorLostError("it was killed")])
+async def test_starts_that_fail_differently_or_without_a_word_are_losses_like_any_other(
+    installer, fleet, handles, second
+):
+    handle, generator = handles["generator-0"], fleet["generator-0"]
+    losses = iter([EngineLostError("no kernel image"), second, EngineLostError("no kernel image")])
+    handle.wrong["run"] = lambda _: next(losses, None)
+    generator.health._max_restarts = 8
+    running = asyncio.create_task(membership(installer).run())
+    await until(lambda: generator.is_finished)
+    running.cancel()
+    assert generator.restarts == 3
+
+
+async def test_a_restarted_process_that_twice_does_not_load_for_the_same_reason_is_restarted_no_more(
+    installer, fleet, handles
+):
+    handles["generator-0"].wrong |= {"run": ActorLostError("it was killed"), "start": RuntimeError("device is busy")}
+    fleet["generator-0"].health._max_restarts = 8
+    message = "failed 2 times in the same way .* did not load: device is busy; see logs/generator-0.log"
+    with pytest.raises(RunFailed, match=message):
         await asyncio.wait_for(membership(installer).run(), 30)
 
 

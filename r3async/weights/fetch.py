@@ -246,7 +246,8 @@ CHUNK_BYTES = 2**20
 FANOUT = 2
 """Number of hosts to which one host sends a stream at once."""
 MAX_PARENT_FAILURES = 2
-"""Number of times in a row that a host may fail others before nobody is placed under it any more."""
+"""Number of failures in a row after which a host gets no children in later streams either, and number of parents that
+may fail a host before the learner serves it."""
 ROOT_ADDRESS = ""
 """Address of the learner in a tree."""
 
@@ -341,6 +342,8 @@ class RelayTree:
 
     def __init__(self, root_address: str = ROOT_ADDRESS) -> None:
         self._nodes = {ROOT_ADDRESS: RelayNode(root_address, ROOT_ADDRESS, 0)}
+        self._failed_addresses: set[str] = set()
+        """Addresses that failed a host, which would fail the next ones too."""
 
     @property
     def root_address(self) -> str:
@@ -350,12 +353,13 @@ class RelayTree:
         """Set the address of the root, which a new process serves."""
         self._nodes[ROOT_ADDRESS].address = address
 
-    def place_node(self, name: str, address: str, avoid: Collection[str] = ()) -> str:
+    def place_node(self, name: str, address: str, avoid: Collection[str] = (), excluded: Collection[str] = ()) -> str:
         """Place `name` near the top of the tree, where a place is free, and return the address of its parent.
 
-        A node that asks again has left its place. If all other nodes serve enough, or are to be avoided, the learner
-        serves one more.
+        A node that asks again has left its place. What one node avoids gets no further children. If all other nodes
+        serve enough or are avoided, or if `MAX_PARENT_FAILURES` parents failed this one, the learner serves one more.
         """
+        self._failed_addresses.update(avoid)
         known = self._nodes.get(name)
         if known is not None:
             self._leave_parent(known)
@@ -365,9 +369,9 @@ class RelayTree:
             for other, node in self._nodes.items()
             if other not in below
             and node.children < FANOUT
-            and (other == ROOT_ADDRESS or node.address not in ("", *avoid))
+            and (other == ROOT_ADDRESS or node.address not in {"", *excluded, *self._failed_addresses})
         ]
-        parent = min(free)[2] if free else ROOT_ADDRESS
+        parent = min(free)[2] if free and len(avoid) < MAX_PARENT_FAILURES else ROOT_ADDRESS
         at = self._nodes[parent]
         at.children += 1
         kept = known.children if known is not None and known.address == address else 0
@@ -420,9 +424,9 @@ class RelayTrees:
         """Return the place at which `name` gets the stream. A host asks again when a parent failed it."""
         for address in message.avoid[-1:]:
             self._failed[address] += 1
-        avoid = {*message.avoid, *(a for a, times in self._failed.items() if times >= MAX_PARENT_FAILURES)}
+        excluded = {address for address, times in self._failed.items() if times >= MAX_PARENT_FAILURES}
         tree = self._trees.setdefault(message.stream, RelayTree(self._roots.get(message.stream, ROOT_ADDRESS)))
-        address = tree.place_node(name, message.address, avoid)
+        address = tree.place_node(name, message.address, set(message.avoid), excluded)
         return Place(message.stream, address, address != ROOT_ADDRESS and address == tree.root_address)
 
     def handle_received(self, name: str, message: Done) -> None:

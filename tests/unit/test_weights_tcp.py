@@ -268,6 +268,51 @@ def test_a_tree_has_no_circle_and_no_host_serves_too_many(events):
             assert parent_name == ROOT_ADDRESS or count <= FANOUT
 
 
+def place_hosts(trees: RelayTrees, names, reaches) -> dict[str, int]:
+    """Let hosts fetch a stream one after the other, each until it has it. Returns how many parents failed each."""
+    failures = {}
+    for name in names:
+        avoid: list[str] = []
+        while (parent := trees.handle_join(name, Join("s", f"tcp://{name}", tuple(avoid))).parent) != ROOT_ADDRESS:
+            if reaches(name, parent):
+                break
+            avoid.append(parent)
+        trees.handle_received(name, relay.Done("s", parent))
+        failures[name] = len(avoid)
+    return failures
+
+
+@pytest.fixture
+def busy():
+    """A learner that sends to two hosts as long as the test takes."""
+    trees = RelayTrees()
+    for name in ("g0", "g1"):
+        trees.handle_join(name, Join("s", f"tcp://{name}"))
+    return trees
+
+
+LATER = [f"h{number}" for number in range(8)]
+
+
+@pytest.mark.parametrize("neighbours", [(), ("h1", "h3", "h5", "h7")])
+def test_a_parent_that_one_host_avoids_gets_no_further_child_though_some_hosts_reach_it(busy, neighbours):
+    failures = place_hosts(busy, LATER, lambda name, parent: parent != "tcp://g0" or name in neighbours)
+    assert sum(failures.values()) == 1, "each costs 5 s, one after another"
+
+
+def test_a_host_that_two_parents_failed_is_served_by_the_learner(busy):
+    failures = place_hosts(busy, LATER, lambda name, parent: False)
+    assert max(failures.values()) == 2
+    assert failures["h0"] == 2, "both"
+
+
+def test_a_parent_that_failed_in_one_stream_alone_has_children_in_the_next(busy):
+    place_hosts(busy, LATER, lambda name, parent: parent != "tcp://g0")
+    for name in ("g0", "g1"):
+        busy.handle_join(name, Join("next", f"tcp://{name}"))
+    assert busy.handle_join("h0", Join("next", "tcp://h0")).parent == "tcp://g0"
+
+
 async def test_a_peer_whose_name_is_no_text_stops_nobody_behind_it(learner):
     """All messages lie there when the socket is read: what one of them raised, the others waited for."""
 

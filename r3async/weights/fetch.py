@@ -363,6 +363,9 @@ class RelayTree:
         known = self._nodes.get(name)
         if known is not None:
             self._leave_parent(known)
+            if known.address != address:  # a new process, which its predecessor's children have to look for
+                for child in [node for node in self._nodes.values() if node.parent == name]:
+                    self._leave_parent(child)
         below = self._find_descendants(name)
         free = [
             (node.depth, node.children, other)

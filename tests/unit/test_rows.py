@@ -311,6 +311,65 @@ def test_a_prompt_that_waits_for_its_answer_is_branched_from_and_a_failed_one_as
     assert [t.sample for t in turns] == [0, 1]
 
 
+def test_of_two_samples_that_are_equal_the_newest_is_continued():
+    rows = EpisodeSamples(SHAPE)
+    calls = [rows.start_call([1, 2, 3]) for _ in range(2)]
+    for seed, call in enumerate(calls):
+        rows.finish_call(call, generation(3, [7, 8], 0, seed=seed))
+    assert rows.start_call([1, 2, 3, 7, 8, 4]).sample is calls[1].sample
+
+
+def test_of_two_samples_that_a_prompt_extends_the_longer_is_continued_though_it_is_older():
+    rows = EpisodeSamples(SHAPE)
+    long = rows.start_call([1, 2, 3, 4])
+    rows.finish_call(long, generation(4, [5], 0, seed=0))
+    short = rows.start_call([1, 2])
+    rows.finish_call(short, generation(2, [3], 0, seed=1))
+    assert rows.start_call([1, 2, 3, 4, 5, 6]).sample is long.sample
+
+
+def test_a_sample_is_not_continued_while_any_of_several_calls_waits_for_it():
+    rows = EpisodeSamples(SHAPE)
+    first = rows.start_call([1, 2])
+    rows.finish_call(first, generation(2, [3], 0, seed=0))
+    waiting = rows.start_call([1, 2, 3, 4])
+    other = rows.start_call([9])
+    assert waiting.sample is first.sample
+    beside = rows.start_call([1, 2, 3, 5])
+    assert beside.sample is not first.sample
+    rows.cancel_call(other)
+    assert rows.start_call([1, 2, 3, 6]).sample is not first.sample, "that one waits still"
+
+
+def test_a_branch_borrows_from_the_sample_of_the_newest_weights_though_an_older_one_has_more_in_common():
+    rows = EpisodeSamples(SHAPE)
+    rows.finish_call(rows.start_call([1, 2, 3, 4, 5]), generation(5, [6], 0, seed=0, version=1))
+    rows.finish_call(rows.start_call([1, 2, 9]), generation(3, [8], 0, seed=1, version=2))
+    branch = rows.start_call([1, 2, 3, 4, 7])
+    assert (branch.routes_from, branch.routes_version) == (2, 2)
+
+
+def test_of_two_samples_of_the_same_weights_a_branch_borrows_from_the_one_with_more_known_routes():
+    rows = EpisodeSamples(SHAPE)
+    updated = generation(3, [4, 5, 6], 0, seed=0)
+    updated.version_spans[:] = [VersionSpan(1, 0, 1), VersionSpan(2, 1, 3)]
+    rows.finish_call(rows.start_call([1, 2, 3]), updated)
+    rows.finish_call(rows.start_call([1, 2, 3, 4, 8]), generation(5, [9], 0, seed=1, version=1))
+    branch = rows.start_call([1, 2, 3, 4, 5, 7])
+    assert branch.common_prefix_lengths == [5, 4]
+    assert branch.routes_from == 4, "the first has more tokens in common, and newer weights fed its last ones"
+
+
+def test_two_rewards_of_a_turn_are_added():
+    rows = EpisodeSamples(SHAPE)
+    turn = rows.finish_call(rows.start_call([1, 2]), generation(2, [3, 4], 0, seed=0))
+    for reward in (0.5, 0.25):
+        rows.add_reward(turn, reward)
+    (sample,), (described,) = rows.build_samples("g", 1.0)
+    assert sample.table["rewards"].tolist() == [0, 0, 0, 0.75]
+    assert described.reward == 0.75
+
+
 def test_an_answer_without_tokens_is_no_turn_and_leaves_its_prompt_to_the_next_call():
     rows = EpisodeSamples(SHAPE)
     call = rows.start_call([1, 2])

@@ -306,6 +306,73 @@ def test_a_host_that_two_parents_failed_is_served_by_the_learner(busy):
     assert failures["h0"] == 2, "both"
 
 
+def count_children(tree: RelayTree, address: str, names) -> int:
+    """Place these hosts and return how many of them get that parent."""
+    return [tree.place_node(name, f"tcp://{name}") for name in names].count(address)
+
+
+@pytest.mark.parametrize(("address", "places"), [("tcp://g0", 0), ("tcp://g0-again", 2)])
+def test_a_host_that_asks_again_keeps_its_children_and_a_new_process_has_none(address, places):
+    """The first two are below the learner; each has two children."""
+    tree = RelayTree()
+    for name in ("g0", "g1", "a0", "a1", "b0", "b1"):
+        tree.place_node(name, f"tcp://{name}")
+    tree.place_node("g0", address)
+    assert count_children(tree, address, ("c0", "c1", "c2")) == places
+    for name in ("a0", "b0"):  # those of the process that has ended
+        tree.finish_node(name)
+    assert count_children(tree, address, ("d0", "d1")) == (2 if address == "tcp://g0" else 0)
+
+
+def test_a_host_that_reports_twice_that_it_has_a_stream_frees_one_place():
+    tree = RelayTree()
+    for name in ("g0", "g1", "a0", "a1", "b0", "b1"):
+        tree.place_node(name, f"tcp://{name}")
+    for _ in range(2):
+        tree.finish_node("a0")
+    assert count_children(tree, "tcp://g0", ("c0", "c1", "c2")) == 1
+
+
+def test_a_chunk_that_arrives_goes_to_each_of_the_peers_that_wait_for_it():
+    class File:
+        def map_bytes(self, start: int, length: int) -> bytes:
+            return bytes(length)
+
+    class Socket:
+        def __init__(self) -> None:
+            self.peers: list[bytes] = []
+
+        def send(self, frames) -> int:
+            self.peers.append(frames[0])
+            return 0
+
+    server, socket = relay.ChunkServer(), Socket()
+    server.add_growing_stream("s", File(), 2 * relay.CHUNK_BYTES, 0)
+    for peer in (b"one", b"two"):
+        server.answer_request(socket, peer, relay.Get("s", 0, 2))
+    server.add_chunks("s", [0], socket)
+    assert socket.peers == [b"one", b"two"]
+    server.add_chunks("s", [0], socket)
+    assert socket.peers == [b"one", b"two"] * 2
+
+
+def test_a_host_that_failed_twice_has_children_again_after_it_has_served_one():
+    trees = RelayTrees()
+
+    def place_below(stream: str, avoid: tuple[str, ...] = ()) -> str:
+        for name in ("g0", "g1"):
+            trees.handle_join(name, Join(stream, f"tcp://{name}"))
+        trees.handle_join("g1", Join(stream, ""))  # it does not pass this one on
+        return trees.handle_join("h0", Join(stream, "tcp://h0", avoid)).parent
+
+    for stream in ("s0", "s1"):
+        assert place_below(stream) == "tcp://g0"
+        place_below(stream, ("tcp://g0",))
+    assert place_below("s2") == ROOT_ADDRESS
+    trees.handle_received("h1", relay.Done("s1", "tcp://g0"))
+    assert place_below("s3") == "tcp://g0"
+
+
 def test_a_parent_that_failed_in_one_stream_alone_has_children_in_the_next(busy):
     place_hosts(busy, LATER, lambda name, parent: parent != "tcp://g0")
     for name in ("g0", "g1"):

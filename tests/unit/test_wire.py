@@ -414,3 +414,62 @@ def test_control_messages_have_limits_and_may_grow():
     ):
         with pytest.raises(WireError):
             decode_control(wire.encode_control(bad))
+
+
+@pytest.mark.parametrize("frame", [1, 2, 3, -1])
+def test_a_changed_byte_in_any_of_several_column_frames_is_refused(frame):
+    """Large columns are a frame each; the small ones of the second sample follow in the last."""
+    frames = [
+        bytearray(each) for each in encode_trajectory(make_trajectory(tables=[make_table(0, 12_000), make_table(1, 5)]))
+    ]
+    assert len(frames) > 4
+    frames[frame][0] ^= 1
+    with pytest.raises(WireError):
+        decode_trajectory(frames)
+
+
+def test_the_checksum_covers_every_frame_whatever_the_others_are():
+    frames = [b"one", b"two", b"three", b"four"]
+    seen = {wire.compute_checksum(frames)}
+    for at in range(len(frames)):
+        seen.add(wire.compute_checksum([each if i != at else each[::-1] for i, each in enumerate(frames)]))
+    assert len(seen) == 1 + len(frames)
+
+
+def test_a_trajectory_of_two_samples_takes_the_memory_of_both():
+    one, two = make_table(0, 400), make_table(1, 90)
+    sizes = []
+    for tables in ([one], [two], [one, two]):
+        trajectory = make_trajectory(tables=tables)
+        frames = encode_trajectory(trajectory)
+        unpacked = wire.decoded_bytes(frames, trajectory) - sum(map(len, frames))
+        sizes.append(unpacked - wire.read_trajectory_header(frames[0]).nbytes)
+    assert sizes[2] == sizes[0] + sizes[1] > sizes[0]
+
+
+@pytest.mark.parametrize("wrong", ["first", "second"])
+def test_each_of_two_packed_bool_columns_is_checked_and_named(wrong):
+    block = wire.lay_out_block([("count", np.dtype("u4")), ("first", np.dtype(bool)), ("second", np.dtype(bool))])
+    columns = {"count": np.arange(3, dtype="u4"), "first": np.zeros(3, bool), "second": np.zeros(3, bool)}
+    columns[wrong] = np.array([0, 1, 2], np.uint8).view(bool)
+    with pytest.raises(WireError, match=f"bool column '{wrong}' has a byte"):
+        wire.pack_columns(columns, block)
+
+
+@pytest.mark.parametrize("left", [-1, 8])
+def test_several_items_that_do_not_fill_their_piece_exactly_are_refused(left):
+    sizes = [24, 16]
+    items = [wire.DeliveryItem(f"t{i}", i, size, [size]) for i, size in enumerate(sizes)]
+    message = wire.Deliver("s", items)
+    assert [len(each[0]) for each in message.split_by_item([bytes(sum(sizes))])] == sizes
+    with pytest.raises(WireError, match="bytes of several trajectories"):
+        message.split_by_item([bytes(sum(sizes) + left)])
+
+
+def test_items_of_odd_sizes_get_their_own_bytes():
+    frames = [[b"a" * 13], [b"b" * 7, b"c" * 5], [b"d" * 9]]
+    items = [wire.DeliveryItem(f"t{i}", i, 99, list(map(len, each))) for i, each in enumerate(frames)]
+    pieces = wire.encode_delivery("s", items, frames)
+    message = decode_control(pieces[0])
+    got = [wire.join_item_frames(i, each) for i, each in zip(items, message.split_by_item(pieces[1:]), strict=True)]
+    assert [[bytes(frame) for frame in each] for each in got] == frames

@@ -60,6 +60,34 @@ async def recovered(directory: Path, **options: Any) -> tuple[Spool, list[Trajec
     return spool, [kept.trajectory for kept in await spool.recover_trajectories()]
 
 
+async def test_what_follows_a_rewritten_file_after_a_restart_is_beside_it(tmp_path):
+    """Its number is no longer that of the files that there are."""
+    spool = Spool(tmp_path / "spool", DISK)
+    await put_all(spool, [sampled(0, group=1), sampled(1, group=1)])
+    await spool.remove_trajectories({(1, "t0"): "no"})
+    second, found = await recovered(spool.directory)
+    assert [t.trajectory_id for t in found] == ["t1"]
+    await put_all(second, [sampled(2, group=1)])
+    third, found = await recovered(spool.directory)
+    assert [t.trajectory_id for t in found] == ["t1", "t2"]
+    assert third.damages == []
+    assert len(list(spool.directory.iterdir())) == 2
+
+
+async def test_of_a_group_in_two_files_nothing_stays_of_what_is_removed_or_trained(tmp_path):
+    spool = Spool(tmp_path / "spool", DISK)
+    await put_all(spool, [sampled(0, group=1), sampled(1, group=1)])
+    second, _ = await recovered(spool.directory)
+    await put_all(second, [sampled(2, group=1), sampled(1, group=1)])
+    await second.remove_trajectories({(1, "t1"): "no"})
+    third, found = await recovered(spool.directory)
+    assert [t.trajectory_id for t in found] == ["t0", "t2"]
+    await put_all(third, [sampled(3, group=1)])
+    await third.delete_trained([1])
+    assert not list(spool.directory.iterdir())
+    assert third.nbytes == 0
+
+
 @pytest.mark.parametrize("fsync", [False, True])
 async def test_what_was_put_is_there_after_a_restart(tmp_path, fsync):
     spool = Spool(tmp_path / "spool", BufferConfig(durability="disk", fsync=fsync))

@@ -3,14 +3,24 @@
 import itertools
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from r3async.config import TransportConfig
 from r3async.data import wire
-from r3async.transport import TrajectoryLedger
-from r3async.transport.receiver import NO_GROUP_LIMIT, MemoryBudget
+from r3async.data.tokens import SCHEMA
+from r3async.transport import TrajectoryConsumer, TrajectoryLedger, TrajectoryReceiver
+from r3async.transport.receiver import (
+    MAX_ACK_IDS,
+    NO_GROUP_LIMIT,
+    IncomingTrajectory,
+    IntakeOutcome,
+    MemoryBudget,
+    RejectionError,
+)
 from r3async.transport.sender import MAX_DAMAGED_DELIVERIES, MAX_IN_FLIGHT, Outbox, OutgoingTrajectory
-from tests.helpers.transport import make_trajectory
+from tests.helpers.transport import SERVER_KEYS, make_trajectory
 
 
 @settings(max_examples=400)
@@ -288,3 +298,85 @@ def test_what_was_turned_away_says_nothing_of_those_before_it():
     assert outbox.requeue_trajectory("tb", 3.0, damaged=False)
     assert not outbox.is_overdue(3.9, 1)
     assert outbox.is_overdue(4.1, 1)
+
+
+class Answers:
+    """A receiver's socket, which keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[bytes, wire.ControlMessage]] = []
+
+    def send(self, frames) -> int:
+        self.sent.append((frames[0], wire.decode_control(frames[1])))
+        return 0
+
+
+@pytest.fixture
+def receiver():
+    made = TrajectoryReceiver("run", TransportConfig(credit_bytes=1000), TrajectoryConsumer(), keys=SERVER_KEYS)
+    made._socket = Answers()
+    return made
+
+
+def arrival(name: str, *senders: bytes, frames=(), group: int = 0) -> IncomingTrajectory:
+    return IncomingTrajectory(list(senders), wire.DeliveryItem(name, group, 10**6, [len(f) for f in frames]), frames)
+
+
+async def test_the_credit_is_divided_among_two_senders(receiver):
+    for sender in (b"one", b"two"):
+        hello = wire.Hello("s", sender.decode(), "run", SCHEMA.fingerprint)
+        receiver._handle_message(sender, [wire.encode_control(hello)])
+    welcomes = [(to, message.at_once) for to, message in receiver._socket.sent if isinstance(message, wire.Welcome)]
+    assert welcomes == [(b"one", 500), (b"two", 250)]
+
+
+async def test_of_two_senders_of_a_trajectory_the_second_is_told_to_send_its_own_later(receiver):
+    receiver._answer_sender(arrival("t0", b"one", b"two", b"three"), IntakeOutcome("taken"))
+    receiver._send_acks()
+    answers = [(to, getattr(message, "again", "ack")) for to, message in receiver._socket.sent]
+    assert sorted(answers) == [(b"one", "ack"), (b"three", "later"), (b"two", "later")]
+
+
+async def test_more_acknowledgements_than_a_message_holds_come_in_several(receiver):
+    names = [f"t{number}" for number in range(MAX_ACK_IDS + 3)]
+    receiver._pending_acks = {b"one": names, b"two": names[:1]}
+    receiver._send_acks()
+    acked = [(to, len(message.ids)) for to, message in receiver._socket.sent]
+    assert acked == [(b"one", MAX_ACK_IDS), (b"one", 3), (b"two", 1)]
+
+
+async def test_a_reason_goes_to_the_trajectory_that_it_is_about_though_one_before_it_came_damaged(receiver):
+    trajectories = [make_trajectory(index) for index in range(3)]
+    arrivals = []
+    for trajectory in trajectories:
+        frames = [bytes(frame) for frame in wire.encode_trajectory(trajectory)]
+        item = wire.DeliveryItem(trajectory.trajectory_id, 0, 10**6, list(map(len, frames)))
+        pieces = [bytes(piece) for piece in wire.encode_delivery("s", [item], [frames])[1:]]
+        arrivals.append(IncomingTrajectory([b"one"], item, pieces))
+    arrivals[0].frames = [b"damaged"]
+    receiver._consumer.find_invalid = lambda some: {len(some) - 1: "too old"}
+    first, second, third = receiver._intake._decode_and_validate(arrivals)
+    assert isinstance(first, wire.WireError)
+    assert second.trajectory == trajectories[1]
+    assert isinstance(third, RejectionError)
+
+
+def test_an_outbox_requeues_in_the_order_of_sending_and_before_the_rest():
+    outbox = Outbox()
+    for index in range(4):
+        trajectory = make_trajectory(index, group=0)
+        outbox.add(OutgoingTrajectory(trajectory, 10, [b"x"]))
+    for pending in outbox.next_batch(1, 20):
+        outbox.mark_sent(pending, 0.0)
+    assert list(outbox.in_flight) == ["t0", "t1"]
+    assert outbox.requeue_trajectory("t1", 1.0, damaged=True)
+    assert list(outbox.waiting) == ["t1", "t2", "t3"]
+    assert outbox.requeue_all() == 1
+    assert list(outbox.waiting) == ["t0", "t1", "t2", "t3"]
+
+
+def test_a_group_that_may_not_be_sent_yet_holds_up_no_other():
+    outbox = Outbox()
+    for index, group in enumerate((5, 0, 6, 1)):
+        outbox.add(OutgoingTrajectory(make_trajectory(index, group=group), 10, [b"x"]))
+    assert [pending.trajectory_id for pending in outbox.next_batch(2, 1000)] == ["t1", "t3"]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from r3async.actors.generator import EngineAndRenderer, GeneratorActor, LearnerConnection
 from r3async.config import config_to_dict, load_config
 from r3async.rollout.engine import CorruptWeightsError, InstallReport
+from r3async.weights import delta
 from r3async.weights import fetch as relay
 from r3async.weights.delta import digest_version
 from r3async.weights.fetch import (
@@ -304,6 +305,25 @@ def test_a_host_that_two_parents_failed_is_served_by_the_learner(busy):
     failures = place_hosts(busy, LATER, lambda name, parent: False)
     assert max(failures.values()) == 2
     assert failures["h0"] == 2, "both"
+
+
+@pytest.mark.parametrize(("changed", "worthwhile"), [([0], True), ([0, 1, 2], False), ([1, 2, 3], False)])
+def test_most_of_the_sampled_blocks_decide_whether_there_is_a_delta(tmp_path, changed, worthwhile):
+    block = delta.DELTA_BLOCK_BYTES
+    for name in ("before", "after"):
+        with REAL_WORLD.files.open(tmp_path / name, create=True) as file:
+            for number in range(delta.SAMPLED_BLOCKS):
+                file.append([bytes([name == "after" and number in changed]) * block])
+    with REAL_WORLD.files.open(tmp_path / "before") as before, REAL_WORLD.files.open(tmp_path / "after") as after:
+        assert delta.is_delta_worthwhile(before, after) == worthwhile
+
+
+def test_each_of_two_versions_in_use_stays(tmp_path):
+    with DeltaVersionStore(tmp_path) as store:
+        for version in range(5):
+            store.write_tensors(version, {"w": torch.zeros(4)}, torch.float32, (0, 1) if version < 4 else (1,))
+            left = sorted(int(path.stem.partition("-")[2]) for path in store.path.glob("version-*.safetensors"))
+            assert left == ([*range(version + 1)] if version < 4 else [1, 3, 4])
 
 
 def count_children(tree: RelayTree, address: str, names) -> int:

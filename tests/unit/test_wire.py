@@ -473,3 +473,26 @@ def test_items_of_odd_sizes_get_their_own_bytes():
     message = decode_control(pieces[0])
     got = [wire.join_item_frames(i, each) for i, each in zip(items, message.split_by_item(pieces[1:]), strict=True)]
     assert [[bytes(frame) for frame in each] for each in got] == frames
+
+
+def test_two_frames_that_were_both_cut_come_back_with_what_is_between_them():
+    sizes = [2 * wire.PIECE_BYTES + 5, 7, wire.PIECE_BYTES, 0, wire.PIECE_BYTES + 1]
+    frames = [bytes([number]) * size for number, size in enumerate(sizes)]
+    assert [bytes(frame) for frame in wire.join_pieces(wire.split_frames(frames))] == frames
+
+
+@pytest.mark.parametrize("extra", ["frame", "bytes"])
+def test_more_than_the_header_describes_is_refused_though_the_checksum_is_right(extra):
+    head, *frames = encode_trajectory(make_trajectory(tables=[make_table(0, 12_000), make_table(1, 5)]))
+    body = wire.read_trajectory_header(head).body
+    assert decode_trajectory([wire.encode_trajectory_header(body, frames), *frames])
+    more = [*frames, b"more"] if extra == "frame" else [*frames[:-1], bytes(frames[-1]) + b"more"]
+    with pytest.raises(WireError, match="but the header describes"):
+        decode_trajectory([wire.encode_trajectory_header(body, more), *more])
+
+
+def test_a_column_that_comes_twice_is_refused_beside_others():
+    layouts = [wire.ColumnLayout("token_ids", "int32"), wire.ColumnLayout("turn", "int16")]
+    for several in ([*layouts, layouts[1]], [layouts[0], *layouts]):
+        with pytest.raises(WireError, match="a column comes twice"):
+            wire._plan_layouts(msgspec.msgpack.encode(several), SCHEMA)

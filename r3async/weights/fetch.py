@@ -377,7 +377,7 @@ class RelayTree:
         parent = min(free)[2] if free and len(avoid) < MAX_PARENT_FAILURES else ROOT_ADDRESS
         at = self._nodes[parent]
         at.children += 1
-        kept = known.children if known is not None and known.address == address else 0
+        kept = known.children if known is not None else 0
         self._nodes[name] = RelayNode(address, parent, at.depth + 1, kept)
         return at.address
 

@@ -276,12 +276,20 @@ class SimulatedActor:
             self._send_actor_lost(call, self.lost_reason or "it restarts")
             return
         self._open_calls[call] = None
+        if caller.holds_calls:
+            caller.held_calls.append((self, call))
+            return
         at = max(
             now + simulation.call_delay(caller.host, process.host, caller.rng_for("calls")),
             caller.last_arrivals.get(self, 0.0),
         )
         caller.last_arrivals[self] = at
         simulation.loop.call_at(at, self._receive_call, call, context=process.context)
+
+    def receive_held_call(self, call: ActorCall) -> None:
+        """Receive a call that was held, unless the process to which it was sent has ended."""
+        if call in self._open_calls:
+            self._receive_call(call)
 
     def _receive_call(self, call: ActorCall) -> None:
         if self.instance is None or self._serving_count >= self._max_concurrency:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from dev.simulation.workload import CALL_STALLS, SimulatedWorkload
+from dev.simulation.workload import CALL_STALLS, QUICK_SHARE, SimulatedWorkload
 
 FaultKind = Literal[
     "cut",
@@ -35,6 +35,8 @@ FaultKind = Literal[
     "kill_again",
     "kill_unsaved",
     "kill_unsynced",
+    "kill_waiting",
+    "kill_calling",
     "freeze",
     "silence",
     "slow_start",
@@ -78,6 +80,10 @@ class PlannedFault(msgspec.Struct, frozen=True, omit_defaults=True):
                       that the next start has to refuse
     `kill_unsynced`   the process ends when a trajectory is written to the spool and not synced yet; `amount` seconds
                       after the next start has begun, the power of the host with the disk fails for 1 s
+    `kill_waiting`    the generator `target` ends, later than `at`, `amount` seconds after the conductor had nothing to lease
+                      it, while it plays: its next call waits there
+    `kill_calling`    when generator `target` is leased something, later than `at`, its calls are held up; it ends after
+                      `amount` seconds, and the calls arrive when its next process plays
     `freeze`          the process is stopped (SIGSTOP), and continues after `seconds`
     `silence`         like `freeze`, for a generator, and for longer than it may be silent
     `slow_start`      processes that start take `amount` seconds longer
@@ -144,6 +150,8 @@ FAULT_DISTRIBUTIONS: dict[FaultKind, _FaultDistribution] = {
     "kill_again": _FaultDistribution(2, "whole", (60, 60), (0.1, 3), "steps"),
     "kill_unsaved": _FaultDistribution(9, "whole", (60, 60), (0, 0.5), "steps"),
     "kill_unsynced": _FaultDistribution(0, "none", (60, 60), (0.1, 1), "steps"),
+    "kill_waiting": _FaultDistribution(0, "generator", (60, 60), (0.1, 0.5)),
+    "kill_calling": _FaultDistribution(0, "generator", (60, 60), (6, 12)),
     "freeze": _FaultDistribution(3, "role", (0.5, 100)),
     "silence": _FaultDistribution(0, "generator", (60, 100)),
     "slow_start": _FaultDistribution(1, "none", (10, 60), (2, 30), "seconds"),
@@ -162,6 +170,7 @@ ADDITIONAL_FAULTS: dict[str, tuple[float, tuple[FaultKind, ...]]] = {
     "fleet": (0.2, ("silence",)),
     "descriptors": (0.2, ("no_descriptors",)),
     "engines": (0.2, ("engine_dies",)),
+    "calls": (QUICK_SHARE, ("kill_waiting", "kill_waiting", "kill_calling")),
     "environments": (0.25, ("env_dies", "env_hangs", "env_late")),
 }
 """Faults that are drawn in addition to those with a weight, from separate random streams: the share of the runs that

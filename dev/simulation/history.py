@@ -79,6 +79,7 @@ class GroupsLeased(RunEvent, frozen=True, tag="leased"):
         ended: True if the process that asked has ended and the conductor did not know.
         versions: Oldest version of the weights allowed for each lease; if empty, the engine's newest version.
         free: Number of episodes that the generator could have begun; 0 if it has to leave.
+        outdated: True if the conductor knows that another process has taken the place of the one that asked.
     """
 
     generator: str
@@ -86,6 +87,7 @@ class GroupsLeased(RunEvent, frozen=True, tag="leased"):
     ended: bool = False
     versions: tuple[int, ...] = ()
     free: int = 0
+    outdated: bool = False
 
 
 class MissingReported(RunEvent, frozen=True, tag="asked"):
@@ -103,9 +105,10 @@ class InstallRequested(RunEvent, frozen=True, tag="installing"):
 
 
 class GaveUp(RunEvent, frozen=True):
-    """A generator failed to install a version."""
+    """A generator failed to install a version, because of `error`."""
 
     generator: str
+    error: str = ""
 
 
 class GeneratorStopped(RunEvent, frozen=True):
@@ -130,11 +133,12 @@ class ParentRequested(RunEvent, frozen=True, tag="looked"):
 
 class VersionArrived(RunEvent, frozen=True, tag="arrived"):
     """A fetched version got its final name on the host of a generator. `weights` is the key that identifies the weights
-    in the file; 0 if there are none."""
+    in the file; 0 if there are none. `files` is the number of versions that are then on the host."""
 
     generator: str
     version: int
     weights: int
+    files: int = 1
 
 
 class VersionFetched(RunEvent, frozen=True, tag="fetched"):
@@ -232,11 +236,20 @@ class StepTrained(RunEvent, frozen=True, tag="trained"):
 
 
 class WeightsPublished(RunEvent, frozen=True, tag="published"):
-    """The learner published weights, which engines may install."""
+    """The learner published weights, which engines may install. Its host then has `files` versions, of which the
+    conductor had said that engines read `used`."""
 
     lineage: int
     version: int
     weights: int
+    files: int = 1
+    used: int = 0
+
+
+class PublishedRemoved(RunEvent, frozen=True, tag="withdrawn"):
+    """The learner removed its file of a published version."""
+
+    version: int
 
 
 class CheckpointSaved(RunEvent, frozen=True, tag="saved"):
@@ -260,6 +273,12 @@ class SpoolFileRemoved(RunEvent, frozen=True, tag="unlinked"):
     file: str
 
 
+class TrajectoryQuarantined(RunEvent, frozen=True, tag="quarantined"):
+    """The quarantine got a file with a trajectory of this group."""
+
+    group: int
+
+
 class EvaluationBegan(RunEvent, frozen=True, tag="evaluating"):
     """An evaluation after step `step` has begun, according to its file."""
 
@@ -274,6 +293,12 @@ class EvaluationEnded(RunEvent, frozen=True, tag="evaluated"):
     tasks: tuple[int, ...]
     oldest: int
     newest: int
+
+
+class EvaluationRemoved(RunEvent, frozen=True, tag="unevaluated"):
+    """The file of the evaluation after step `step` was removed."""
+
+    step: int
 
 
 class EvaluationGivenUp(RunEvent, frozen=True, tag="notevaluated"):
@@ -344,11 +369,14 @@ AnyRunEvent = (
     | StepBegan
     | StepTrained
     | WeightsPublished
+    | PublishedRemoved
     | CheckpointSaved
     | SpoolFileGrew
     | SpoolFileRemoved
+    | TrajectoryQuarantined
     | EvaluationBegan
     | EvaluationEnded
+    | EvaluationRemoved
     | EvaluationGivenUp
     | SlotsReported
     | FaultReported

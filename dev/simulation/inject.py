@@ -17,7 +17,9 @@ from dev.simulation.faults import MAX_GENERATORS, PlannedFault, faults_end
 from dev.simulation.history import (
     FaultReported,
     FaultsOver,
+    GroupsLeased,
     LineageBegan,
+    PlayRequested,
     RunEvent,
     StepBegan,
     TrajectoriesAcknowledged,
@@ -54,6 +56,12 @@ class FaultInjector:
         """Faults whose process is killed when a trajectory is acknowledged that the next start has to refuse."""
         self._unsynced_kills: list[PlannedFault] = []
         """Faults for which a process is killed when the spool has a trajectory that is not synced."""
+        self._waiting_kills: list[PlannedFault] = []
+        """Faults whose generator is killed when a call of it waits for work."""
+        self._calling_kills: list[PlannedFault] = []
+        """Faults whose generator is killed some time after it was leased something, with its calls held up."""
+        self._held_processes: dict[str, HostProcess] = {}
+        """Processes whose calls are held up, by the name of the generator whose next process has to play first."""
         self._power_failures: list[PlannedFault] = []
         """Faults for which power fails when the next start has begun."""
         self._disk: SimulatedDisk = next(iter(simulation.hosts.values())).disk
@@ -87,6 +95,8 @@ class FaultInjector:
             "kill_again": self._kill_twice,
             "kill_unsaved": self._wait_for_unsaved,
             "kill_unsynced": lambda fault: self._unsynced_kills.append(fault),
+            "kill_waiting": lambda fault: self._waiting_kills.append(fault),
+            "kill_calling": lambda fault: self._calling_kills.append(fault),
             "freeze": self._freeze_process,
             "silence": self._freeze_process,
             "slow_start": self._keep_active,
@@ -114,6 +124,8 @@ class FaultInjector:
             self._second_kills.clear()
             self._unsaved_kills.clear()
             self._unsynced_kills.clear()
+            self._waiting_kills.clear()
+            self._calling_kills.clear()
             self._power_failures.clear()
             self._simulation.see_event(FaultsOver)
         else:
@@ -236,10 +248,31 @@ class FaultInjector:
                     self._schedule_call(event.at + fault.amount, self._kill_now, fault)
         elif isinstance(event, StepBegan) and self._second_kills:
             self._schedule_second_kill(event)
+        elif isinstance(event, GroupsLeased):
+            self._kill_leased_generator(event)
+        elif isinstance(event, PlayRequested) and event.generator in self._held_processes:
+            process = self._simulation.find_process(event.generator)
+            if process is not (held := self._held_processes[event.generator]):
+                del self._held_processes[event.generator]
+                for actor, call in held.held_calls:
+                    self._schedule_call(event.at, actor.receive_held_call, call)
         elif isinstance(event, LineageBegan) and self._power_failures:
             waited, self._power_failures = self._power_failures, []
             for fault in waited:
                 self._schedule_call(event.at + fault.amount, self._lose_now, fault)
+
+    def _kill_leased_generator(self, event: GroupsLeased) -> None:
+        """Begin the faults that wait for this answer to a generator."""
+        name, playing = event.generator, self._simulation.checker.state.is_playing
+        for fault in [f for f in self._waiting_kills if f.target == name and not event.leases]:
+            if event.free and playing(name):
+                self._waiting_kills.remove(fault)
+                self._schedule_call(event.at + fault.amount, self._kill_now, fault)
+        for fault in [f for f in self._calling_kills if f.target == name and event.leases]:
+            if (process := self._simulation.find_process(name)) is not None:
+                self._calling_kills.remove(fault)
+                process.holds_calls, self._held_processes[name] = True, process
+                self._schedule_call(event.at + fault.amount, self._simulation.end_process, process, "killed")
 
     def _wait_for_unsaved(self, fault: PlannedFault) -> None:
         self._unsaved_kills.append(fault)

@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 from dev.simulation.history import (
     EvaluationBegan,
     EvaluationEnded,
+    GaveUp,
     GroupsLeased,
     GroupsLimited,
     LineageBegan,
     MissingReported,
     ParentAssigned,
     PlayRequested,
+    PublishedRemoved,
     RunEvent,
     RunFinished,
     SlotsReported,
@@ -122,6 +124,16 @@ def _may_return(state: ObservedState, lease: EpisodeLease, now: float) -> bool:
     owner = state.generators[lease.owner]
     ended = owner.ended_processes != lease.ended_processes
     return ended or lease.at < owner.loose_before or now - owner.last_answer > state.guarantees.silence_seconds
+
+
+@add_rule(DELIVERY_RULES, "process", GroupsLeased)
+def nothing_goes_to_a_process_that_was_replaced(state: ObservedState, event: GroupsLeased) -> str:
+    """A call is answered with leases, or to ask again, only if the conductor knows of no later process of its generator:
+    one that has ended plays nothing, and the conductor would not take its leases back."""
+    if event.outdated and (event.leases or event.free):
+        groups = [group for group, _ in event.leases]
+        return f"a call of an earlier process of {event.generator} is believed, and leased groups {groups}"
+    return ""
 
 
 @add_rule(DELIVERY_RULES, "slots", GroupsLeased)
@@ -244,6 +256,18 @@ def what_is_needed_stays_stored(state: ObservedState, event: SpoolFileRemoved) -
     return (
         f"the spool removes group {event.group}, and {needed[0]} is needed: no checkpoint trained it" if needed else ""
     )
+
+
+@add_rule(DELIVERY_RULES, "quarantine", SpoolFileRemoved)
+def what_is_refused_is_quarantined(state: ObservedState, event: SpoolFileRemoved) -> str:
+    """A file of the spool is removed before its group is trained only when the quarantine has what was refused of it,
+    unless a disk failed: a trajectory that cannot be stored there is only reported."""
+    size = state.spool_files.get(event.group, {}).get(event.file, 0)
+    if not size or state.disk_failed or event.group in state.current_branch.step_by_group:
+        return ""
+    if event.group not in state.quarantined_groups:
+        return f"the spool removes {event.file}, which is not trained, and the quarantine has nothing of group {event.group}"
+    return ""
 
 
 @add_rule(DELIVERY_RULES, "store", RunFinished)
@@ -549,6 +573,39 @@ def hosts_have_what_was_published(state: ObservedState, event: VersionArrived) -
     return ""
 
 
+@add_rule(WEIGHT_RULES, "arrived", GaveUp)
+def hosts_have_what_a_delta_changes(state: ObservedState, event: GaveUp) -> str:
+    """No installation fails for want of a file: a host that does not have what a delta changes fetches the whole
+    version."""
+    return f"{event.generator} lacks a file: {event.error}" if event.error.startswith("FileNotFoundError") else ""
+
+
+@add_rule(WEIGHT_RULES, "kept", VersionArrived)
+def hosts_keep_few_versions(state: ObservedState, event: VersionArrived) -> str:
+    """A host that fetches has the version that arrived, the one before, and those that its generators still use."""
+    host_versions = {g.used_file for name, g in state.generators.items() if g.used_file}
+    if event.files > 2 + len(host_versions):
+        return f"{event.files} versions are on the host of {event.generator}, and generators use {len(host_versions)}"
+    return ""
+
+
+@add_rule(WEIGHT_RULES, "kept", WeightsPublished)
+def the_learner_keeps_few_versions(state: ObservedState, event: WeightsPublished) -> str:
+    """The learner's host has the last two versions, and those that engines read when the newest was written."""
+    if event.files > 2 + event.used:
+        return f"{event.files} versions are on the learner's host, and engines read {event.used} of them"
+    return ""
+
+
+@add_rule(WEIGHT_RULES, "read", PublishedRemoved)
+def what_is_being_installed_stays(state: ObservedState, event: PublishedRemoved) -> str:
+    """The learner keeps its file of a version while a generator installs it."""
+    for name, generator in state.generators.items():
+        if generator.installing_since is not None and generator.installing_version == event.version:
+            return f"the learner removes version {event.version}, which {name} installs"
+    return ""
+
+
 @add_rule(WEIGHT_RULES, "held", VersionRemoved)
 def what_is_used_stays(state: ObservedState, event: VersionRemoved) -> str:
     """The file of a version stays on its host while a process uses it, that is, until the process has fetched another
@@ -660,6 +717,14 @@ def one_evaluation_at_a_time(state: ObservedState, event: EvaluationBegan) -> st
         return f"the evaluation of step {event.step} is begun, and that of step {state.evaluating_step} is not over"
     if event.step > (step_count := len(state.current_branch.steps)):
         return f"the evaluation of step {event.step} is begun, and {step_count} were made"
+    return ""
+
+
+@add_rule(EVALUATION_RULES, "evaluation", LineageBegan)
+def results_of_lost_weights_are_gone(state: ObservedState, event: LineageBegan) -> str:
+    """A start has removed the results of the steps that it takes back."""
+    if lost := sorted(step for step in state.stored_evaluations if step > event.step):
+        return f"lineage {event.lineage} begins after step {event.step}, with the evaluations of steps {lost}"
     return ""
 
 

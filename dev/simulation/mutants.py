@@ -20,11 +20,11 @@ import msgspec
 from dev.simulation.disk import SimulatedFile, SimulatedFiles
 from r3async.actors import learner as reception
 from r3async.actors.delivery import VersionWriter
-from r3async.actors.fleet import Fleet
+from r3async.actors.fleet import Fleet, FleetGenerator
 from r3async.actors.generator import GeneratorActor
 from r3async.actors.installer import VersionInstaller
 from r3async.actors.learner import LearnerActor, TrajectoryInbox
-from r3async.actors.leasing import VersionGate
+from r3async.actors.leasing import LeaseDispatcher, VersionGate
 from r3async.actors.ranks import LocalRank
 from r3async.actors.tasks import Evaluator
 from r3async.checkpoint.directory import CheckpointDirectory, CheckpointWriter
@@ -36,7 +36,7 @@ from r3async.rollout.scripted import ScriptedEngine
 from r3async.schedule.admission import AdmissionController, GroupLease
 from r3async.schedule.groups import GroupBuffer
 from r3async.schedule.health import GeneratorHealth
-from r3async.schedule.tasks import TaskHistory
+from r3async.schedule.tasks import TaskHistory, TrajectoryQuarantine
 from r3async.transport.receiver import MemoryBudget
 from r3async.transport.sender import Outbox, TrajectorySender
 from r3async.transport.spool import Spool
@@ -44,6 +44,7 @@ from r3async.untrusted import MalformedError
 from r3async.weights import delta
 from r3async.weights import fetch as relay
 from r3async.weights.fetch import HostVersionCache, IncomingStream, TcpReceiver
+from r3async.weights.publish import VersionFolder
 from r3async.world import files as disk_waits
 from r3async.world.files import write_atomically
 
@@ -177,6 +178,55 @@ register_combined(
     "A generator plays what it is leased at once, with the weights that it has, and new ones come slowly.",
     (VersionGate, "require_version", _play_at_once),
     (GeneratorActor, "install_version", _install_slowly),
+)
+
+
+@register_mutant(FleetGenerator, "is_current_process")
+def earlier_process_believed(is_current: Any) -> Any:
+    """An earlier process of a generator is believed, and leased something, when its call comes late."""
+    return lambda self, pid, host: is_current(self, *self.process)
+
+
+@register_mutant(LeaseDispatcher, "forget_generator")
+def dead_call_answered(forget: Any) -> Any:
+    """A waiting call of a process that has ended is answered when there is something to lease."""
+
+    def forget_all_but_call(self: LeaseDispatcher, generator_id: str) -> None:
+        waiting = self._waiting_calls.pop(generator_id, None)
+        forget(self, generator_id)
+        if waiting is not None and not self._fleet[generator_id].is_leaving:
+            self._waiting_calls[generator_id] = waiting
+
+    return forget_all_but_call
+
+
+def _count_last_step(step_trained: Any) -> Any:
+    def remember_count(self: AdmissionController, version: int, groups: Sequence[int]) -> None:
+        step_trained(self, version, groups)
+        self.last_count = len(groups)  # type: ignore[attr-defined]
+
+    return remember_count
+
+
+def _free_last_step(publish: Any) -> Any:
+    def publish_last_step(self: AdmissionController, version: int) -> None:
+        kept = sum(self._unpublished.values()) - getattr(self, "last_count", 0)
+        self.kept_slots = getattr(self, "kept_slots", 0) + max(0, kept)  # type: ignore[attr-defined]
+        publish(self, version)
+
+    return publish_last_step
+
+
+def _count_fewer(published_count: property) -> property:
+    return property(lambda self: published_count.__get__(self) - getattr(self, "kept_slots", 0))
+
+
+register_combined(
+    "slots_of_the_newest_step_freed_only",
+    "A version frees the slots of the newest step that made it, and not those of the steps before.",
+    (AdmissionController, "step_trained", _count_last_step),
+    (AdmissionController, "version_published", _free_last_step),
+    (AdmissionController, "_published_count", _count_fewer),
 )
 
 
@@ -383,6 +433,12 @@ def cut_off_evaluation_forgotten(start: Any) -> Any:
     return resume_nothing
 
 
+@register_mutant(CheckpointDirectory, "remove_later_evaluations")
+def evaluations_of_lost_weights_count(remove: Any) -> Any:
+    """A resume keeps the results of evaluations of the steps that it takes back."""
+    return lambda self, resume: None
+
+
 @register_mutant(Evaluator, "_read_row_steps")
 def evaluation_played_again(written: Any) -> Any:
     """A resumed run does not know which evaluations its record contains."""
@@ -432,6 +488,21 @@ def tidied_while_it_is_used(tidy: Any) -> Any:
 
 
 # Defects of the transfer of weights, of delivery to the learner, and of waiting.
+
+
+# -- versions ----------------------------------------------------------------------------------------------------------
+
+
+@register_mutant(VersionFolder, "_remove_old_versions")
+def old_versions_stay(remove: Any) -> Any:
+    """The learner removes no version of the weights."""
+    return lambda self, keep, versions_in_use: None
+
+
+@register_mutant(VersionFolder, "_remove_old_versions")
+def versions_in_use_unknown(remove: Any) -> Any:
+    """Old versions are removed although engines are reading them."""
+    return lambda self, keep, versions_in_use: remove(self, keep, ())
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
@@ -525,6 +596,12 @@ register_combined(
     (TcpReceiver, "_apply_delta", _apply_to_any),
     (delta, "decode_delta_block", _decode_unchecked),
 )
+
+
+@register_mutant(TcpReceiver, "_has_version")
+def delta_without_its_base(has: Any) -> Any:
+    """A host fetches a delta although it does not have the version that it changes."""
+    return lambda self, base: True
 
 
 @register_mutant(HostVersionCache, "acquire_version")
@@ -790,6 +867,12 @@ def sent_is_settled(deliver: Any) -> Any:
 def payload_unchecked(checksum: Any) -> Any:
     """The payload of a trajectory has no checksum."""
     return lambda buffers: 0
+
+
+@register_mutant(TrajectoryQuarantine, "add_trajectory")
+def refused_in_no_quarantine(add: Any) -> Any:
+    """A trajectory that a start refuses is removed from the spool, and not kept in the quarantine."""
+    return lambda self, trajectory, reason, frames=None: None
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

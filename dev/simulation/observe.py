@@ -7,9 +7,10 @@ thread is given to train. The production code is not aware of it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
@@ -21,6 +22,7 @@ from dev.simulation.history import (
     EvaluationBegan,
     EvaluationEnded,
     EvaluationGivenUp,
+    EvaluationRemoved,
     GaveUp,
     GeneratorStopped,
     GroupsLeased,
@@ -33,6 +35,7 @@ from dev.simulation.history import (
     PlayRequested,
     PowerFailed,
     ProcessEnded,
+    PublishedRemoved,
     RunEvent,
     SlotsReported,
     SpoolFileGrew,
@@ -41,6 +44,7 @@ from dev.simulation.history import (
     StepTrained,
     TrajectoriesAcknowledged,
     TrajectoriesDelivered,
+    TrajectoryQuarantined,
     TrajectoryRefused,
     TrajectorySent,
     VersionArrived,
@@ -367,7 +371,8 @@ def _observe_conductor(kind: type) -> type:
             caller = simulation.find_process(generator_id)
             ended = caller is None or caller.pid != self.fleet[generator_id].pid
             versions, free = tuple(lease.version for lease in leases), call.free if reply.more else 0
-            simulation.see_event(GroupsLeased, generator_id, leased, ended, versions, free)
+            outdated = call.process != self.fleet[generator_id].process
+            simulation.see_event(GroupsLeased, generator_id, leased, ended, versions, free, outdated)
             return answer
 
         def get_status(self, since: int) -> dict[str, Any]:
@@ -397,12 +402,13 @@ def _observe_learner(kind: type) -> type:
             )
             return await super()._train_groups(number, indices, *args)
 
-        async def write_version(self, *args: Any) -> Any:  # `publish` calls it, too
-            published = await super().write_version(*args)
-            manifest = published.publication.manifest
+        async def write_version(self, versions_in_use: Sequence[int] = ()) -> Any:  # `publish` calls it, too
+            published = await super().write_version(versions_in_use)
+            manifest, process = published.publication.manifest, self.world.process
             weights = manifest.tensors[DIGEST_TENSOR].checksum
-            _watched_simulation(self.world.process).see_event(
-                WeightsPublished, manifest.lineage, manifest.version, weights
+            files = _count_versions(Path(manifest.path).parent, self.world.files, process)
+            _watched_simulation(process).see_event(
+                WeightsPublished, manifest.lineage, manifest.version, weights, files, len(versions_in_use)
             )
             return published
 
@@ -416,8 +422,8 @@ def _observe_generator(kind: type) -> type:
             simulation.see_event(InstallRequested, who, manifest.lineage, manifest.version)
             try:
                 report = await super().install_version(publication)
-            except Exception:
-                simulation.see_event(GaveUp, who)
+            except Exception as error:
+                simulation.see_event(GaveUp, who, f"{type(error).__name__}: {error}")
                 raise
             weights = weights_key_in(Path(self._installed_manifest.path), self.world.files, self.world.process)
             simulation.see_event(WeightsInstalled, who, manifest.lineage, report.version, weights)
@@ -470,20 +476,37 @@ MEMORY_DIRECTORY = Path("/memory")
 """Directory of each host's in-memory file system."""
 _SPOOL_FILE = re.compile(r"(\d{9})-\d+\.spool")
 _STEP_DIRECTORY = re.compile(r"step-(\d{8,})")
+_EVALUATION_FILE = re.compile(r"evaluation-(\d{8,})\.json")
 _VERSION_FILE = re.compile(r"version-(\d+)-[0-9a-f]{8,}\.safetensors")
 """Pattern of the files to which hosts fetch versions; the learner's own files have other names."""
+_PUBLISHED_FILE = re.compile(r"version-(\d+)\.safetensors")
+"""Pattern of the learner's own files."""
+
+
+@contextlib.contextmanager
+def _beside_process(process: HostProcess) -> Iterator[None]:
+    """Let the observer read beside the process, none of whose descriptors it needs."""
+    out_of_descriptors, process.out_of_descriptors = process.out_of_descriptors, False
+    try:
+        yield
+    finally:
+        process.out_of_descriptors = out_of_descriptors
 
 
 def weights_key_in(path: Path, files: Files, process: HostProcess) -> int:
     """Return the key that identifies the weights in a file of `process`; 0 if it contains none."""
-    # The observer reads beside the process, and needs none of its descriptors.
-    out_of_descriptors, process.out_of_descriptors = process.out_of_descriptors, False
-    try:
-        return read_weights_key(path, files)
-    except WeightError:
-        return 0
-    finally:
-        process.out_of_descriptors = out_of_descriptors
+    with _beside_process(process):
+        try:
+            return read_weights_key(path, files)
+        except WeightError:
+            return 0
+
+
+def _count_versions(folder: Path, files: Files, process: HostProcess) -> int:
+    """Return the number of versions in a folder."""
+    with _beside_process(process):
+        names = files.list_names(folder)
+    return sum(bool(_VERSION_FILE.fullmatch(name) or _PUBLISHED_FILE.fullmatch(name)) for name in names)
 
 
 class WatchedFiles:
@@ -503,6 +526,8 @@ class WatchedFiles:
     def open(self, path: Path, *, create: bool = False, exclusive: bool = False, mode: int = 0o644) -> File:
         file = self._file_system(path).open(path, create=create, exclusive=exclusive, mode=mode)
         spooled = _match_spool_file(path) if create or exclusive else None
+        if (create or exclusive) and path.parent.name == "quarantine":
+            self._simulation.see_event(TrajectoryQuarantined, int(path.name.partition("-")[0]))
         return WatchedFile(file, self._simulation, int(spooled[1]), path.name) if spooled else file
 
     def stat(self, path: Path) -> FileStat | None:
@@ -525,6 +550,7 @@ class WatchedFiles:
                 self._process.name,
                 int(fetched[1]),
                 weights_key_in(new_path, self._memory, self._process),
+                _count_versions(new_path.parent, self._memory, self._process),
             )
         elif new_path.parent.name == "checkpoints" and new_path.suffix == ".json":
             self._see_evaluation(new_path)
@@ -543,13 +569,20 @@ class WatchedFiles:
 
     def remove(self, path: Path) -> None:
         spooled = _match_spool_file(path)
-        fetched = _VERSION_FILE.fullmatch(path.name)
-        was_there = (spooled or fetched) and self._file_system(path).stat(path)
+        fetched, published = _VERSION_FILE.fullmatch(path.name), _PUBLISHED_FILE.fullmatch(path.name)
+        evaluated = _EVALUATION_FILE.fullmatch(path.name)
+        was_there = (spooled or fetched or published or evaluated) and self._file_system(path).stat(path)
         self._file_system(path).remove(path)
-        if spooled and was_there:
+        if not was_there:
+            return
+        if spooled:
             self._simulation.see_event(SpoolFileRemoved, int(spooled[1]), path.name)
-        elif was_there:
+        elif fetched:
             self._simulation.see_event(VersionRemoved, self._process.name, self.shared_name(path))
+        elif published:
+            self._simulation.see_event(PublishedRemoved, int(published[1]))
+        elif evaluated:
+            self._simulation.see_event(EvaluationRemoved, int(evaluated[1]))
 
     def remove_tree(self, path: Path) -> None:
         self._file_system(path).remove_tree(path)

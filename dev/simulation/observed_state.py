@@ -21,6 +21,7 @@ from dev.simulation.history import (
     EvaluationBegan,
     EvaluationEnded,
     EvaluationGivenUp,
+    EvaluationRemoved,
     FaultReported,
     FaultsOver,
     GaveUp,
@@ -43,6 +44,7 @@ from dev.simulation.history import (
     TimePassed,
     TrajectoriesAcknowledged,
     TrajectoriesDelivered,
+    TrajectoryQuarantined,
     TrajectorySent,
     VersionArrived,
     VersionFetched,
@@ -203,6 +205,8 @@ class GeneratorState:
         """Time at which it last reported an installation."""
         self.installing_since: float | None = None
         """Time since which its current process is installing a version; None if it is not."""
+        self.installing_version = -1
+        """The version that it was last asked to install."""
         self.fetching_since: float | None = None
         """Time since which it waits for weights: of its last request for a source, or when it was last seen stopped.
         None if it does not wait."""
@@ -286,6 +290,10 @@ class ObservedState:
         next start."""
         self.evaluated_tasks: tuple[int, ...] = ()
         """Tasks of the last evaluation."""
+        self.stored_evaluations: set[int] = set()
+        """Steps whose evaluation's result is in a file."""
+        self.quarantined_groups: set[int] = set()
+        """Groups of which the quarantine got a trajectory in this lineage."""
         self._sent_to_learner: dict[str, dict[int, RolloutFacts]] = defaultdict(dict)
         """All rollouts that were sent to this learner, by trajectory and content."""
         self._handlers = {
@@ -316,6 +324,8 @@ class ObservedState:
             EvaluationBegan: self._on_evaluation_began,
             EvaluationEnded: self._on_evaluation_ended,
             EvaluationGivenUp: self._on_evaluation_given_up,
+            EvaluationRemoved: self._on_evaluation_removed,
+            TrajectoryQuarantined: self._on_trajectory_quarantined,
             FaultReported: self._on_fault_reported,
             FaultsOver: self._on_faults_over,
             RunFinished: self._on_run_finished,
@@ -357,6 +367,16 @@ class ObservedState:
     def is_complete_group(self, group: int) -> bool:
         """Return whether all episodes of a group were acknowledged and none is trained."""
         return all(format_trajectory_id(group, i) in self.present_since for i in range(self.guarantees.group_size))
+
+    def is_playing(self, generator: str) -> bool:
+        """Return whether a generator was leased episodes of which the learner has nothing yet."""
+        return any(
+            lease.owner == generator
+            and lease.ended_processes == self.generators[generator].ended_processes
+            and group not in self.current_branch.step_by_group
+            and format_trajectory_id(group, episode) not in self.present_since
+            for (group, episode), lease in self.leases.items()
+        )
 
     def is_unsaved(self, name: str) -> bool:
         """Return whether a trajectory was sampled by weights that a start from the newest checkpoint rolls back, though
@@ -408,6 +428,7 @@ class ObservedState:
             self.held_bytes,
             self._sent_to_learner,
             self.outdated_deliveries,
+            self.quarantined_groups,
         ):
             of_the_past.clear()
         if self.guarantees.durable == "nothing":
@@ -434,6 +455,7 @@ class ObservedState:
             self.present_since.clear()
 
     def _on_power_failed(self, event: PowerFailed) -> None:
+        self.stored_evaluations.clear()  # their names may not have survived
         if self.guarantees.durable != "power":
             self.unsaved_rollouts.clear()
             self.present_since.clear()
@@ -471,7 +493,8 @@ class ObservedState:
             self.present_since[name], self.unsaved_rollouts[name] = at, playings
 
     def _on_install_requested(self, event: InstallRequested) -> None:
-        self.generators[event.generator].installing_since = event.at
+        generator = self.generators[event.generator]
+        generator.installing_since, generator.installing_version = event.at, event.version
 
     def _on_weights_installed(self, event: WeightsInstalled) -> None:
         generator = self.generators[event.generator]
@@ -579,10 +602,18 @@ class ObservedState:
         """Return the last step up to `step` whose evaluation is due."""
         return step - step % self.guarantees.evaluate_every if self.guarantees.evaluate_every else 0
 
+    def _on_trajectory_quarantined(self, event: TrajectoryQuarantined) -> None:
+        self.quarantined_groups.add(event.group)
+
     def _on_evaluation_began(self, event: EvaluationBegan) -> None:
         self.evaluating_step = event.step
+        self.stored_evaluations.discard(event.step)
+
+    def _on_evaluation_removed(self, event: EvaluationRemoved) -> None:
+        self.stored_evaluations.discard(event.step)
 
     def _on_evaluation_ended(self, event: EvaluationEnded) -> None:
+        self.stored_evaluations.add(event.step)
         self.evaluating_step, self.evaluated_tasks = None, event.tasks
         self._extend_after_last_step(event.at)
 

@@ -11,7 +11,7 @@ from dev.simulation.loop import VirtualProcess
 from r3async.world import MetricsServer
 
 if TYPE_CHECKING:
-    from dev.simulation.actors import SimulatedActor, SimulatedReservation
+    from dev.simulation.actors import ActorCall, SimulatedActor, SimulatedReservation
     from dev.simulation.world import SimulatedHost, SimulatedWorld, Simulation
 import functools
 from collections import deque
@@ -45,6 +45,9 @@ class HostProcess(VirtualProcess):
         """Reservations that are released when this process ends."""
         self.last_arrivals: dict[SimulatedActor, float] = {}
         """Arrival time of the last call to each actor: calls do not overtake each other."""
+        self.holds_calls = False
+        """True if its calls do not leave it; they are then in `held_calls`."""
+        self.held_calls: list[tuple[SimulatedActor, ActorCall]] = []
         self.disk_seconds = 0.0
         """Seconds that its work on files since the last reset takes."""
         self.world = make_world(self)

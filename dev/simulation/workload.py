@@ -320,6 +320,7 @@ def draw_workload(seed: int) -> SimulatedWorkload:
         tasks=rng.choice([0, 0, 4, 10]),
     )
     drawn = _draw_weights(drawn)
+    drawn = _draw_restarts(drawn)
     drawn = _draw_evaluations(drawn)
     share = 0.1 if ahead else 1.3 if behind else rng.choice([0.2, 0.5, 1.0])
     return msgspec.structs.replace(drawn, seconds=_call_seconds(drawn, share * drawn.least_train_seconds))
@@ -356,6 +357,18 @@ def _draw_weights(drawn: SimulatedWorkload) -> SimulatedWorkload:
         install_seconds=rng.choice([0.0, 0.0, 10.0, 60.0]),
         fanout=rng.choice([1, 1, 2]),
     )
+
+
+QUICK_SHARE = 0.15
+"""Share of the runs in which a process is restarted while a call of its predecessor still waits or is on its way."""
+
+
+def _draw_restarts(drawn: SimulatedWorkload) -> SimulatedWorkload:
+    """Draw whether processes restart quickly, from a separate random stream. Then generators have free places while
+    they play, so that their calls wait."""
+    if random.Random(f"calls/{drawn.seed}").random() >= QUICK_SHARE:
+        return drawn
+    return msgspec.structs.replace(drawn, slowness=0.25, concurrency=8, fetch_seconds=0.0, install_seconds=0.0)
 
 
 EVALUATED_SHARE = 0.4

@@ -11,9 +11,11 @@ from dev.simulation.history import (
     EvaluationBegan,
     EvaluationEnded,
     FaultReported,
+    GroupsLeased,
     LineageBegan,
     ParentAssigned,
     ParentRequested,
+    PlayRequested,
     PowerFailed,
     ProcessEnded,
     RunEvent,
@@ -189,3 +191,26 @@ def test_a_run_evaluates_what_is_due_though_the_generator_that_plays_it_ends(kin
         evaluated = of(simulated, EvaluationEnded)
         assert [event.step for event in evaluated] == [2, 4]
         assert of(simulated, RunFinished)[0].evaluated == (2, 4)
+
+
+LONG = SimulatedWorkload(
+    3, steps=4, concurrency=8, slowness=0.25, seconds=30.0, train_seconds=4.0, token_seconds=0.5, turns=2
+)
+"""Episodes are long, and a generator has places for more."""
+
+
+def test_a_generator_ends_while_its_call_waits_and_it_plays():
+    simulated = run(LONG, PlannedFault(3.0, "kill_waiting", "generator-0", seconds=100.0, amount=0.2))
+    (killed,) = [e.at for e in of(simulated, ProcessEnded) if e.who == "generator-0" and e.at < 100]
+    before = [event for event in of(simulated, GroupsLeased) if event.at < killed]
+    assert before[-1].at == pytest.approx(killed - 0.2, abs=1e-5)
+    assert before[-1].free
+    assert not before[-1].leases
+
+
+def test_calls_of_a_process_that_has_ended_come_when_the_next_one_plays_and_are_leased_nothing():
+    simulated = run(LONG, PlannedFault(3.0, "kill_calling", "generator-0", seconds=100.0, amount=7.0))
+    late = [event for event in of(simulated, GroupsLeased) if event.outdated]
+    assert late
+    assert not any(event.leases or event.free for event in late)
+    assert late[0].at >= of(simulated, PlayRequested)[1].at

@@ -10,7 +10,9 @@ from dev.simulation.history import (
     CheckpointSaved,
     EvaluationBegan,
     EvaluationEnded,
+    EvaluationRemoved,
     FaultsOver,
+    GaveUp,
     GroupsLeased,
     GroupsLimited,
     InstallRequested,
@@ -21,6 +23,7 @@ from dev.simulation.history import (
     PlayRequested,
     PowerFailed,
     ProcessEnded,
+    PublishedRemoved,
     RunEvent,
     RunFinished,
     SlotsReported,
@@ -45,6 +48,7 @@ from dev.simulation.invariants import (
     InvariantViolated,
     RunGuarantees,
     groups_are_replaced_for_want_of_contrast,
+    results_of_lost_weights_are_gone,
 )
 from dev.simulation.observed_state import LineageBranch, leads_to, same_weights
 from r3async.data.tokens import format_trajectory_id
@@ -139,6 +143,10 @@ SPOILED: dict[str, tuple[str, Sequence[RunEvent]]] = {
     "what is here is played again": ("again", inserted(StepBegan, 0, (GroupsLeased, "a", ((1, (0,)),)))),
     "what was trained is played again": ("again", inserted(StepBegan, 1, (GroupsLeased, "a", ((0, (0,)),)))),
     "two generators have it": ("again", inserted(TrajectorySent, 0, (GroupsLeased, "b", ((0, (1,)),)))),
+    "a call of an earlier process is told to ask again": (
+        "process",
+        inserted(StepBegan, 0, (GroupsLeased, "a", (), False, (), 2, True)),
+    ),
     "a slot is freed early": (
         "slots",
         inserted(WeightsPublished, 1, *((GroupsLeased, "a", ((g, (0, 1)),)) for g in (2, 3))),
@@ -150,12 +158,23 @@ SPOILED: dict[str, tuple[str, Sequence[RunEvent]]] = {
         inserted(TrajectoriesAcknowledged, 0, (TrajectoryRefused, "a", format_trajectory_id(0, 0), "no")),
     ),
     "removed before a checkpoint": ("store", inserted(CheckpointSaved, 0, (SpoolFileRemoved, 1, "1-1"))),
+    "what is refused is in no quarantine": (
+        "quarantine",
+        inserted(StepBegan, 0, (SpoolFileGrew, 7, "7-1", 100), (SpoolFileRemoved, 7, "7-1")),
+    ),
     "the spool keeps what is trained": (
         "store",
         [e for e in good() if not isinstance(e, SpoolFileRemoved) or e.group != 2],
     ),
     "the run fails": ("ended", edited(RunFinished, 0, failed="no")),
     "a host fetches other weights": ("arrived", inserted(StepBegan, 1, (VersionArrived, "a", 1, 9))),
+    "a host lacks what a delta changes": ("arrived", inserted(StepBegan, 1, (GaveUp, "a", "FileNotFoundError: base"))),
+    "old versions stay on a host": ("kept", inserted(StepBegan, 1, (VersionArrived, "a", 0, 100, 3))),
+    "old versions stay at the learner": ("kept", edited(WeightsPublished, 1, files=4, used=1)),
+    "a version that is being installed is withdrawn": (
+        "read",
+        inserted(StepBegan, 1, (InstallRequested, "a", 1, 0), (PublishedRemoved, 0)),
+    ),
     "a version that is used is removed": (
         "held",
         inserted(StepBegan, 1, (VersionFetched, "a", "h: v"), (VersionRemoved, "b", "h: v")),
@@ -214,6 +233,16 @@ def test_what_must_not_be_is_named(what: str):
         name, {}
     )
     assert broken(events, msgspec.structs.replace(RULES, **other)).name == name
+
+
+def test_a_start_that_keeps_the_results_of_steps_that_it_takes_back_is_named():
+    state, resumed = see(good()[:1]).state, LineageBegan(9.0, 2, 1, step=2)
+    for step in (2, 3, 4):
+        state.apply_event(EvaluationEnded(5.0, step, (7,), 0, 0))
+    assert results_of_lost_weights_are_gone(state, resumed).endswith("with the evaluations of steps [3, 4]")
+    for step in (3, 4):
+        state.apply_event(EvaluationRemoved(8.0, step))
+    assert not results_of_lost_weights_are_gone(state, resumed)
 
 
 @pytest.mark.parametrize(

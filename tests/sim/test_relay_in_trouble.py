@@ -12,7 +12,7 @@ from r3async.weights.manifest import TensorEntry, WeightManifest
 from r3async.weights.publish import PublishedPart
 from tests.helpers.transport import CLIENT_KEYS, SERVER_KEYS
 
-BAD = ("host-1", "host-2", "host-3")
+BAD = tuple(f"host-{number}" for number in range(1, 7))
 CHUNKS = 40
 
 

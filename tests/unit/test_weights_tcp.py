@@ -305,6 +305,9 @@ def test_a_host_that_two_parents_failed_is_served_by_the_learner(busy):
     failures = place_hosts(busy, LATER, lambda name, parent: False)
     assert max(failures.values()) == 2
     assert failures["h0"] == 2, "both"
+    for name in ("g0", "g1"):  # each failed one host, once
+        busy.handle_join(name, Join("next", f"tcp://{name}"))
+    assert busy.handle_join("h0", Join("next", "tcp://h0")).parent == "tcp://g0"
 
 
 @pytest.mark.parametrize(("changed", "worthwhile"), [([0], True), ([0, 1, 2], False), ([1, 2, 3], False)])

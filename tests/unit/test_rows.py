@@ -311,6 +311,17 @@ def test_a_prompt_that_waits_for_its_answer_is_branched_from_and_a_failed_one_as
     assert [t.sample for t in turns] == [0, 1]
 
 
+def test_of_a_sample_that_went_on_only_what_the_named_turn_had_is_known_to_be_shared():
+    rows = EpisodeSamples(SHAPE)
+    first = rows.finish_call(rows.start_call([1, 2]), generation(2, [3], 0, seed=0))
+    rows.finish_call(rows.start_call([1, 2, 3, 4]), generation(4, [5], 2, seed=0))
+    call = rows.start_call([1, 2, 3, 9], first, 4)
+    assert call.common_prefix_lengths == [3]
+    rows.finish_call(call, generation(4, [6], 0, seed=0))
+    samples, _ = rows.build_samples("g", 1.0)
+    assert samples[1].table["token_ids"].tolist() == [1, 2, 3, 9, 6]
+
+
 def test_of_two_samples_that_are_equal_the_newest_is_continued():
     rows = EpisodeSamples(SHAPE)
     calls = [rows.start_call([1, 2, 3]) for _ in range(2)]

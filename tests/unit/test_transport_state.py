@@ -330,6 +330,19 @@ async def test_the_credit_is_divided_among_two_senders(receiver):
     assert welcomes == [(b"one", 500), (b"two", 250)]
 
 
+async def test_each_of_two_senders_is_told_of_a_new_limit(receiver):
+    for sender in (b"one", b"two"):
+        hello = wire.Hello("s", sender.decode(), "run", SCHEMA.fingerprint)
+        receiver._handle_message(sender, [wire.encode_control(hello)])
+    receiver._socket.sent.clear()
+    receiver._group_limit = 5
+    receiver._announce_limit()
+    assert [(to, message.until) for to, message in receiver._socket.sent] == [
+        (b"one", NO_GROUP_LIMIT),
+        (b"two", NO_GROUP_LIMIT),
+    ]
+
+
 async def test_of_two_senders_of_a_trajectory_the_second_is_told_to_send_its_own_later(receiver):
     receiver._answer_sender(arrival("t0", b"one", b"two", b"three"), IntakeOutcome("taken"))
     receiver._send_acks()

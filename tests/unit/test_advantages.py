@@ -295,3 +295,21 @@ def test_equal_answers_that_are_kept_have_advantages_by_length(credit):
     wrong = [episode(i, [0.0], lengths=[n]) for i, n in enumerate((4, 16))]
     short, long = advantages([wrong], config, max_new_tokens=16)
     assert (short, long) == ([0.5] * 4, [-0.5] * 16)
+
+
+def test_a_reward_between_turns_counts_for_the_turns_before_it_in_any_sample():
+    """By token, where the second sample of an episode has two turns, and the reward is at what comes between them."""
+
+    def made(index: int, reward: float) -> Trajectory:
+        turns = [Turn(0, 0, 1, 2, 0.0, "stop"), Turn(1, 1, 1, 2, 0.0, "stop"), Turn(2, 1, 3, 4, 0.0, "stop")]
+        samples = []
+        for turn, rewards in (([-1, 0], [0.0, 0.0]), ([-1, 1, -1, 2], [0.0, 0.0, reward, 0.0])):
+            column = np.asarray(turn, np.int32)
+            table = TokenTable.from_tokens(np.zeros(len(turn), np.int32)).with_columns(
+                turn=column, rewards=np.asarray(rewards, np.float32), loss_mask=column >= 0
+            )
+            samples.append(Sample(f"t{index}/{len(samples)}", table))
+        return Trajectory(f"t{index}", 0, index, 0, "g", "env_done", turns, samples)
+
+    config = algorithm(advantage="dr_grpo", credit="token")
+    assert advantages([[made(0, 1.0), made(1, 0.0)]], config) == [[0.5], [0.5, 0.0], [-0.5], [-0.5, 0.0]]

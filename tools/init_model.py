@@ -41,12 +41,8 @@ from r3async.envs import Action, Environment, EnvironmentFactory, HasOracle
 from r3async.envs.builtin import ReverseText
 from r3async.envs.dataset import is_dataset
 from r3async.envs.errors import summarize_error
-from r3async.envs.factory import (
-    BUILTIN_ENVIRONMENTS,
-    build_environment_factory,
-    get_registered_objects,
-    register_objects,
-)
+from r3async.envs.factory import BUILTIN_ENVIRONMENTS, build_environment_factory
+from r3async.envs.passed_objects import get_registered_objects, register_objects
 from r3async.envs.returned import coerce_messages
 from r3async.envs.seeding import seed_global_generators
 from r3async.rollout.chat import ChatRenderer, Conversation, Demonstration

@@ -16,7 +16,8 @@ import msgspec
 import typer
 
 from r3async.config import DATASET_ENV, MIX_ENV, Config, EnvConfig, parse_data_config, parse_rewards, resolve_envs
-from r3async.envs.factory import BUILTIN_ENVIRONMENTS, is_object_name
+from r3async.envs.factory import BUILTIN_ENVIRONMENTS
+from r3async.envs.passed_objects import is_object_name
 from r3async.rollout.agents import FUNCTION_AGENT_PREFIX, is_agent
 
 

@@ -22,7 +22,7 @@ from r3async.config import (
 )
 from r3async.config.paths import resolve_user_path
 from r3async.envs import Action, EnvironmentFactory, EnvironmentProtocolError, Message, StepResult
-from r3async.envs.factory import get_pickled_object, is_object_name, register_objects
+from r3async.envs.passed_objects import get_pickled_object, is_object_name, register_objects
 from r3async.envs.pool import make_pooled_factory
 from r3async.envs.rewards import RewardFunction, RewardInputs, check_reward_row, compute_rewards, load_reward
 from r3async.envs.rows import (

@@ -16,7 +16,8 @@ import msgspec
 
 from r3async.config import ConfigError, RewardConfig, did_you_mean
 from r3async.envs import EnvironmentProtocolError
-from r3async.envs.factory import import_for_setting, is_object_name, load_object
+from r3async.envs.factory import import_for_setting
+from r3async.envs.passed_objects import is_object_name, load_object
 from r3async.envs.reward_arguments import (
     FOREIGN_NAMES,
     TRL_ARGUMENTS,

@@ -19,7 +19,7 @@ from r3async.config.paths import resolve_user_path
 from r3async.config.rollout import PromptTemplate
 from r3async.envs import REASONING_KEYS, Message
 from r3async.envs.arrow_rows import Row, is_saved_dataset, read_dataset_rows, read_parquet_rows
-from r3async.envs.factory import get_pickled_object, is_object_name
+from r3async.envs.passed_objects import get_pickled_object, is_object_name
 from r3async.untrusted import MalformedError, decode_json, decode_python_json
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")

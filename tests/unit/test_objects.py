@@ -10,12 +10,8 @@ import pytest
 from r3async.config import ConfigError, EnvConfig, RewardConfig, load_config
 from r3async.envs import Action, Message, StepResult
 from r3async.envs.dataset import load_task_splits, resolve_data_config
-from r3async.envs.factory import (
-    build_environment_factory,
-    build_factory_with_objects,
-    extract_objects,
-    register_objects,
-)
+from r3async.envs.factory import build_environment_factory, build_factory_with_objects
+from r3async.envs.passed_objects import extract_objects, register_objects
 from r3async.envs.rewards import load_reward
 
 lock, array = threading.Lock(), np.zeros(3)

@@ -8,7 +8,7 @@ import pytest
 
 from r3async.config import ConfigError, RewardConfig
 from r3async.envs import Message
-from r3async.envs.factory import extract_objects, register_objects
+from r3async.envs.passed_objects import extract_objects, register_objects
 from r3async.envs.rewards import RewardInputs, check_reward_row, compute_rewards, load_reward
 from r3async.envs.rows import MISSING, DatasetTask
 

@@ -15,7 +15,8 @@ import pytest
 
 from r3async.config import ConfigError, DataConfig, EnvConfig
 from r3async.envs import Action
-from r3async.envs.factory import build_environment_factory, extract_objects, register_objects
+from r3async.envs.factory import build_environment_factory
+from r3async.envs.passed_objects import extract_objects, register_objects
 from r3async.envs.row_values import to_plain_value
 from r3async.envs.rows import parse_conversation, parse_tools, read_rows
 from r3async.rollout.chat import ChatRenderer, build_demonstration

@@ -26,6 +26,7 @@ from r3async.config import Config, config_from_dict, config_to_dict, load_config
 if TYPE_CHECKING:
     from r3async.data.tokens import Sample, Trajectory
     from r3async.learner.trainer import StepOutcome
+from r3async.tools.replay import NullReporter
 
 TIMEOUT_SECONDS = 900.0
 BLOCK = 4
@@ -144,7 +145,7 @@ def train_each_way(job: StepJob, directory: Path) -> SecondsSpent:
         write_recorded_step(directory, RecordedStep(number, number - 1, 0, done.digests, done.metrics, sizes), episodes)
 
     trainers = {
-        name: Trainer(config, cost, LocalRank(config, backends[name]), _NoTrace(), None, lambda t: t)
+        name: Trainer(config, cost, LocalRank(config, backends[name]), _NoTrace(), NullReporter(), lambda t: t)
         for name, config in configs.items()
     }
     spent = SecondsSpent({name: [] for name in configs}, {name: [] for name in configs})

@@ -554,7 +554,7 @@ register_combined("silent_parent_waited_for", "A host that sends nothing any mor
 @register_mutant(relay.RelayTree, "place_node")
 def failed_parent_given_again(place: Any) -> Any:
     """A host is assigned again to a parent that failed it."""
-    return lambda self, name, address, avoid=(): place(self, name, address)
+    return lambda self, name, address, avoid=(), excluded=(): place(self, name, address)
 
 
 # -- deltas and hosts --------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from dev.simulation.history import (
     EvaluationBegan,
     EvaluationEnded,
     EvaluationGivenUp,
+    EvaluationRemoved,
     FaultReported,
     FaultsOver,
     GaveUp,
@@ -28,6 +29,7 @@ from dev.simulation.history import (
     PlayRequested,
     PowerFailed,
     ProcessEnded,
+    PublishedRemoved,
     RolloutFacts,
     RunEvent,
     RunFinished,
@@ -39,6 +41,7 @@ from dev.simulation.history import (
     TimePassed,
     TrajectoriesAcknowledged,
     TrajectoriesDelivered,
+    TrajectoryQuarantined,
     TrajectoryRefused,
     TrajectorySent,
     VersionArrived,
@@ -246,6 +249,21 @@ def _tell_faults_over(e: FaultsOver) -> StoryLine:
 @_register_teller(RunFinished)
 def _tell_run_finished(e: RunFinished) -> StoryLine:
     return "driver", f"the run failed: {e.failed}" if e.failed else f"the run has ended, after step {e.steps}"
+
+
+@_register_teller(EvaluationRemoved)
+def _tell_evaluation_removed(e: EvaluationRemoved) -> StoryLine:
+    return "driver", f"removes the evaluation after step {e.step}"
+
+
+@_register_teller(PublishedRemoved)
+def _tell_published_removed(e: PublishedRemoved) -> StoryLine:
+    return "learner", f"removes its file of version {e.version}"
+
+
+@_register_teller(TrajectoryQuarantined)
+def _tell_trajectory_quarantined(e: TrajectoryQuarantined) -> StoryLine:
+    return "learner", f"quarantines a trajectory of group {e.group}"
 
 
 def _is_interesting(event: RunEvent) -> bool:

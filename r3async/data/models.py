@@ -314,8 +314,8 @@ def check_size_keys(config: Mapping[str, Any], architecture: ModelArchitecture) 
 
 
 def check_size_values(config: Mapping[str, Any]) -> None:
-    """Raise `ModelShapeError` for a size in a `config.json` that no model can have: of another type, out of
-    `SIZE_BOUNDS`, or at odds with another one. Keys that are missing or null are not judged."""
+    """Raise `ModelShapeError` for a size in a `config.json` that no model can have: of another type, or out of
+    `SIZE_BOUNDS`. Keys that are missing or null are not judged."""
     for key, (least, most) in SIZE_BOUNDS.items():
         value = config.get(key)
         if value is None:
@@ -332,8 +332,6 @@ def check_size_values(config: Mapping[str, Any]) -> None:
         value = config.get(key)
         if value is not None and not isinstance(value, bool):
             raise ModelShapeError(f"config.json has `{key}` = {value!r:.80}, which is neither true nor false")
-    _check_layer_lists(config)
-    _check_size_relations(config)
 
 
 def _is_number(value: object) -> bool:
@@ -366,14 +364,16 @@ def _check_layer_lists(config: Mapping[str, Any]) -> None:
 
 
 def _check_size_relations(config: Mapping[str, Any]) -> None:
-    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
-    groups = config.get("num_key_value_heads")
+    """Raise `ModelShapeError` for sizes of a `config.json` that are at odds with each other."""
+    _check_layer_lists(config)
+    heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
     has_own_heads = config.get("head_dim") or config.get("qk_rope_head_dim")
-    if hidden and heads and not has_own_heads and hidden % heads:
+    if not has_own_heads and config["hidden_size"] < config["num_attention_heads"]:
         raise ModelShapeError(
-            f"config.json has no `head_dim`, and `num_attention_heads` = {heads} does not divide `hidden_size` = {hidden}"
+            f"config.json has no `head_dim`, and `num_attention_heads` = {heads} is more than `hidden_size` = "
+            f"{config['hidden_size']}"
         )
-    if heads and groups and heads % groups:
+    if heads and groups and heads % groups and not config.get("qk_rope_head_dim"):
         raise ModelShapeError(
             f"config.json has `num_key_value_heads` = {groups}, which does not divide `num_attention_heads` = {heads}"
         )
@@ -386,7 +386,16 @@ def _check_size_relations(config: Mapping[str, Any]) -> None:
     chosen = config.get("num_experts_per_tok")
     if experts > 1 and chosen and chosen > experts:
         raise ModelShapeError(f"config.json has `num_experts_per_tok` = {chosen}, and only {experts} experts")
-    expert_groups, chosen_groups = config.get("n_group") or 1, config.get("topk_group") or 1
+    groups_by_key = {key: config.get(key) for key in ("n_group", "topk_group")}
+    missing = [key for key, count in groups_by_key.items() if count is None]
+    if len(missing) == 1:
+        raise ModelShapeError(
+            f"config.json has no {missing[0]!r}, for which transformers would take a value of its own: add the one that "
+            "the weights have"
+        )
+    if missing:
+        return
+    expert_groups, chosen_groups = groups_by_key.values()
     if chosen_groups > expert_groups or (experts and experts % expert_groups):
         raise ModelShapeError(
             f"config.json has `n_group` = {expert_groups} and `topk_group` = {chosen_groups}, which do not divide its "
@@ -422,6 +431,7 @@ def read_moe_layers(config: Mapping[str, Any]) -> tuple[RoutingShape | None, lis
         return None, []
     if missing := [key for key in ("num_hidden_layers", "num_experts_per_tok") if not isinstance(config.get(key), int)]:
         raise ModelShapeError(f"config.json has no {missing[0]!r} that is a number, so its routes cannot be told")
+    _check_layer_lists(config)
     dense = set(config.get("mlp_only_layers") or ()) | set(range(config.get("first_k_dense_replace") or 0))
     step = config.get("decoder_sparse_step") or 1
     frequency = config.get("moe_layer_freq") or 1
@@ -624,6 +634,7 @@ def parse_model_shape(config: Mapping[str, Any], name: str = "the model") -> Mod
     if missing := [key for key in REQUIRED_KEYS if c.get(key) is None]:
         raise ModelShapeError(f"config.json of {name} has no {missing[0]!r}")
     routing, moe_layers = read_moe_layers(c)
+    _check_size_relations(c)
     expert_width = c.get("moe_intermediate_size") or c.get("intermediate_size") or 0
     layers, heads = c["num_hidden_layers"], c["num_attention_heads"]
     rope_dim = c.get("qk_rope_head_dim") or 0

@@ -209,7 +209,7 @@ def test_a_generator_ends_while_its_call_waits_and_it_plays():
 
 
 def test_calls_of_a_process_that_has_ended_come_when_the_next_one_plays_and_are_leased_nothing():
-    simulated = run(LONG, PlannedFault(3.0, "kill_calling", "generator-0", seconds=100.0, amount=7.0))
+    simulated = run(LONG, PlannedFault(3.0, "kill_calling", "generator-0", seconds=300.0, amount=7.0))
     late = [event for event in of(simulated, GroupsLeased) if event.outdated]
     assert late
     assert not any(event.leases or event.free for event in late)

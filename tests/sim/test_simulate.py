@@ -25,11 +25,11 @@ QUICK = {
     "unlink_before_commit": 1,
     "version_counted_twice": 0,
     "recovery_forgets": 1,
-    "failed_parent_given_again": 14,
+    "failed_parent_given_again": 39,
     "given_up_at_once": 1,
 }
 """Mutants, and the seed that is tried first: one that found it."""
-WITHIN = 25
+WITHIN = 40
 """Seeds in which each of these is found."""
 
 

@@ -77,7 +77,7 @@ COMMANDS = [
     ("init-model file", "file exists already"),
     ("init-model /proc/nowhere/model", "/proc/nowhere"),
     ("init-model new model.init.top_k=99", "`top_k` = 99"),
-    ("keys file", "file/"),
+    ("keys file", "file: cannot be written: Not a directory"),
     ("keys /proc/nowhere", "/proc/nowhere"),
     ("keys new --name ../x", "no name for a key"),
     ("cluster quikstart", "did you mean 'quickstart'"),

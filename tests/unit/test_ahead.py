@@ -16,6 +16,7 @@ from r3async.learner.batch import CostModel
 from r3async.learner.trainer import StepOutcome, Trainer
 from r3async.record.writer import checksum_tokens
 from r3async.schedule.groups import GroupBuffer
+from r3async.tools.replay import NullReporter
 from r3async.world.real import REAL_WORLD
 from tests.helpers import checkpoint as hc
 from tests.helpers import models as hm
@@ -150,7 +151,7 @@ def test_steps_prepared_while_others_train_are_bit_by_bit_the_same(learners, tmp
 
     def run(beside: bool) -> list[StepOutcome]:
         rank = LocalRank(config, learners(config, path))
-        trainer = Trainer(config, CostModel(), rank, NoTrace(), None, stand_in)
+        trainer = Trainer(config, CostModel(), rank, NoTrace(), NullReporter(), stand_in)
         done, ready = [], {0: trainer.prepare_step(played(0))}
 
         def prepare(step: int) -> None:

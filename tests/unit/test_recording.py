@@ -18,7 +18,7 @@ from r3async.learner.batch import build_cost_model
 from r3async.learner.trainer import Trainer
 from r3async.record.recording import RecordingError, StepRecorder, find_recorded_steps, read_recorded_step
 from r3async.tools.cli import app
-from r3async.tools.replay import replay_run
+from r3async.tools.replay import NullReporter, replay_run
 from tests.helpers import checkpoint as hc
 from tests.helpers import models as hm
 from tests.helpers.cli import typed
@@ -44,7 +44,7 @@ def record(run, config, path, steps=range(1, STEPS + 1), lineage=0, learner=None
         recorder = StepRecorder(run, config, Lineage(lineage), reports)
         backend = learner or build_learner(config, path)
         cost = build_cost_model(json.loads((path / "config.json").read_text()))
-        trainer = Trainer(config, cost, LocalRank(config, backend), NoTrace(), None, stand_in)
+        trainer = Trainer(config, cost, LocalRank(config, backend), NoTrace(), NullReporter(), stand_in)
         try:
             for step in steps:
                 recorder.add(step, step - 1, trainer.train_step(step, step - 1, trainer.prepare_step(played(step))))

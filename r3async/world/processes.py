@@ -242,6 +242,7 @@ class KeptProgram:
     def __init__(self, words: Sequence[str], *, grace: float = 0.0, pass_fds: Sequence[int] = (), **options: Any):
         lifeline, self._lifeline = os.pipe()
         self._report, report = os.pipe()
+        os.set_blocking(self._report, False)
         settings = json.dumps({"lifeline": lifeline, "report": report, "passed": list(pass_fds), "grace": grace})
         self._grace = grace
         self._said = b""
@@ -276,10 +277,8 @@ class KeptProgram:
 
     async def wait_async(self) -> int | None:
         """Return the program's exit code as `wait` does. None if the keeper was killed, and the program with it."""
-        while (code := self._parse_exit_code()) is None and self._report >= 0:
-            await self._wait_for_report()
-            if not self._read_report():
-                break
+        while (code := self._parse_exit_code()) is None and await self._read_report_async():
+            pass
         return code
 
     def end(self) -> None:
@@ -295,9 +294,8 @@ class KeptProgram:
         if self._close_lifeline():
             try:
                 async with asyncio.timeout(self._grace + 2 * keeper.KILL_SECONDS):
-                    await self._wait_for_report()
-                    while self._read_report():
-                        await self._wait_for_report()
+                    while await self._read_report_async():
+                        pass
             except TimeoutError:
                 return
             finally:
@@ -327,18 +325,33 @@ class KeptProgram:
         poll.register(self._report, select.POLLIN)
         if not poll.poll(None if deadline is None else 1000 * max(0.0, deadline - time.monotonic())):
             return False
-        said = os.read(self._report, 256)
-        self._said += said
-        return bool(said)
+        return self._read_available_report()
 
-    async def _wait_for_report(self) -> None:
+    async def _read_report_async(self) -> bool:
+        """Read what the keeper reports next, as `_read_report` does."""
+        if self._report < 0:
+            return False
         loop = asyncio.get_running_loop()
         ready = asyncio.Event()
-        loop.add_reader(self._report, ready.set)
+        # A descriptor has one reader in an event loop: calls that overlap would remove each other's.
+        descriptor = os.dup(self._report)
+        loop.add_reader(descriptor, ready.set)
         try:
             await ready.wait()
         finally:
-            loop.remove_reader(self._report)
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+        return self._read_available_report()
+
+    def _read_available_report(self) -> bool:
+        if self._report < 0:  # another call saw the end
+            return False
+        try:
+            said = os.read(self._report, 256)
+        except BlockingIOError:  # another call read it
+            return True
+        self._said += said
+        return bool(said)
 
 
 def list_process_trees(pids: Sequence[int]) -> list[psutil.Process]:

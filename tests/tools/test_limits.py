@@ -50,6 +50,9 @@ class Stub:
     async def check_conductor(self, print_line):
         pass
 
+    def restore_directory(self, identity, print_line):
+        return False
+
     async def end_actors(self):
         self.ended = True
 

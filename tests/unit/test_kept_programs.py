@@ -1,5 +1,6 @@
 """A program ends with everything that it started, whoever ends it and however its processes hid."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -53,6 +54,20 @@ async def test_a_program_is_ended_with_a_request_first(tmp_path):
     assert obeyed.exists()
     assert is_gone(int(mark.read_text()))
     assert await program.wait_async() == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_program_that_is_waited_for_is_ended_at_once(cancelled):
+    program = KeptProgram(["/bin/sh", "-c", "sleep 600"])
+    waiting = asyncio.create_task(program.wait_async())
+    await asyncio.sleep(0)
+    if cancelled:
+        waiting.cancel()
+    begun = time.monotonic()
+    await program.end_async()
+    assert time.monotonic() < begun + 10
+    (code,) = await asyncio.wait_for(asyncio.gather(waiting, return_exceptions=True), 10)
+    assert isinstance(code, asyncio.CancelledError) if cancelled else code == -signal.SIGKILL
 
 
 OWNER = """

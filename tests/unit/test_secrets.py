@@ -278,8 +278,11 @@ async def test_a_key_opens_its_own_episode_and_no_other():
             with pytest.raises(Exception, match="not the id of an answer in this episode"):
                 await me.post("/r3async/reward", body={"reward": 1e6, "id": your_answer.id}, cast_to=object)
             await me.post("/r3async/reward", body={"reward": 2, "id": my_answer.id}, cast_to=object)
-            await me.post("/r3async/reward", body={"reward": 3, "episode": other.task.trajectory_id}, cast_to=object)
-        assert (other.is_rewarded, other.total_reward, mine.total_reward) == (False, 0.0, 5.0)
+            with pytest.raises(Exception, match="'episode is not a field of this call: leave it out'"):
+                await me.post(
+                    "/r3async/reward", body={"reward": 3, "episode": other.task.trajectory_id}, cast_to=object
+                )
+        assert (other.is_rewarded, other.total_reward, mine.total_reward) == (False, 0.0, 2.0)
         for guess in ("r3-", mine.key[:-1], mine.key + "x", other.task.trajectory_id, server.token):
             async with client_of(server, guess or "none") as nobody:
                 with pytest.raises(Exception, match="Incorrect API key"):

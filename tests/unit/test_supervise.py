@@ -8,7 +8,8 @@ import pytest
 from r3async.actors import driver
 from r3async.actors.driver import FleetScaler, RunHandle, RunLauncher, supervise_run
 from r3async.actors.process import ProcessLost, RunFailed
-from r3async.config import load_config
+from r3async.checkpoint.directory import mark_run_directory
+from r3async.config import config_to_toml, load_config
 from r3async.record.reading import read_json_objects
 from r3async.world import ActorLostError
 from tests.helpers.world import Clock, Outside, StandIn
@@ -104,6 +105,8 @@ def follow(world, tmp_path, monkeypatch):
         config = load_config(
             "quickstart", [f"supervise.stall_seconds={STALL}", "learner.start_timeout=300", *overrides]
         )
+        (tmp_path / "config.toml").write_text(config_to_toml(config))
+        mark_run_directory(tmp_path)
         run = SimpleNamespace(path=tmp_path, resume_from=None)
         await asyncio.wait_for(supervise_run(world, config, tmp_path, run, person, Alone), LIMIT)
 

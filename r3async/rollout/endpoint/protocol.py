@@ -251,10 +251,13 @@ def parse_request_body(
         raise ApiError(str(error)) from error
 
 
-def refuse_unknown_fields(value: Mapping[str, Any], known: Collection[str], where: str) -> None:
-    """Raise `ApiError` that names the first field of `value` which is not `known` and says something."""
+def refuse_unknown_fields(value: Mapping[str, Any], known: Collection[str], where: str = "") -> None:
+    """Raise `ApiError` that names the first field of `value` which is not `known` and says something. `where` is the
+    place of `value` in the body; empty for the body of a call of our own."""
     for name, given in value.items():
         if name not in known and given is not False and given not in (None, "", [], {}):
+            if not where:
+                raise ApiError(f"{name:.100} is not a field of this call: leave it out", param=name)
             fix = NOT_SHOWN_OF_A_MESSAGE.get(name, "leave it out")
             raise ApiError(f"{where}.{name:.100} is not shown to the model: {fix}", param=where.partition("[")[0])
 

@@ -307,7 +307,7 @@ class AgentServer:
             raise ApiError(
                 'the body must be {"reward": number}, and may have "turn" or "id", and "done"', param="reward"
             )
-        refuse_unknown_fields(body, ("reward", "turn", "id", "done"), "the body")
+        refuse_unknown_fields(body, ("reward", "turn", "id", "done"))
         turn = body.get("turn")
         if turn is None and "id" in body:
             turn = _find_turn(body["id"], session)
@@ -348,7 +348,7 @@ class AgentServer:
         body = await self._read_body(request) if request.can_read_body else {}
         if not isinstance(body, dict):
             raise ApiError('the body must be {"task_seed": number}, {} or empty', param="task_seed")
-        refuse_unknown_fields(body, ("task_seed",), "the body")
+        refuse_unknown_fields(body, ("task_seed",))
         seed = body.get("task_seed")
         if seed is None:
             if not self._offered_sessions:

@@ -62,9 +62,9 @@ def test_the_host_hardly_waits_in_a_micro_batch(out, name):
 
 
 @pytest.mark.timeout(900)
-def test_gradients_of_experts_without_a_token_are_zeroed_without_waiting(out):
+def test_gradients_of_experts_without_a_token_are_zeroed_alike_on_every_card_without_waiting(out):
     before, counted = count_micro_batch(out, "megatron"), count_micro_batch(out, "megatron", "blackwell")
-    assert before.layer["launches"] < counted.layer["launches"] <= before.layer["launches"] + 10
+    assert counted.layer["launches"] == before.layer["launches"]
     assert not counted.layer["waits"]
     assert not counted.rest["waits"]
 
@@ -80,7 +80,7 @@ def test_a_micro_batch_is_uploaded_once(out, name):
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("name", "launches"), [("megatron", 190), ("megatron-none", 135), ("megatron-ep", 210), ("torch", 320)]
+    ("name", "launches"), [("megatron", 190), ("megatron-none", 140), ("megatron-ep", 215), ("torch", 335)]
 )
 def test_a_layer_launches_so_many_operators(out, name, launches):
     assert count_micro_batch(out, name).layer["launches"] <= launches

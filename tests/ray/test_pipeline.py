@@ -17,6 +17,7 @@ from r3async.record.reading import read_json_objects
 from r3async.record.routes import RouteIndex, verify_routes
 from r3async.tools.inspect.routes import print_routes, print_verification
 from r3async.tools.train import train
+from r3async.views.episodes import RunTokenizer
 from r3async.views.summary import summarize_run
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("local_ray")]
@@ -114,7 +115,7 @@ def routes_were_the_engines_own(run_dir, rows):
     assert result.unrecorded == result.samples * layers
     screen = io.StringIO()
     assert print_verification(run_dir, Console(file=screen, width=80))
-    print_routes(run_dir, Console(file=screen, width=80), step=STEPS)
+    print_routes(run_dir, RunTokenizer(run_dir), Console(file=screen, width=80), step=STEPS)
     assert "every recorded route was used in training as the engine chose it" in screen.getvalue()
     assert screen.getvalue().count(" sampled ") >= 3
 

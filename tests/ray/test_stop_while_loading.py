@@ -74,7 +74,7 @@ def wait_for(
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_stop_is_obeyed_while(phase, untrained, tmp_path, monkeypatch):
+def test_a_stop_is_obeyed_while(phase, warm_model, tmp_path, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     mark = uuid.uuid4().hex
     monkeypatch.setenv("R3ASYNC_TEST_MARK", mark)
@@ -82,7 +82,7 @@ def test_a_stop_is_obeyed_while(phase, untrained, tmp_path, monkeypatch):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     words = ["name=stopped"]
     words += ["generator.engine=scripted", "weights.probe=false"] * (phase != "vLLM loads")
-    words += [f"model.path={untrained}"] * (phase != "the model is made")
+    words += [f"model.path={warm_model}"] * (phase != "the model is made")
     command = [sys.executable, "-m", "r3async", "train", "quickstart", "--runs", str(tmp_path), *words]
     screen = tmp_path / "screen"
     with under_timeout(command, screen) as driver:

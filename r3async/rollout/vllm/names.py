@@ -87,6 +87,7 @@ VLLM_NAMES: dict[str, dict[str, str]] = {
         "vllm.distributed.weight_transfer:WeightTransferEngineFactory": "create_engine",
         "vllm.distributed.weight_transfer.base": "ParamMeta WeightSource",
         "vllm.distributed.weight_transfer.nccl_engine:NCCLTrainerWeightTransferEngine": "trainer_init send_weights",
+        "vllm.distributed.utils:StatelessProcessGroup": "create",
         "vllm.distributed.weight_transfer.nccl_engine:NCCLTrainerInitInfo": "rank master_address master_port world_size "
         "packed_buffer_size_bytes",
         "vllm.v1.worker.gpu_worker:Worker": "init_weight_transfer_engine start_weight_update update_weights finish_weight_update",

@@ -386,16 +386,15 @@ def _check_size_relations(config: Mapping[str, Any]) -> None:
     chosen = config.get("num_experts_per_tok")
     if experts > 1 and chosen and chosen > experts:
         raise ModelShapeError(f"config.json has `num_experts_per_tok` = {chosen}, and only {experts} experts")
-    groups_by_key = {key: config.get(key) for key in ("n_group", "topk_group")}
-    missing = [key for key, count in groups_by_key.items() if count is None]
-    if len(missing) == 1:
-        raise ModelShapeError(
-            f"config.json has no {missing[0]!r}, for which transformers would take a value of its own: add the one that "
-            "the weights have"
-        )
-    if missing:
+    expert_groups, chosen_groups = config.get("n_group"), config.get("topk_group")
+    if expert_groups is None and chosen_groups is None:
         return
-    expert_groups, chosen_groups = groups_by_key.values()
+    if expert_groups is None or chosen_groups is None:
+        missing = "n_group" if expert_groups is None else "topk_group"
+        raise ModelShapeError(
+            f"config.json has no {missing!r}, for which transformers would take a value of its own: add the one that the "
+            "weights have"
+        )
     if chosen_groups > expert_groups or (experts and experts % expert_groups):
         raise ModelShapeError(
             f"config.json has `n_group` = {expert_groups} and `topk_group` = {chosen_groups}, which do not divide its "

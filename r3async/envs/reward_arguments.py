@@ -71,7 +71,7 @@ FOREIGN_NAMES = {
 
 
 class PlainArguments(NamedTuple):
-    """What the parameters of a plain reward get.
+    """The roles and columns that the parameters of a plain reward get.
 
     Attributes:
         roles: The role of each parameter that has one, by its name.

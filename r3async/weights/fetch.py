@@ -222,7 +222,7 @@ class HostVersionCache:
                 self._files.remove(path)
 
     def close(self) -> None:
-        """Release the folder; the last process removes it. Idempotent."""
+        """Release the folder; the last process removes it."""
         used, self._locked_files = self._locked_files, []
         for file in used:
             file.close()
@@ -792,6 +792,7 @@ class TcpReceiver:
         self._chunk_server = ChunkServer()
         self._address = ""
         self._incoming = IncomingStream("", 0)
+        self._is_closed = False
         self._relayed_streams = MAX_RELAYED_STREAMS
         self.refused_peers: Counter[str] = Counter()
         self.received_bytes = self.damaged_chunks = self.parent_changes = 0
@@ -809,6 +810,8 @@ class TcpReceiver:
         try:
             async with asyncio.timeout(timeout):
                 while (path := await self._run_in_thread(self._cache.acquire_version, wanted)) is None:
+                    if self._is_closed:
+                        raise WeightError(f"{self._peer_id.decode()} stops, and fetches no version any more")
                     with self._cache.claim_fetch() as mine:
                         if mine and self._files.stat(self._cache.version_path(wanted)) is None:
                             await self._fetch_to_cache(source, wanted, manifest)
@@ -825,7 +828,10 @@ class TcpReceiver:
         await self._run_in_thread(self._cache.discard_version, digest_version(manifest))
 
     async def close(self) -> None:
-        """Implement `WeightReceiver.close`."""
+        """Implement `WeightReceiver.close`. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         await self._sockets.close()
         for name in self._chunk_server.stream_names:
             self._chunk_server.remove_stream(name)

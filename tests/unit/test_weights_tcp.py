@@ -156,6 +156,21 @@ async def test_engines_of_a_host_share_one_file_which_one_of_them_fetches(learne
     verify_version_file(old)
 
 
+async def test_one_that_waits_for_the_file_of_its_host_ends_when_it_stops(learner, make):
+    fetching, waiting = make("h0", "g0"), make("h0", "g1")
+    manifest, parts = learner.publish(0)
+    with fetching._cache.claim_fetch() as mine:
+        assert mine
+        waits = asyncio.ensure_future(fetch(waiting, manifest, parts))
+        await asyncio.sleep(0.05)
+        await fetching.close()
+        await waiting.close()  # the last of the host: its folder is gone
+        with pytest.raises(WeightError, match="stops"):
+            await waits
+    with pytest.raises(WeightError, match="stops"):
+        await fetch(waiting, manifest, parts)
+
+
 async def test_the_learners_host_reads_the_learners_file(learner, make):
     manifest, parts = learner.publish(0)
     assert await make("h0").fetch_version(manifest, parts, 5.0) == manifest

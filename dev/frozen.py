@@ -159,9 +159,12 @@ def list_differences(name: str, before: Any, now: Any) -> Iterator[str]:
 
 
 def processor_name() -> str:
-    """Return the name of this machine's CPU."""
+    """Return the name, family, model and stepping of this machine's CPU. A virtual machine's name may be that of
+    several models, which do not compute the same bits."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    wanted = ("model name", "cpu family", "model", "stepping")
+    return " ".join(facts[key] for key in wanted if key in facts) or platform.machine()
 
 
 def main(words: Sequence[str] | None = None) -> int:

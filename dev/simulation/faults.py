@@ -37,6 +37,7 @@ FaultKind = Literal[
     "kill_unsynced",
     "kill_waiting",
     "kill_calling",
+    "kill_evaluated",
     "freeze",
     "silence",
     "slow_start",
@@ -84,6 +85,8 @@ class PlannedFault(msgspec.Struct, frozen=True, omit_defaults=True):
                       it, while it plays: its next call waits there
     `kill_calling`    when generator `target` is leased something, later than `at`, its calls are held up; it ends after
                       `amount` seconds, and the calls arrive when its next process plays
+    `kill_evaluated`  the process ends `amount` seconds after the result of an evaluation is stored, later than `at`, of a
+                      step after the newest checkpoint
     `freeze`          the process is stopped (SIGSTOP), and continues after `seconds`
     `silence`         like `freeze`, for a generator, and for longer than it may be silent
     `slow_start`      processes that start take `amount` seconds longer
@@ -152,6 +155,7 @@ FAULT_DISTRIBUTIONS: dict[FaultKind, _FaultDistribution] = {
     "kill_unsynced": _FaultDistribution(0, "none", (60, 60), (0.1, 1), "steps"),
     "kill_waiting": _FaultDistribution(0, "generator", (60, 60), (0.1, 0.5)),
     "kill_calling": _FaultDistribution(0, "generator", (60, 60), (6, 12)),
+    "kill_evaluated": _FaultDistribution(0, "whole", (60, 60), (0, 0.1), "steps"),
     "freeze": _FaultDistribution(3, "role", (0.5, 100)),
     "silence": _FaultDistribution(0, "generator", (60, 100)),
     "slow_start": _FaultDistribution(1, "none", (10, 60), (2, 30), "seconds"),
@@ -171,6 +175,7 @@ ADDITIONAL_FAULTS: dict[str, tuple[float, tuple[FaultKind, ...]]] = {
     "descriptors": (0.2, ("no_descriptors",)),
     "engines": (0.2, ("engine_dies",)),
     "calls": (QUICK_SHARE, ("kill_waiting", "kill_waiting", "kill_calling")),
+    "evaluations": (0.4, ("kill_evaluated",)),
     "environments": (0.25, ("env_dies", "env_hangs", "env_late")),
 }
 """Faults that are drawn in addition to those with a weight, from separate random streams: the share of the runs that
@@ -209,6 +214,8 @@ def draw_faults(
             fault = msgspec.structs.replace(fault, at=round(rng.uniform(0, max(loaded, last - fault.seconds)), 3))
         faults.append(fault)
     for use, (share, use_kinds) in ADDITIONAL_FAULTS.items():
+        if use == "evaluations" and not workload.evaluate_every:
+            continue
         use_rng = random.Random(f"{use}/{workload.seed}")
         if use_rng.random() < share and (wanted := [kind for kind in use_kinds if kind in kinds]):
             faults.append(

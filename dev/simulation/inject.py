@@ -15,6 +15,7 @@ from dev.simulation.disk import WRITE_OPERATIONS, SimulatedDisk
 from dev.simulation.environment import EnvironmentProcess, environment_process_of
 from dev.simulation.faults import MAX_GENERATORS, PlannedFault, faults_end
 from dev.simulation.history import (
+    EvaluationEnded,
     FaultReported,
     FaultsOver,
     GroupsLeased,
@@ -60,6 +61,8 @@ class FaultInjector:
         """Faults whose generator is killed when a call of it waits for work."""
         self._calling_kills: list[PlannedFault] = []
         """Faults whose generator is killed some time after it was leased something, with its calls held up."""
+        self._evaluated_kills: list[PlannedFault] = []
+        """Faults whose process is killed when an evaluation is stored of a step that no checkpoint has."""
         self._held_processes: dict[str, HostProcess] = {}
         """Processes whose calls are held up, by the name of the generator whose next process has to play first."""
         self._power_failures: list[PlannedFault] = []
@@ -97,6 +100,7 @@ class FaultInjector:
             "kill_unsynced": lambda fault: self._unsynced_kills.append(fault),
             "kill_waiting": lambda fault: self._waiting_kills.append(fault),
             "kill_calling": lambda fault: self._calling_kills.append(fault),
+            "kill_evaluated": lambda fault: self._evaluated_kills.append(fault),
             "freeze": self._freeze_process,
             "silence": self._freeze_process,
             "slow_start": self._keep_active,
@@ -126,6 +130,7 @@ class FaultInjector:
             self._unsynced_kills.clear()
             self._waiting_kills.clear()
             self._calling_kills.clear()
+            self._evaluated_kills.clear()
             self._power_failures.clear()
             self._simulation.see_event(FaultsOver)
         else:
@@ -246,6 +251,10 @@ class FaultInjector:
                 waited, self._unsaved_kills = self._unsaved_kills, []
                 for fault in waited:
                     self._schedule_call(event.at + fault.amount, self._kill_now, fault)
+        elif isinstance(event, EvaluationEnded) and event.step > self._simulation.checker.state.safe_steps:
+            waited, self._evaluated_kills = self._evaluated_kills, []
+            for fault in waited:
+                self._schedule_call(event.at + fault.amount, self._kill_now, fault)
         elif isinstance(event, StepBegan) and self._second_kills:
             self._schedule_second_kill(event)
         elif isinstance(event, GroupsLeased):

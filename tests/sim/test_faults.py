@@ -214,3 +214,13 @@ def test_calls_of_a_process_that_has_ended_come_when_the_next_one_plays_and_are_
     assert late
     assert not any(event.leases or event.free for event in late)
     assert late[0].at >= of(simulated, PlayRequested)[1].at
+
+
+def test_a_process_ends_when_an_evaluation_is_stored_that_no_checkpoint_has():
+    workload = SimulatedWorkload(3, steps=4, checkpoint_every=4, evaluate_every=1, evaluated_tasks=2)
+    simulated = run(workload, PlannedFault(3.0, "kill_evaluated", "learner", seconds=60.0, amount=0.1))
+    evaluated = of(simulated, EvaluationEnded)
+    killed = [event for event in of(simulated, ProcessEnded) if event.who == "learner"]
+    assert killed[0].at == pytest.approx(evaluated[0].at + 0.1, abs=1e-5)
+    assert of(simulated, LineageBegan)[1].step == 0
+    assert [event.step for event in evaluated].count(1) == 2

@@ -39,6 +39,11 @@ async def plant(engine: VllmEngine, fault: str) -> None:
     await engine._core.collective_rpc("r3_plant", args=(fault,))
 
 
+async def test_what_vllms_processes_leave_is_in_the_directory_that_ends_with_the_engine(faulty):
+    names = [path.name for path in faulty._core._scratch.directory.iterdir()]
+    assert any(name.startswith("vllm_dist_") for name in names), names
+
+
 async def test_log_probs_before_temperature_pass_a_probe_of_given_text_and_are_found_by_the_sampled_one(
     faulty, weights, tiny_model
 ):

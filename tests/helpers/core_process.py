@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import tempfile
 import time
 from multiprocessing.shared_memory import SharedMemory
 
@@ -24,10 +25,13 @@ NAME = b"\0\0"
 
 def play(args, address, owner, kv_cache_bytes, says):
     """Run the process. `args["do"]`: `serve`; `fail`, before it has started; `hang`, likewise; `hold`, likewise, with a
-    semaphore and shared memory."""
+    semaphore and shared memory; `say where`, where its temporary files and what it compiles are, and end."""
     if args["do"] == "fail":
         says.send("there is no such model")
         raise SystemExit(3)
+    if args["do"] == "say where":
+        print(tempfile.gettempdir(), os.environ["TORCHINDUCTOR_CACHE_DIR"], flush=True)
+        return
     if args["do"] == "hang":
         time.sleep(60)
     if args["do"] == "hold":

@@ -245,6 +245,19 @@ def test_what_a_killed_owner_left_is_removed_by_the_next_engine_and_nothing_that
     home.rmdir()
 
 
+def test_temporary_files_of_an_engines_processes_are_in_its_own_directory(capfd):
+    async def start():
+        core = EngineCoreClient({"do": "say where"}, 1, 0, run_process=play)
+        directory = core._scratch.directory
+        core._process.join(30)
+        core.close()
+        return directory
+
+    directory = asyncio.run(start())
+    assert capfd.readouterr().out.split() == [str(directory), f"{directory.parent}/torchinductor-{os.getuid()}"]
+    assert not directory.exists()
+
+
 def left_of(directory):
     return directory.exists() + sum(directory.name in path.name for path in Path("/dev/shm").iterdir())
 

@@ -10,10 +10,12 @@ import itertools
 import multiprocessing
 import multiprocessing.util
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -89,7 +91,7 @@ class EngineCoreClient:
             threads,
             workers,
             (dict(args), self._build_address("start"), os.getpid(), kv_cache_bytes, says),
-            self._scratch.directory.name,
+            self._scratch.directory,
         )
         says.close()
         self._finalizer = multiprocessing.util.Finalize(
@@ -245,11 +247,14 @@ class EngineCoreClient:
 
 
 def _spawn_core(
-    run: Callable[..., None], threads: int, workers: int, args: tuple[Any, ...], scratch_name: str
+    run: Callable[..., None], threads: int, workers: int, args: tuple[Any, ...], scratch: Path
 ) -> SpawnProcess:
     defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     with inherited_environment() as environment:
         environment.update({name: os.environ.get(name, value) for name, value in defaults.items()})
+        # vLLM's processes meet at files that they leave behind. What torch compiles is for later engines too.
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{os.getuid()}")
+        environment["TMPDIR"] = str(scratch)
         # A forked child would inherit locks of its parent's threads, and would not read OMP_NUM_THREADS again.
         environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         if is_cpu_vllm():
@@ -263,7 +268,7 @@ def _spawn_core(
             ):  # vLLM gives each of several workers a NUMA node, and starts none where there are fewer nodes
                 environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         process = multiprocessing.get_context("spawn").Process(target=run, name="EngineCore", args=args)
-        process._config["semprefix"] = f"/{scratch_name}"  # type: ignore[attr-defined]
+        process._config["semprefix"] = f"/{scratch.name}"  # type: ignore[attr-defined]
         with hide_main_module():
             process.start()
     return process

@@ -4,10 +4,12 @@ import importlib
 import inspect
 import io
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -31,6 +33,24 @@ def test_each_part_has_its_own_name_and_every_prediction_a_part():
     assert len(set(NAMES)) == len(NAMES)
     assert set(command.predictions()) <= set(NAMES)
     assert all(low <= high for figures in command.predictions().values() for low, high in figures.values())
+
+
+OWNER = """
+import subprocess, sys
+from pathlib import Path
+from r3async.tools.gpu_check.part import command
+line = command(Path(sys.argv[1]), True, "runs:quickstart", {"dtype": "float32"})
+print(subprocess.Popen(line, start_new_session=True).pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_part_ends_with_the_command_that_started_it(tmp_path):
+    line = [sys.executable, "-c", OWNER, str(tmp_path)]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+        part = psutil.Process(int(owner.stdout.readline()))
+        owner.kill()
+    part.wait(60)
 
 
 def test_what_lies_outside_a_prediction_is_said_of_real_shapes_only():

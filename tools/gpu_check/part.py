@@ -1,4 +1,6 @@
-"""Run one part in a separate process: `python -m r3async.tools.gpu_check.part OUT small|real MODULE:FUNCTION JSON`.
+"""Run one part in a separate process: `python -m r3async.tools.gpu_check.part OUT small|real MODULE:FUNCTION JSON OWNER`.
+
+It ends with the process OWNER.
 
 The last line of its output is a JSON object.
 """
@@ -23,13 +25,17 @@ def command(out: Path, small: bool, target: str, arguments: Mapping[str, Any]) -
     -P keeps a folder `tools` in the current directory from shadowing ours.
     """
     size = "small" if small else "real"
-    return [sys.executable, "-P", "-m", __name__, str(out), size, target, json.dumps(dict(arguments))]
+    return [sys.executable, "-P", "-m", __name__, str(out), size, target, json.dumps(dict(arguments)), str(os.getpid())]
 
 
-def main(out: str, size: str, target: str, arguments: str) -> int:
-    """Run a part and print its figures in the last line. Returns 0 if it produced figures, else 1."""
+def main(out: str, size: str, target: str, arguments: str, owner: str) -> int:
+    """Run a part and print its figures in the last line. Returns 0 if it produced figures, else 1. Ends with the process
+    `owner`."""
+    from r3async.world.processes import exit_with_owner
+
     from .place import Place
 
+    exit_with_owner(int(owner))
     module, name = target.split(":")
     part = getattr(importlib.import_module(f"r3async.tools.gpu_check.{module}"), name)
     try:

@@ -576,11 +576,8 @@ def hosts_have_what_was_published(state: ObservedState, event: VersionArrived) -
 @add_rule(WEIGHT_RULES, "arrived", GaveUp)
 def hosts_have_what_a_delta_changes(state: ObservedState, event: GaveUp) -> str:
     """No installation fails for want of a file: a host that does not have what a delta changes fetches the whole
-    version. A generator that was asked to stop meanwhile has closed its host's folder."""
-    was_stopped = state.generators[event.generator].installing_since is None
-    if was_stopped or not event.error.startswith("FileNotFoundError"):
-        return ""
-    return f"{event.generator} lacks a file: {event.error}"
+    version."""
+    return f"{event.generator} lacks a file: {event.error}" if event.error.startswith("FileNotFoundError") else ""
 
 
 @add_rule(WEIGHT_RULES, "kept", VersionArrived)

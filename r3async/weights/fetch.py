@@ -793,6 +793,7 @@ class TcpReceiver:
         self._address = ""
         self._incoming = IncomingStream("", 0)
         self._is_closed = False
+        self._fetch: asyncio.Future[Path] | None = None
         self._relayed_streams = MAX_RELAYED_STREAMS
         self.refused_peers: Counter[str] = Counter()
         self.received_bytes = self.damaged_chunks = self.parent_changes = 0
@@ -801,17 +802,29 @@ class TcpReceiver:
     async def fetch_version(self, manifest: WeightManifest, parts: Sequence[Any], timeout: float) -> WeightManifest:
         """Implement `WeightReceiver.fetch_version`.
 
-        One process of the host fetches, and the others wait for its file.
+        One process of the host fetches, and the others wait for its file. `close` ends both.
         """
         source, wanted = parts[0], digest_version(manifest)
         is_here = source.host == self._host_name and self._files.stat(Path(manifest.path)) is not None
         if is_here and len(source.parts) == 1:
             return manifest  # the learner's host, which has the whole version
+        self._fetch = asyncio.ensure_future(self._fetch_within(source, wanted, manifest, timeout))
+        if self._is_closed:
+            self._fetch.cancel()
+        try:
+            path = await self._fetch
+        except asyncio.CancelledError:
+            if self._is_closed:
+                raise WeightError(f"{self._peer_id.decode()} stops, and fetches no version any more") from None
+            raise
+        return msgspec.structs.replace(manifest, path=str(path))
+
+    async def _fetch_within(
+        self, source: TcpSource, wanted: VersionDigest, manifest: WeightManifest, timeout: float
+    ) -> Path:
         try:
             async with asyncio.timeout(timeout):
                 while (path := await self._run_in_thread(self._cache.acquire_version, wanted)) is None:
-                    if self._is_closed:
-                        raise WeightError(f"{self._peer_id.decode()} stops, and fetches no version any more")
                     with self._cache.claim_fetch() as mine:
                         if mine and self._files.stat(self._cache.version_path(wanted)) is None:
                             await self._fetch_to_cache(source, wanted, manifest)
@@ -821,7 +834,7 @@ class TcpReceiver:
             raise TimeoutError(
                 f"version {manifest.version} did not arrive within {timeout:g} s (weights.install_timeout)"
             ) from error
-        return msgspec.structs.replace(manifest, path=str(path))
+        return path
 
     async def discard_version(self, manifest: WeightManifest) -> None:
         """Implement `WeightReceiver.discard_version`. The learner's own file stays."""
@@ -832,6 +845,8 @@ class TcpReceiver:
         if self._is_closed:
             return
         self._is_closed = True
+        if self._fetch is not None:
+            self._fetch.cancel()
         await self._sockets.close()
         for name in self._chunk_server.stream_names:
             self._chunk_server.remove_stream(name)

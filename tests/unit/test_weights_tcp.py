@@ -171,6 +171,18 @@ async def test_one_that_waits_for_the_file_of_its_host_ends_when_it_stops(learne
         await fetch(waiting, manifest, parts)
 
 
+async def test_one_that_fetches_ends_when_it_stops(learner, make):
+    manifest, parts = learner.publish(0)
+    await learner.close()  # nothing arrives
+    receiver = make("h0")
+    fetches = asyncio.ensure_future(fetch(receiver, manifest, parts))
+    await asyncio.sleep(0.2)
+    assert list(receiver._cache.path.glob(".version-*"))
+    await receiver.close()
+    with pytest.raises(WeightError, match="stops"):
+        await fetches
+
+
 async def test_the_learners_host_reads_the_learners_file(learner, make):
     manifest, parts = learner.publish(0)
     assert await make("h0").fetch_version(manifest, parts, 5.0) == manifest

@@ -371,6 +371,24 @@ def test_of_two_samples_of_the_same_weights_a_branch_borrows_from_the_one_with_m
     assert branch.routes_from == 4, "the first has more tokens in common, and newer weights fed its last ones"
 
 
+def test_a_branch_borrows_nothing_of_a_later_turn_that_newer_weights_answered():
+    rows = EpisodeSamples(SHAPE)
+    rows.finish_call(rows.start_call([1, 2, 3]), generation(3, [4], 0, seed=0, version=1))
+    continued = rows.start_call([1, 2, 3, 4, 5])
+    rows.finish_call(continued, generation(5, [6], continued.routes_from, seed=1, version=2))
+    branch = rows.start_call([1, 2, 3, 4, 5, 7])
+    assert (branch.routes_from, branch.routes_version) == (3, 1)
+
+
+def test_a_branch_borrows_nothing_that_follows_positions_without_routes():
+    rows = EpisodeSamples(SHAPE)
+    rows.finish_call(rows.start_call([1, 2, 3]), generation(3, [4], 0, seed=0, rows=False, version=1))
+    continued = rows.start_call([1, 2, 3, 4, 5])
+    assert continued.routes_from == 3
+    rows.finish_call(continued, generation(5, [6], 3, seed=1, version=1))
+    assert rows.start_call([1, 2, 3, 4, 5, 7]).routes_from == 0
+
+
 def test_two_rewards_of_a_turn_are_added():
     rows = EpisodeSamples(SHAPE)
     turn = rows.finish_call(rows.start_call([1, 2]), generation(2, [3, 4], 0, seed=0))

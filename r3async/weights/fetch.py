@@ -815,7 +815,7 @@ class TcpReceiver:
             path = await self._fetch
         except asyncio.CancelledError:
             if self._is_closed:
-                raise WeightError(f"{self._peer_id.decode()} stops, and fetches no version any more") from None
+                raise WeightError(f"{decode_utf8(self._peer_id)} stops, and fetches no version any more") from None
             raise
         return msgspec.structs.replace(manifest, path=str(path))
 

@@ -154,46 +154,8 @@ def plan(
     preset: Annotated[str | None, typer.Argument(help="a preset's name, or a TOML file")] = None,
     overrides: OverridesArgument = None,
     json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line")] = False,
-    capacity: Annotated[bool, typer.Option("--capacity", help="predict how fast a cluster would train")] = False,
-    published: Annotated[bool, typer.Option("--published", help="predict curves that others published")] = False,
-    calibrate: Annotated[Path | None, typer.Option(help="with --capacity: durations of this run's directory")] = None,
-    generators: Annotated[str, typer.Option(help="with --capacity: numbers to compare, like 8,16,32")] = "",
-    staleness: Annotated[str, typer.Option(help="with --capacity: bounds to compare, like 0,1,2,4")] = "",
-    ranks: Annotated[int, typer.Option(help="with --capacity: learner ranks, a GPU each", min=0)] = 0,
-    hardware: Annotated[str, typer.Option(help="with --capacity: h100, h200, a100, h20 or cpu")] = "h100",
-    lost: Annotated[float, typer.Option(help="with --capacity: seconds between two failures of a generator")] = 0.0,
-    steps: Annotated[int, typer.Option(help="with --capacity: of each run")] = 32,
-    seed: Annotated[int, typer.Option(help="with --capacity: of the simulated durations", min=0)] = 0,
-    picture: Annotated[Path | None, typer.Option(help="with --capacity: draw it to this SVG file")] = None,
 ) -> None:
-    """Print what a run needs and what it would do, or predict a cluster, and start nothing."""
-    from .capacity.command import Settings, capacity_command, numbers, published_command
-
-    if published:
-        return published_command(json=json, say=typer.echo, note=_print_note)
-    if capacity or calibrate is not None:
-        return capacity_command(
-            preset or "",
-            overrides or [],
-            Settings(
-                generators=numbers(generators, "--generators"),
-                staleness=numbers(staleness, "--staleness"),
-                ranks=ranks,
-                hardware=hardware,
-                lost=lost,
-                steps=steps,
-                seed=seed,
-                run=calibrate,
-                picture=picture,
-            ),
-            json=json,
-            say=typer.echo,
-            note=_print_note,
-        )
-    if generators or staleness or ranks or lost or picture is not None:
-        raise ConfigError(
-            "`--generators`, `--staleness`, `--ranks`, `--lost` and `--picture` are of a prediction: add `--capacity`"
-        )
+    """Print what a run needs and what it would do, and start nothing."""
     if preset is None:
         raise ConfigError("`plan` needs a preset's name or a TOML file; `r3async presets` lists the presets")
     _print_plan(load_command_config(preset, overrides or []), overrides or [], json, get_runs_directory())
@@ -321,10 +283,6 @@ def _print_plan(config: Config, overrides: Sequence[str], as_json: bool, runs: P
 
     plan = make_checked_plan(config, may_import_code(config, overrides), runs=runs)
     typer.echo(json_module.dumps(plan_to_json(plan)) if as_json else describe_plan(plan, config))
-
-
-def _print_note(line: str) -> None:
-    typer.echo(line, err=True)
 
 
 def _exit_with_error(message: str, code: int) -> NoReturn:

@@ -16,6 +16,7 @@ from r3async.schedule.admission import compute_staleness_bound, count_slots
 from r3async.schedule.groups import TRAJECTORY_HEADER_BYTES, max_buffer_bytes
 
 from .adapted import count_adapters
+from .generation_speed import GenerationSpeed, estimate_generation
 from .layouts import AS_FAST, choose_layout
 from .memory import (
     GIB,
@@ -84,6 +85,8 @@ class RunPlan(msgspec.Struct, frozen=True):
     """Data that ranks exchange in a step, one line each."""
     speed: TrainingSpeed | None
     """Estimated speed of the learner's GPUs; None for a model that is not planned for GPUs."""
+    generation: GenerationSpeed | None
+    """Estimated speed of an engine; None where `speed` is, and for engines of other kinds than vLLM."""
     hosts: list[str]
     """Placement of the processes, one line per host, if they are on GPUs: on hosts of `cluster.gpus_per_node`."""
     notes: list[str]
@@ -151,12 +154,19 @@ def make_run_plan(config: Config) -> RunPlan:
         host=describe_host_memory(shape, config),
         traffic=describe_step_traffic(shape, config, episodes * tokens),
         speed=estimate_speed(shape, config, episodes * tokens) if on_gpus else None,
+        generation=_estimate_generation(config, shape, engine) if on_gpus else None,
         hosts=hosts,
         notes=[*_make_notes(config, shape, engine, on_gpus), *across],
     )
     if plan.speed and (faster := _note_faster_layout(config, shape, plan.speed, plan.tokens_per_step)):
         plan.notes.append(faster)
     return plan
+
+
+def _estimate_generation(config: Config, shape: ModelShape, engine: EngineMemory) -> GenerationSpeed | None:
+    if config.generator.engine != "vllm":
+        return None
+    return estimate_generation(shape, config, engine)
 
 
 def _note_faster_layout(config: Config, shape: ModelShape, speed: TrainingSpeed, tokens: int) -> str:
@@ -326,6 +336,20 @@ def _describe_speed(plan: RunPlan, config: Config) -> list[str]:
         f"training    some {each:,.0f} tokens/s a GPU, {each * count:,.0f} on {count}, a step of "
         f"{sum(plan.speed.seconds.values()):.0f} s: {plan.speed.describe_parts()}",
         f"            by {basis} (docs/benchmarks.md#one-gpu){published}",
+        *_describe_generation(plan, config, each * count),
+    ]
+
+
+def _describe_generation(plan: RunPlan, config: Config, trained_per_second: float) -> list[str]:
+    made, engines = plan.generation, config.generator.count
+    if made is None:
+        return []
+    sampled = made.tokens_per_second
+    needed = made.count_engines(trained_per_second)
+    return [
+        f"generation  some {sampled:,.0f} tokens/s an engine, {sampled * engines:,.0f} on "
+        f"{engines}, with {made.episodes:.0f} episodes at once on each",
+        f"            by assumed rates of an H100; {needed} such engines sample as fast as the learner trains",
     ]
 
 

@@ -12,6 +12,11 @@ from r3async.config import Config, config_to_dict, flatten_section
 from r3async.config.others import find_equivalent_setting
 
 HELP_OPTIONS = ("-h", "--help")
+REMOVED_OPTIONS = dict.fromkeys(
+    ("--capacity", "--calibrate", "--published"),
+    "the plan has the speed of both sides in its lines `training` and `generation`, and a run measures it (pace/ratio)",
+)
+"""Options that are gone, with what serves in their place."""
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """Usage error of the click that typer uses, which is another package from one version of typer to the next."""
 
@@ -42,7 +47,11 @@ def explain_usage_error(error: Any, arguments: Sequence[str]) -> str:
     if type(error).__name__ == "NoArgsIsHelpError":
         return ""
     option = getattr(error, "option_name", "")
-    hint = _suggest_setting(option, arguments) if option.startswith("--") else ""
+    hint = ""
+    if option in REMOVED_OPTIONS:
+        hint = f": {REMOVED_OPTIONS[option]}"
+    elif option.startswith("--"):
+        hint = _suggest_setting(option, arguments)
     said = error.message if hint else error.format_message()
     message = " ".join(said.split()).rstrip(".")
     path = error.ctx.command_path if error.ctx is not None else "r3async"

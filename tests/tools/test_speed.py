@@ -1,10 +1,11 @@
-"""The estimated speed of the learner: it gives back what it was made from, and the layouts that it chooses are the fastest that
-fit."""
+"""The estimated speed of learner and engines: it gives back what it was made from, and the layouts that it chooses are the
+fastest that fit."""
 
 import msgspec
 import pytest
 
 from r3async.config import load_config
+from r3async.tools.generation_speed import GenerationSpeed
 from r3async.tools.layouts import AS_FAST, MEMORY_HEADROOM, choose_layout, find_fitting_layouts
 from r3async.tools.memory import GIB, estimate_rank_memory, find_model_shape
 from r3async.tools.plan import describe_plan, make_run_plan
@@ -91,3 +92,30 @@ def test_presets_for_gpus_say_how_fast_and_why_and_have_the_layout_that_is_chose
     assert "computing" in text
     assert ("NeMo AutoModel publishes 12,040" in text) == ("30b" in name)
     assert not any("same estimate" in note for note in plan.notes)
+
+
+def generation(*words):
+    return make_run_plan(load_config("moe_30b_r3", list(words))).generation
+
+
+def test_an_engine_samples_more_with_more_episodes_and_with_shorter_contexts():
+    few, many = generation("generator.concurrency=8"), generation("generator.concurrency=64")
+    assert few.tokens_per_second < many.tokens_per_second < 8 * few.tokens_per_second
+    short = generation("episode.max_total_tokens=2048", "episode.max_new_tokens=1024", "episode.max_prompt_tokens=512")
+    assert short.tokens_per_second > generation().tokens_per_second
+    # One episode reads all weights for each of its tokens: 61 GB at 2 TB/s.
+    assert generation("generator.concurrency=1").tokens_per_second == pytest.approx(29, rel=0.05)
+
+
+def test_an_engine_has_no_more_episodes_than_the_slots_allow():
+    assert generation("generator.concurrency=1000").episodes == 192 * 8 / 8
+
+
+def test_so_many_engines_keep_up_with_the_learner():
+    speed = GenerationSpeed(64, 1500.0)
+    assert [speed.count_engines(each) for each in (1500.0, 1501.0, 32_000.0)] == [1, 2, 22]
+    config = load_config("moe_30b_r3")
+    plan = make_run_plan(config)
+    needed = plan.generation.count_engines(8 * plan.speed.tokens_per_second)
+    assert f"{needed} such engines sample as fast as the learner trains" in describe_plan(plan, config)
+    assert make_run_plan(load_config("quickstart")).generation is None

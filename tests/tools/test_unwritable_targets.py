@@ -20,7 +20,6 @@ WRITERS = {
     "trajectories": ("inspect", "trajectories", "demo", "--export", "TARGET.jsonl"),
     "table": ("inspect", "trajectories", "demo", "--export", "TARGET.parquet"),
     "keys": ("keys", "TARGET"),
-    "picture": ("plan", "quickstart", "--capacity", "--steps", "12", "--picture", "TARGET"),
 }
 PLACES = {
     "below a file": "file/target",
@@ -64,7 +63,7 @@ def test_a_target_that_cannot_be_written_is_one_line(root: Path, words: tuple[st
     assert "Errno" not in line
 
 
-@pytest.mark.parametrize("name", ["report", "comparison", "trajectories", "table", "picture"])
+@pytest.mark.parametrize("name", ["report", "comparison", "trajectories", "table"])
 def test_a_directory_in_place_of_a_file_is_one_line(root: Path, name: str) -> None:
     said = typed(*(word.replace("TARGET", "directory") for word in WRITERS[name]), cwd=root)
     assert (said.returncode, "directory" in said.stderr, "Traceback" in said.stderr) == (2, True, False), said

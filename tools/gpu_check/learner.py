@@ -23,7 +23,6 @@ from r3async.learner import build_learner
 from r3async.learner.backend import LearnerBackend
 from r3async.learner.batch import MicroBatch, build_cost_model, pack_samples
 from r3async.learner.trainer import train_minibatch
-from r3async.tools.capacity.estimate import HARDWARE
 from r3async.untrusted import decode_python_json
 from r3async.weights.publish import VersionStore
 
@@ -33,6 +32,8 @@ BUDGET = 512
 LENGTHS = (9, 120, 33, 300, 64, 257, 5, 190)
 CPU_SECONDS = 200.0
 GIB = 2**30
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "H20": 148e12}
+"""Dense bfloat16 operations per second by the name of a card, from the vendor's data sheets."""
 DETERMINISTIC = "deterministic"
 """Argument for kernels with `learner.deterministic`."""
 
@@ -193,7 +194,7 @@ def count_training_flops(model: Path, batches: Sequence[MicroBatch]) -> float:
 
 def find_peak_flops(card: str) -> float | None:
     """Return the dense bfloat16 operations per second of a card, by its name; None for one that is not known."""
-    return next((each.operations for each in HARDWARE.values() if re.search(rf"\b{each.name}\b", card)), None)
+    return next((peak for name, peak in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", card)), None)
 
 
 def _compute_mfu(place: Place, flops_per_second: float) -> dict[str, float]:

@@ -1,1 +1,0 @@
-"""Predict how fast a cluster would train: `r3async plan PRESET --capacity`."""

@@ -110,6 +110,35 @@ def fuzz(
     run_fuzz(messages=messages, files=files, checkpoints=checkpoints, seed=seed)
 
 
+@app.command()
+def sweep(
+    plan: Annotated[Path, typer.Argument(help="a TOML file, such as docs/figures/plans/quickstart.toml")],
+    only: Annotated[str, typer.Option(help="only runs whose names contain this text")] = "",
+    parallel: Annotated[int, typer.Option(help="runs at once", min=1)] = 1,
+    runs: NewRunsOption = DEFAULT_RUNS_DIRECTORY,
+) -> None:
+    """Make a plan's runs that are not finished yet, and print means with intervals. Exits with 1 if a run failed."""
+    from dev.bench.jobs import print_to_stderr
+    from dev.bench.report import collect_facts
+    from dev.sweep.plan import read_sweep_plan
+    from dev.sweep.results import FINISHED_FILE, compute_results, describe_results, read_finished_runs
+    from dev.sweep.runs import make_runs, make_train_command
+
+    swept, directory = read_sweep_plan(plan), runs / plan.stem
+    failed = make_runs(
+        directory,
+        swept,
+        only=only,
+        parallel=parallel,
+        facts=collect_facts(f"python -m dev sweep {plan} --parallel {parallel}"),
+        print_line=print_to_stderr,
+        make_command=make_train_command,
+    )
+    finished = read_finished_runs(directory / FINISHED_FILE)
+    typer.echo(describe_results(swept, compute_results(swept, finished)))
+    raise typer.Exit(1 if failed else 0)
+
+
 def main() -> None:
     run_app(app, "python -m dev")
 

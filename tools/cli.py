@@ -20,7 +20,6 @@ from .report import report_command as report
 from .runs import DEFAULT_RUNS_DIRECTORY, NewRunsOption, RunsOption, get_runs_directory
 from .submit.commands import app as submit
 from .submit.commands import cluster
-from .sweep.command import sweep
 from .targets import describe_os_error, name_target
 from .terminal import SafeConsole
 from .usage import UsageError, explain_usage_error
@@ -222,7 +221,6 @@ def init_model(
 
 
 app.command(rich_help_panel=TRAIN, epilog="Example: r3async sft math data=rows.jsonl model.path=MODEL")(sft)
-app.command(rich_help_panel=TRAIN, epilog="Example: r3async sweep plan.toml")(sweep)
 app.command(rich_help_panel=TRAIN, epilog="Example: r3async export latest my-model")(export)
 app.command(name="report", rich_help_panel=LOOK, epilog="Example: r3async report first second")(report)
 app.add_typer(inspect, name="inspect", rich_help_panel=LOOK)

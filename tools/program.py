@@ -6,10 +6,7 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Sequence
 from typing import NoReturn
-
-from r3async.world.processes import exit_with_owner
 
 from .cli import main
 
@@ -21,13 +18,6 @@ def run_program() -> NoReturn:
     except SystemExit as ended:
         end_process(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
     end_process(0)
-
-
-def run_owned_program(owner_pid: int, words: Sequence[str]) -> NoReturn:
-    """Run the command `words` in this process, which ends with process `owner_pid`: a run of a sweep."""
-    exit_with_owner(owner_pid)
-    sys.argv = ["r3async", *words]
-    run_program()
 
 
 def end_process(code: int) -> NoReturn:
@@ -46,7 +36,3 @@ def end_process(code: int) -> NoReturn:
             sys.exit(code)
         os._exit(code)
     sys.exit(code)
-
-
-if __name__ == "__main__":
-    run_owned_program(int(sys.argv[1]), sys.argv[2:])

@@ -48,16 +48,13 @@ def report_command(
 def write_report_page(names: Sequence[str], output: Path | None, root: Path) -> Path:
     """Write a report page and return its path.
 
-    The path is `output`, or `report.html` of the one run or sweep, or `compare.html` of the first of several. Raises
+    The path is `output`, or `report.html` of the one run, or `compare.html` of the first of several. Raises
     `InspectError` for an unknown run.
     """
     from r3async.views.report import write_report
 
     from .inspect.run import find_run
-    from .sweep.record import find_sweep, rewrite_sweep_report
 
-    if len(names) == 1 and output is None and (sweep := find_sweep(names[0], root)) is not None:
-        return rewrite_sweep_report(sweep)
     first, *others = [find_run(name, root) for name in names]
     path = output or first / ("compare.html" if others else "report.html")
     with name_target(path):

@@ -12,6 +12,11 @@ from r3async.config import Config, config_to_dict, flatten_section
 from r3async.config.others import find_equivalent_setting
 
 HELP_OPTIONS = ("-h", "--help")
+REMOVED_COMMANDS = {
+    "sweep": "train with each seed (`for s in 0 1 2; do r3async train PRESET seed=$s name=run-$s; done`), "
+    "and compare the runs (`r3async report run-0 run-1 run-2`)",
+}
+"""Commands that are gone, with what serves in their place."""
 REMOVED_OPTIONS = dict.fromkeys(
     ("--capacity", "--calibrate", "--published"),
     "the plan has the speed of both sides in its lines `training` and `generation`, and a run measures it (pace/ratio)",
@@ -48,7 +53,9 @@ def explain_usage_error(error: Any, arguments: Sequence[str]) -> str:
         return ""
     option = getattr(error, "option_name", "")
     hint = ""
-    if option in REMOVED_OPTIONS:
+    if error.ctx is not None and error.ctx.parent is None and arguments[1:2] and arguments[1] in REMOVED_COMMANDS:
+        hint = f": {REMOVED_COMMANDS[arguments[1]]}"
+    elif option in REMOVED_OPTIONS:
         hint = f": {REMOVED_OPTIONS[option]}"
     elif option.startswith("--"):
         hint = _suggest_setting(option, arguments)

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
+from pathlib import Path
 from statistics import median
 
 import msgspec
 
-from r3async.data.statistics import estimate_mean
-from r3async.tools.sweep.record import find_commit
+from dev.estimates import estimate_mean
+
+REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
 
 
 class Measurements(msgspec.Struct):
@@ -72,7 +75,7 @@ class BenchReport(msgspec.Struct, frozen=True):
 
 
 def summarize_values(values: Sequence[float]) -> MeanFigure:
-    estimate = estimate_mean({(seed, 0): value for seed, value in enumerate(values)})
+    estimate = estimate_mean(values)
     return MeanFigure(estimate.mean, estimate.low, estimate.high, median(values), len(values), list(values))
 
 
@@ -93,6 +96,20 @@ def collect_facts(command: str) -> dict[str, str]:
         "machine": f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch}",
         "load before it": f"{os.getloadavg()[0]:.1f}",
     }
+
+
+def find_commit() -> str:
+    """Return the commit of this checkout, with a `+` if its files differ from it; else the version."""
+    answers = []
+    for words in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--untracked-files=no")):
+        command = ["git", "-C", str(REPOSITORY_ROOT), *words]
+        try:
+            asked = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return f"r3async {metadata.version('r3async')}"
+        answers.append(asked.stdout.strip())
+    commit, changes = answers
+    return f"{commit}+" if changes else commit
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------

@@ -33,8 +33,6 @@ class ChartLine(msgspec.Struct, frozen=True):
         x: Prefix of the names of its columns on `X_AXES`; empty for the page's own run.
         error: Column of its error bars.
         marks: Mark each value.
-        low: Column of the lower edge of a band around the line.
-        high: Column of the upper edge of the band.
     """
 
     metric: str
@@ -45,8 +43,6 @@ class ChartLine(msgspec.Struct, frozen=True):
     x: str = ""
     error: str = ""
     marks: bool = False
-    low: str = ""
-    high: str = ""
 
 
 class Chart(msgspec.Struct, frozen=True):

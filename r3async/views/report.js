@@ -191,7 +191,7 @@ function smoothed(values, share) {
 }
 
 function drawChart(chart) {
-  const now = axis(), share = Number(chosen("smooth", "0")), series = [{}], tables = [], bands = [], errors = [];
+  const now = axis(), share = Number(chosen("smooth", "0")), series = [{}], tables = [], errors = [];
   // The values of a line, with its own positions: those of all lines are joined into one table.
   const add = (line, values, more) => {
     const over = data.series[line.x + "x/" + now.name] || [], at = [...over.keys()].filter((i) => typeof over[i] === "number");
@@ -203,11 +203,7 @@ function drawChart(chart) {
   for (const line of chart.lines) {
     const y = column(line.metric, now), tone = color(line.color);
     const isDotted = line.points || line.marks || alone(y).length > y.filter((value) => value !== null).length / 2;
-    const soft = share > 0 && !isDotted && !line.low && y.length > 20;
-    if (line.low) {
-      const edges = [line.high, line.low].map((edge) => add(line, column(edge, now), { width: 0, stroke: "#0000" }));
-      bands.push({ series: edges, fill: tone + "26" });
-    }
+    const soft = share > 0 && !isDotted && y.length > 20;
     add(line, y, {
       label: line.label, auto: !line.points, paths: line.points ? () => null : undefined, tone,
       // A value between two gaps is no line, and would not show.
@@ -242,7 +238,7 @@ function drawChart(chart) {
     return chart.log ? [low / 1.2, high * 1.2] : [low - margin, high + margin];
   };
   plot(chart.id, now.name, {
-    x: now.range, series, bands, hooks,
+    x: now.range, series, hooks,
     y: { distr: chart.log ? 3 : 1, range: (u, low, high) => {
       if (low === null) { return frame || [0, 1]; }
       return frame && !u.zoomed ? frame : padded(low, high);

@@ -62,10 +62,7 @@ COMMANDS = [
     ("plan", "a preset's name or a TOML file"),
     ("plan quickstart --capacity", "r3async plan: No such option: --capacity: the plan has the speed of both sides"),
     ("plan --published", "`training` and `generation`"),
-    ("sweep", "Missing argument 'plan'"),
-    ("sweep nowhere.toml", "nowhere.toml: No such file or directory"),
-    ("sweep empty", "empty: Is a directory"),
-    ("sweep binary.toml", "binary.toml is not valid TOML"),
+    ("sweep plan.toml", "No such command 'sweep': train with each seed"),
     ("init-model empty", "empty exists already"),
     ("init-model file", "file exists already"),
     ("init-model /proc/nowhere/model", "/proc/nowhere"),
@@ -121,6 +118,8 @@ DEV_COMMANDS = [
     ("chaos --scenario earthquake", "must be one of"),
     ("chaos --engine steam", "scripted, vllm"),
     ("chaos --kills -1", "--kills"),
+    ("sweep nowhere.toml", "nowhere.toml: No such file or directory"),
+    ("sweep binary.toml", "binary.toml"),
 ]
 
 SAMPLE = [

@@ -59,7 +59,6 @@ LOOKS = {
     "dry run as JSON": "train theirs.toml --dry-run --json",
     "cluster": "cluster theirs.toml --address http://127.0.0.1:9",
     "submit": "submit theirs.toml --dry-run",
-    "sweep": "sweep plan.toml --dry-run",
 }
 
 
@@ -70,7 +69,6 @@ def stranger(tmp_path, monkeypatch):
     name, mark = f"stranger_{uuid.uuid4().hex}", tmp_path / "mark"
     (tmp_path / f"{name}.py").write_text(MODULE.format(mark=str(mark)))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n{"prompt": "2+2", "answer": "4"}\n')
-    (tmp_path / "plan.toml").write_text('preset = "theirs.toml"\nseeds = [0]\n[variants.a]\nsteps = 3\n')
 
     def write(settings):
         text = settings.format(module=name, mark=mark)

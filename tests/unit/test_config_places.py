@@ -9,7 +9,6 @@ from r3async.config import EnvConfig, load_config
 from r3async.config.algorithm import import_policy_loss
 from r3async.envs.factory import build_environment_factory
 from r3async.tools.preflight import make_checked_plan
-from r3async.tools.sweep.plan import list_runs, read_sweep_plan
 
 ENVIRONMENT = """
 from helper import REWARD
@@ -110,18 +109,6 @@ def test_names_in_mixes_evaluations_and_of_losses_are_found_too(folder, monkeypa
     assert config.evaluation.env.name == "dataset:mine/other.jsonl"
     assert config.evaluation.sets["s"].env.name == "agent:mine/waiting.py:Once"
     assert import_policy_loss(config.algorithm.policy_loss)(3) == 3
-
-
-def test_a_plan_of_a_sweep_means_what_lies_beside_it(folder):
-    (folder / "plan.toml").write_text(
-        'preset = "run.toml"\nseeds = [0]\n[settings]\nreward = "rewards.py:correct"\n'
-        '[variants.own]\n"algorithm.policy_loss" = "losses:mine"\n[grid]\ndata = ["train.jsonl", "other.jsonl"]\n'
-    )
-    runs = list_runs(read_sweep_plan(folder / "plan.toml"))
-    configs = [run.make_config() for run in runs]
-    assert [config.env.args["path"] for config in configs] == [str(folder / n) for n in ("train.jsonl", "other.jsonl")]
-    assert {config.env.args["reward"] for config in configs} == {f"{folder}/rewards.py:correct"}
-    assert {config.algorithm.policy_loss for config in configs} == {f"{folder}/losses.py:mine"}
 
 
 def test_an_environment_file_that_is_not_there_or_has_no_such_class_is_named(folder):

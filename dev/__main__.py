@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from dev.bench.commands import app as bench
+from r3async.config import ConfigError
 from r3async.tools.cli import OverridesArgument, run_app
 from r3async.tools.runs import DEFAULT_RUNS_DIRECTORY, NewRunsOption
 
@@ -108,6 +109,43 @@ def fuzz(
     from dev.fuzz.run import run_fuzz
 
     run_fuzz(messages=messages, files=files, checkpoints=checkpoints, seed=seed)
+
+
+@app.command(name="pack-gpu")
+def pack_gpu(
+    directory: Annotated[Path, typer.Argument(help="directory to make, and to copy to the other machine")],
+    small: Annotated[bool, typer.Option("--small", help="for a machine without a GPU")] = False,
+    python: Annotated[str | None, typer.Option(help="the other machine's, as 3.12", show_default="this one's")] = None,
+    platform: Annotated[
+        str | None, typer.Option(help="as manylinux_2_28_x86_64", show_default="this machine's")
+    ] = None,
+    has: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME==VERSION that the other machine has, as torch==2.13.0, or a file of such lines (its pip "
+            "freeze): left out, with all that only they need; may be repeated"
+        ),
+    ] = None,
+    piece: Annotated[int, typer.Option(help="MiB of a file at most", min=1)] = 1024,
+) -> None:
+    """Pack r3async for a machine without pip and network: `python run.py` there is `r3async doctor --gpu`."""
+    from dev.gpu.pack import PackError, Target, pack_bundle
+
+    try:
+        target = Target.read(python, platform)
+        made = pack_bundle(
+            directory,
+            target,
+            extra="cpu" if small else "gpu",
+            has=has or [],
+            piece=piece << 20,
+            say=typer.echo,
+        )
+    except PackError as error:
+        raise ConfigError(str(error)) from error
+    size = sum(size for _, size, _ in made["pieces"]) / 1e6
+    typer.echo(f"{directory}: {len(made['wheels'])} wheels, {size:.0f} MB in {len(made['pieces'])} pieces")
+    typer.echo(f"copy it there, then: python{target.python} {directory.name}/run.py{' --small' if small else ''}")
 
 
 @app.command()

@@ -14,8 +14,6 @@ from .runs import DEFAULT_RUNS_DIRECTORY, NewRunsOption, RunsOption
 from .targets import name_target
 from .terminal import SafeConsole
 
-_PACK_PANEL = "A bundle for another machine (with --gpu)"
-
 
 def export(
     source: Annotated[
@@ -191,50 +189,8 @@ def doctor(
     only: Annotated[list[str] | None, typer.Option(help="with --gpu: parts whose names begin so")] = None,
     minutes: Annotated[float, typer.Option(help="with --gpu: the same command continues with what is left")] = 9.5,
     out: Annotated[Path, typer.Option(help="with --gpu: directory of its results")] = Path("gpu-check"),
-    pack: Annotated[
-        Path | None,
-        typer.Option(
-            help="make this directory, to be copied to a machine without a package index: `python run.py` there does "
-            "the rest. With --small it is for a machine without a GPU",
-            rich_help_panel=_PACK_PANEL,
-        ),
-    ] = None,
-    python: Annotated[
-        str | None,
-        typer.Option(help="the other machine's, as 3.12", show_default="this one's", rich_help_panel=_PACK_PANEL),
-    ] = None,
-    platform: Annotated[
-        str | None,
-        typer.Option(help="as manylinux_2_28_x86_64", show_default="this machine's", rich_help_panel=_PACK_PANEL),
-    ] = None,
-    has: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="NAME==VERSION that the other machine has, as torch==2.13.0, or a file of such lines (its pip freeze): left "
-            "out, with all that only they need; may be repeated",
-            rich_help_panel=_PACK_PANEL,
-        ),
-    ] = None,
-    piece: Annotated[int, typer.Option(min=1, help="MiB of a file at most", rich_help_panel=_PACK_PANEL)] = 1024,
 ) -> None:
     """Print versions, what works here, what does not, and the remedy; with --gpu, what a GPU does."""
-    if pack is not None:
-        if not gpu:
-            _exit_with_error("`--pack` is a bundle of `doctor --gpu`: add --gpu")
-        from .gpu_check.pack import PackError, Target
-        from .gpu_check.pack import pack as write
-
-        try:
-            target = Target.read(python, platform)
-            extra = "cpu" if small else "gpu"
-            with name_target(pack):
-                made = write(pack, target, extra=extra, has=has or [], piece=piece << 20, say=typer.echo)
-        except PackError as error:
-            _exit_with_error(str(error))
-        size = sum(size for _, size, _ in made["pieces"]) / 1e6
-        typer.echo(f"{pack}: {len(made['wheels'])} wheels, {size:.0f} MB in {len(made['pieces'])} pieces")
-        typer.echo(f"copy it there, then: python{target.python} {pack.name}/run.py{' --small' if small else ''}")
-        return
     if gpu:
         from .gpu_check.command import check_gpu
 

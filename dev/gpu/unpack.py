@@ -1,7 +1,6 @@
 """Unpack this bundle of r3async and run `r3async doctor --gpu` from it.
 
-Needs only Python's standard library, and no network. The file is copied into a bundle as `run.py`; interpreters of
-any age can run it up to the line that refuses them.
+Needs only Python's standard library, and no network. The file is copied into a bundle as `run.py`.
 """
 
 from __future__ import annotations

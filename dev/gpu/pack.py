@@ -1,4 +1,4 @@
-"""Bundle r3async for a machine without a package index.
+"""Bundle r3async for a GPU machine without a package index and without pip: `python -m dev pack-gpu DIRECTORY`.
 
 A bundle holds wheels in pieces, with checksums, and `run.py`, which unpacks and runs them with nothing but Python's
 standard library.
@@ -29,8 +29,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 import r3async
-
-from ..doctor import UNWANTED_PACKAGES
+from r3async.config.rollout import UNWANTED_PACKAGES
 
 DIST = "r3async"
 RUN, CONTENTS, PIECE = "run.py", "bundle.json", "piece-"
@@ -63,7 +62,7 @@ class Target(NamedTuple):
             )
         return cls(python, tag)
 
-    def options(self) -> list[str]:
+    def pip_options(self) -> list[str]:
         """Return pip's options for the machine: wheels only, of every tag that it accepts."""
         _, _, minor, machine = self.platform.split("_", 3)
         tags = []
@@ -72,7 +71,7 @@ class Target(NamedTuple):
         out = ["--only-binary=:all:", "--implementation=cp", f"--python-version={self.python}"]
         return out + [f"--platform={tag}" for tag in (*tags, f"linux_{machine}")]
 
-    def environment(self) -> dict[str, str]:
+    def marker_environment(self) -> dict[str, str]:
         """Return the environment in which the machine evaluates requirement markers.
 
         pip would evaluate them for the interpreter that it runs in.
@@ -90,7 +89,7 @@ class Target(NamedTuple):
 # --- wheels built here -----------------------------------------------------------------------------------------------
 
 
-def own_wheel(directory: Path) -> Path:
+def build_own_wheel(directory: Path) -> Path:
     """Build the wheel of r3async as imported here, from a checkout or an installation."""
     found = importlib.metadata.distribution(DIST)
     files = {f"{name}": found.read_text(name) or "" for name in ("METADATA", "entry_points.txt")}
@@ -100,17 +99,19 @@ def own_wheel(directory: Path) -> Path:
         inner[:] = sorted(set(inner) - {"__pycache__"})
         for path in (Path(folder) / name for name in sorted(names) if not name.endswith(".pyc")):
             content[f"{DIST}/{path.relative_to(root).as_posix()}"] = path.read_bytes()
-    return _wheel(directory, DIST, found.version, content, files)
+    return _write_wheel(directory, DIST, found.version, content, files)
 
 
-def stand_in(directory: Path, name: str, version: str) -> Path:
+def build_stand_in(directory: Path, name: str, version: str) -> Path:
     """Build an empty wheel that makes pip believe in a package that the other machine has."""
-    return _wheel(
+    return _write_wheel(
         directory, name, version, {}, {"METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"}
     )
 
 
-def _wheel(directory: Path, name: str, version: str, content: Mapping[str, bytes], info: Mapping[str, str]) -> Path:
+def _write_wheel(
+    directory: Path, name: str, version: str, content: Mapping[str, bytes], info: Mapping[str, str]
+) -> Path:
     tag = "py3-none-any"
     stem = f"{canonicalize_name(name).replace('-', '_')}-{version}"
     path = directory / f"{stem}-{tag}.whl"
@@ -128,26 +129,26 @@ def _wheel(directory: Path, name: str, version: str, content: Mapping[str, bytes
 # --- dependency resolution with pip ----------------------------------------------------------------------------------
 
 
-def resolve(requirements: Sequence[str], target: Target, scratch: Path) -> list[dict[str, Any]]:
+def resolve_packages(requirements: Sequence[str], target: Target, scratch: Path) -> list[dict[str, Any]]:
     """Return pip's report on each package that `requirements` resolve to on that machine. Raises `PackError`."""
     wanted = list(requirements)
     while True:
-        found = _report(wanted, target, scratch)
-        more = lacking([p["metadata"] for p in found], requirements, target.environment())
+        found = _resolve_once(wanted, target, scratch)
+        more = find_lacking([p["metadata"] for p in found], requirements, target.marker_environment())
         if not more - set(wanted):
             return found
         wanted += sorted(more)
 
 
-def _report(words: Sequence[str], target: Target, scratch: Path) -> list[dict[str, Any]]:
+def _resolve_once(words: Sequence[str], target: Target, scratch: Path) -> list[dict[str, Any]]:
     file = scratch / "report.json"
     line = ["install", "--dry-run", "--ignore-installed", f"--report={file}", f"--target={scratch / 'none'}"]
-    _pip([*line, *target.options(), *words], target, scratch)
+    _run_pip([*line, *target.pip_options(), *words], target, scratch)
     found: list[dict[str, Any]] = json.loads(file.read_text())["install"]
     return found
 
 
-def pinned(left_out: Mapping[str, str], target: Target, scratch: Path) -> dict[str, str]:
+def find_pinned(left_out: Mapping[str, str], target: Target, scratch: Path) -> dict[str, str]:
     """Return the versions that these packages require exactly, such as torch its triton.
 
     A machine that has these packages has their pinned requirements too, and another version must not shadow them.
@@ -155,15 +156,17 @@ def pinned(left_out: Mapping[str, str], target: Target, scratch: Path) -> dict[s
     """
     out: dict[str, str] = {}
     words = [f"{name}==={version}" for name, version in left_out.items()]
-    for package in _report(["--no-deps", *words], target, scratch) if words else ():
+    for package in _resolve_once(["--no-deps", *words], target, scratch) if words else ():
         for need in map(Requirement, package["metadata"].get("requires_dist", ())):
             exact = [one.version for one in need.specifier if one.operator == "==" and "*" not in one.version]
-            if exact and (need.marker is None or need.marker.evaluate({**target.environment(), "extra": ""})):
+            if exact and (need.marker is None or need.marker.evaluate({**target.marker_environment(), "extra": ""})):
                 out[canonicalize_name(need.name)] = exact[0]
     return {name: version for name, version in out.items() if name not in left_out}
 
 
-def lacking(found: Sequence[Mapping[str, Any]], requirements: Sequence[str], environment: dict[str, str]) -> set[str]:
+def find_lacking(
+    found: Sequence[Mapping[str, Any]], requirements: Sequence[str], environment: dict[str, str]
+) -> set[str]:
     """Return the requirements of the packages `found` that apply in that environment but that no package satisfies."""
     asked: dict[str, set[str]] = {}  # name: extras
     open_: set[str] = set()
@@ -186,62 +189,48 @@ def lacking(found: Sequence[Mapping[str, Any]], requirements: Sequence[str], env
             return open_
 
 
-def fetch(found: Sequence[Mapping[str, Any]], target: Target, scratch: Path) -> list[Path]:
+def download_wheels(found: Sequence[Mapping[str, Any]], target: Target, scratch: Path) -> list[Path]:
     """Download the wheels of a report."""
     into = scratch / "wheels"
     into.mkdir()
-    words = ["download", "--no-deps", f"--dest={into}", *target.options()]
+    words = ["download", "--no-deps", f"--dest={into}", *target.pip_options()]
     for package in found:
         info = package["download_info"]
         sha = info.get("archive_info", {}).get("hash", "").replace("sha256=", "")
         words.append(f"{package['metadata']['name']} @ {info['url']}" + (f"#sha256={sha}" if sha else ""))
     if found:
-        _pip(words, target, scratch)
+        _run_pip(words, target, scratch)
     return sorted(into.glob("*.whl"))
 
 
-def _pip(words: Sequence[str], target: Target, scratch: Path) -> None:
+def _run_pip(words: Sequence[str], target: Target, scratch: Path) -> None:
     line = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--retries=2", *words]
     environment = {**os.environ, "TMPDIR": str(scratch), "PIP_NO_WARN_CONFLICTS": "1"}
-    try:
-        done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=PIP_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise PackError(f"pip gave no answer within {PIP_SECONDS:.0f} s") from None
+    done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=PIP_SECONDS)
     if done.returncode:
-        raise PackError(why(done.stdout + done.stderr, target))
+        raise PackError(explain_pip_error(done.stdout + done.stderr, target))
 
 
-def why(said: str, target: Target) -> str:
-    """Summarise pip's errors in one line."""
-    if "No module named pip" in said:
-        return f"{sys.executable} has no pip, which downloads the wheels: python -m ensurepip"
-    if "No space left on device" in said:
-        return "the disk is full: pack into a directory on a larger one"
-    cannot = re.findall(r"No matching distribution found for ([^\s;]+)", said)
-    if re.search(
-        r"NewConnectionError|NameResolutionError|Temporary failure in name|Connection refused|timed out|ProxyError",
-        said,
-    ):
-        return f"no package index answers pip{f' (for {cannot[0]})' if cannot else ''}: PIP_INDEX_URL names another"
-    if cannot:
-        versions = re.findall(r"\(from versions: ([^)]*)\)", said)
-        there = f"; there are {', '.join(versions[0].split(', ')[-6:])}" if versions and versions[0] != "none" else ""
-        name = re.split("[=<>!~]", cannot[0])[0]
+def explain_pip_error(output: str, target: Target) -> str:
+    """Summarise pip's output in one line."""
+    if re.search(r"NewConnectionError|NameResolutionError|Connection refused|timed out|ProxyError", output):
+        return "no package index answers pip: PIP_INDEX_URL names another"
+    if missing := re.findall(r"No matching distribution found for ([^\s;]+)", output):
+        name = re.split("[=<>!~]", missing[0])[0]
         return (
-            f"no wheel of {cannot[0]} for Python {target.python} on {target.platform}{there}. "
+            f"no wheel of {missing[0]} for Python {target.python} on {target.platform}. "
             f"A machine that has the package needs none: --has {name}==VERSION"
         )
-    if conflict := re.search(r"The conflict is caused by:\n((?: +.+\n)+)", said):
-        lines = [re.sub(r" \(from .*", "", line.strip()) for line in conflict[1].splitlines()]
-        return f"versions that exclude each other: {'; '.join(lines[:4])}"
-    errors = [line for line in said.splitlines() if "ERROR" in line] or said.splitlines() or ["pip failed"]
-    return f"pip: {errors[-1].removeprefix('ERROR: ')[:300]}"
+    if conflict := re.search(r"The conflict is caused by:\n((?: +.+\n)+)", output):
+        return f"versions that exclude each other: {'; '.join(map(str.strip, conflict[1].splitlines()))}"
+    errors = [line for line in output.splitlines() if "ERROR" in line] or output.splitlines() or ["pip failed"]
+    return f"pip: {errors[-1].removeprefix('ERROR: ')}"
 
 
 # --- the bundle ---------------------------------------------------------------------------------------------------
 
 
-def cut(
+def write_pieces(
     wheels: Sequence[Path], directory: Path, *, target: Target, left_out: Mapping[str, str], piece: int
 ) -> dict[str, Any]:
     """Write the wheels one after the other in pieces of at most `piece` bytes, with `bundle.json` and `run.py`.
@@ -290,28 +279,34 @@ def _blocks(path: Path) -> Iterator[bytes]:
             yield block
 
 
-def had(words: Sequence[str]) -> dict[str, str]:
-    """Parse the words of `--has` into versions by name.
+def parse_left_out(words: Sequence[str]) -> dict[str, str]:
+    """Parse the words of `--has` into versions by name. Raises `PackError`.
 
     A word is NAME==VERSION, NAME (the version installed here), or a file of NAME==VERSION lines, such as `pip
-    freeze` writes there; other lines are skipped. Raises `PackError`.
+    freeze` writes there; other lines are skipped.
     """
-    out: dict[str, str] = {}
-    lines = [line for word in words if Path(word).is_file() for line in Path(word).read_text().split()]
-    for word in [*(line for line in lines if "==" in line), *(word for word in words if not Path(word).is_file())]:
-        name, _, version = word.partition("==")
+    pairs = []
+    for word in words:
+        if Path(word).is_file():
+            pairs += [line for line in Path(word).read_text().split() if "==" in line]
+        else:
+            pairs.append(word)
+    versions: dict[str, str] = {}
+    for pair in pairs:
+        name, _, version = pair.partition("==")
         try:
             version = version or Version(importlib.metadata.version(name)).public
             Requirement(f"{name}=={Version(version)}")
         except importlib.metadata.PackageNotFoundError:
             raise PackError(f"--has {name}: not installed here, so say which version: --has {name}==VERSION") from None
         except (InvalidVersion, InvalidRequirement):
-            raise PackError(f"--has {word}: not NAME==VERSION") from None
-        out[canonicalize_name(name)] = version
-    return {name: version for name, version in out.items() if name != DIST}
+            raise PackError(f"--has {pair}: not NAME==VERSION") from None
+        versions[canonicalize_name(name)] = version
+    versions.pop(DIST, None)
+    return versions
 
 
-def pack(
+def pack_bundle(
     directory: Path, target: Target, *, extra: str, has: Sequence[str], piece: int, say: Callable[[str], object]
 ) -> dict[str, Any]:
     """Write a bundle into `directory`, which must be empty or new. Returns the contents of its `bundle.json`.
@@ -323,31 +318,31 @@ def pack(
     Raises:
         PackError: The bundle cannot be made.
     """
-    left_out = had(has)
+    left_out = parse_left_out(has)
     if directory.exists() and any(directory.iterdir()):
         raise PackError(f"{directory} has files already: name a new directory")
     directory.mkdir(parents=True, exist_ok=True)
     scratch = (directory / ".packing").absolute()
     scratch.mkdir()
     try:
-        own = own_wheel(scratch)
+        own = build_own_wheel(scratch)
         wanted = [f"{DIST}[{extra}] @ {own.as_uri()}"]
         theirs = dict(left_out)
         try:
-            theirs |= pinned(had([word for word in has if not Path(word).is_file()]), target, scratch)
+            theirs |= find_pinned(parse_left_out([word for word in has if not Path(word).is_file()]), target, scratch)
         except PackError as error:
             say(f"what comes with {', '.join(left_out)} is not known, so name that with --has too ({error})")
-        wanted += [f"{n} @ {stand_in(scratch, n, v).as_uri()}" for n, v in theirs.items()]
+        wanted += [f"{n} @ {build_stand_in(scratch, n, v).as_uri()}" for n, v in theirs.items()]
         skipped = {DIST, *theirs, *(UNWANTED_PACKAGES if extra == "cpu" else ())}
         say(f"resolving r3async[{extra}] for Python {target.python} on {target.platform}")
-        found = _others(resolve(wanted, target, scratch), skipped)
+        found = _others(resolve_packages(wanted, target, scratch), skipped)
         torch = next((p["metadata"]["version"] for p in found if p["metadata"]["name"] == "torch"), "")
         if extra == "gpu" and "+cpu" in torch:  # a configured index has it, and pip takes it for newer
             wanted.append(f"torch==={torch.partition('+')[0]}")
-            found = _others(resolve(wanted, target, scratch), skipped)
+            found = _others(resolve_packages(wanted, target, scratch), skipped)
         say(f"downloading {len(found)} wheels")
-        wheels = [own, *fetch(found, target, scratch)]
-        return cut(wheels, directory, target=target, left_out=left_out, piece=piece)
+        wheels = [own, *download_wheels(found, target, scratch)]
+        return write_pieces(wheels, directory, target=target, left_out=left_out, piece=piece)
     except OSError as error:
         raise PackError(f"{directory}: {error.strerror or error}") from error
     finally:

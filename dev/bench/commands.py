@@ -83,19 +83,6 @@ def e2e(
 
 
 @app.command()
-def step(
-    json: Json = False,
-    steps: Annotated[int, typer.Option(help="measured batches", min=1)] = 24,
-    seed: Annotated[int, typer.Option(help="of model, tasks and sampling")] = 0,
-    quick: Quick = False,
-) -> None:
-    """Measure what served drift, a limit and a recording add to a learner's step, in turns on the same episodes."""
-    from dev.bench.step import measure_step
-
-    _print_report("step", lambda: measure_step(steps, seed, quick, print_to_stderr), json)
-
-
-@app.command()
 def start(
     json: Json = False,
     cases: Annotated[str, typer.Option(help="of model, none, help")] = "model,none,help",

@@ -33,8 +33,6 @@ from dev.bench.packing import (
 )
 from dev.bench.report import BenchReport, Measurements, build_report, render_report, summarize_values
 from dev.bench.soak import MIB, ResourceSample, find_growth
-from dev.bench.step import BLOCK, WAYS, SecondsSpent, summarize_blocks
-from dev.bench.step import configure_run as configure_step
 from dev.bench.tree_cpu import TreeCpu
 from r3async.config import ConfigError
 from r3async.learner.batch import CostModel
@@ -170,42 +168,7 @@ def test_processor_time_of_a_tree_is_counted_by_role_also_when_a_process_has_end
     assert cpu.seconds_between(first.time, time.time())["mine"] == pytest.approx(spent)
 
 
-# -- step, start, conductor --------------------------------------------------------------------------------------------
-
-
-def test_ratios_of_a_way_are_of_whole_blocks():
-    plain = [1.0] * 2 * BLOCK
-    # Every fourth step costs 4 more: a block has one of them, so no block is unlike another.
-    periodic = [1.0 + 4 * (i % BLOCK == 0) for i in range(2 * BLOCK)]
-    found = summarize_blocks(
-        SecondsSpent({"plain": plain, "served": periodic}, {"plain": plain, "served": plain})
-    ).values
-    assert found["plain"]["CPU / plain"] == [1.0, 1.0]
-    assert found["served"]["CPU / plain"] == [2.0, 2.0]
-    assert found["served"]["wall / plain"] == [1.0, 1.0]
-    assert found["served"]["added ms"] == [1000.0, 1000.0]
-
-
-def test_ways_differ_in_what_their_names_say():
-    made = {name: configure_step(0, more, quick=False) for name, more in WAYS.items()}
-    region = {name: config.algorithm.rollout_kl for name, config in made.items()}
-    assert [name for name, one in region.items() if not one.probe_share] == ["plain", "recorded"]
-    assert {name: one.measurement_interval for name, one in region.items() if one.probe_share} == {
-        "served": BLOCK, "served, every step": 1, "limit": BLOCK,
-    }  # fmt: skip
-    assert [name for name, one in region.items() if one.update_limit is not None] == ["limit"]
-    assert [name for name, config in made.items() if config.observe.record == "full"] == ["recorded"]
-
-
-@pytest.mark.nightly
-@pytest.mark.ray
-@pytest.mark.engine
-@pytest.mark.timeout(600)
-def test_a_small_step(tmp_path):
-    report = measure("step", "--quick", cwd=tmp_path, timeout=580)
-    assert [row.case for row in report.rows] == list(WAYS)
-    assert report.find_figures("plain")["CPU / plain"].mean == 1
-    assert all(row.figures["CPU ms"].mean > 0 for row in report.rows)
+# -- start, conductor --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.nightly

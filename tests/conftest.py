@@ -155,7 +155,6 @@ LONGEST = (
     "sim/test_simulate.py",
     "sim/test_checkpoints.py",
     "unit/test_resume_learner.py",
-    "sim/test_published.py",
     "unit/test_full_disk.py",
     "unit/test_schedule_machine.py",
 )

@@ -149,7 +149,7 @@ def test_the_wheel_has_actors_tools_and_presets_and_not_what_tests_the_project(w
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"r3async"}
-    for needed in ("actors/conductor.py", "tools/cli.py", "tools/capacity/cluster.py", "views/report.html", "py.typed"):
+    for needed in ("actors/conductor.py", "tools/cli.py", "tools/plan.py", "views/report.html", "py.typed"):
         assert f"r3async/{needed}" in names
     assert {f"r3async/presets/{p.name}" for p in (ROOT / "configs").glob("*.toml")} <= set(names)
     assert not [name for name in names if "dev" in name.split("/")]

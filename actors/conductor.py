@@ -38,7 +38,7 @@ from r3async.schedule.pace import PaceMonitor
 from r3async.untrusted import decode_msgpack
 from r3async.world import ActorLostError, ActorRef, World
 from r3async.world.appending import AppendFile
-from r3async.world.files import RETRY_SECONDS, is_disk_error
+from r3async.world.disk_retries import RETRY_SECONDS, is_disk_error
 from r3async.world.stages import create_stage_task, stage
 
 from .delivery import choose_weight_backend, zero_delivery_metrics

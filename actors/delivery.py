@@ -18,23 +18,17 @@ from r3async.config.rollout import bracket_ipv6, strip_brackets
 from r3async.data.versions import Lineage
 from r3async.learner import LearnerError
 from r3async.record.timeline import Timeline
-from r3async.weights.fetch import PartServer, TcpReceiver, TcpServer
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.nccl import NcclReceiver, NcclSender
 from r3async.weights.probe import make_probe_pair
-from r3async.weights.publish import (
-    DeltaVersionStore,
-    SharedMemoryReceiver,
-    TransferOffer,
-    VersionStore,
-    WeightReceiver,
-    WeightSender,
-    default_weights_directory,
-)
+from r3async.weights.tcp import PartServer, TcpReceiver, TcpServer
+from r3async.weights.version_folder import default_weights_directory
+from r3async.weights.version_store import DeltaVersionStore, SharedMemoryReceiver, VersionStore
+from r3async.weights.weight_transfer import TransferOffer, WeightReceiver, WeightSender
 from r3async.world import EventReporter, WorkerThread, World, ignore_event
-from r3async.world.files import DiskRetrier
+from r3async.world.curve_keys import ClientKeys, ServerKeys
+from r3async.world.disk_retries import DiskRetrier
 from r3async.world.real import REAL_WORLD
-from r3async.world.sockets import ClientKeys, ServerKeys
 
 if TYPE_CHECKING:
     from .ranks import LocalRank, RemoteRanks

@@ -17,8 +17,8 @@ from r3async.schedule.groups import max_buffer_bytes
 from r3async.schedule.health import GeneratorHealth, HealthState
 from r3async.weights.probe import make_probe_text
 from r3async.world import ActorLostError, ActorRef, World
+from r3async.world.curve_keys import ClientKeys
 from r3async.world.real import REAL_WORLD
-from r3async.world.sockets import ClientKeys
 
 from .process import RunFailed, call_with_limit, end_process, wait_for_process_end
 

@@ -3,7 +3,7 @@ installs new weights meanwhile.
 
 `GeneratorActor.run` is the loop. It gets episodes to play from a `LeaseClient` (leasing.py), has each played by a
 `RetryingPlayer` (rollout/episode.py) on an `Engine` (rollout/engine.py) behind a `VersionGate` (leasing.py), and gives
-trajectories to a `TrajectorySender` (transport/sender.py). A `WeightReceiver` (weights/publish.py) fetches versions.
+trajectories to a `TrajectorySender` (transport/sender.py). A `WeightReceiver` (weights/weight_transfer.py) fetches versions.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from r3async.schedule.validation import find_invalid, validate_trajectories
 from r3async.transport.sender import TrajectorySender
 from r3async.weights.manifest import TensorMismatch, WeightError, WeightManifest
 from r3async.weights.probe import SampledProbe
-from r3async.weights.publish import TransferOffer, WeightReceiver
+from r3async.weights.weight_transfer import TransferOffer, WeightReceiver
 from r3async.world import ActorRef, World
-from r3async.world.sockets import ClientKeys, TransportError, resolve_generator_keys
+from r3async.world.curve_keys import ClientKeys, TransportError, resolve_generator_keys
 from r3async.world.stages import create_stage_task, stage
 
 from .delivery import build_weight_receiver

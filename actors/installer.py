@@ -24,7 +24,7 @@ from r3async.weights.probe import (
     resolve_probe_tolerance,
 )
 from r3async.world import ActorLostError, ActorRef, World
-from r3async.world.files import DiskRetrier, is_disk_error
+from r3async.world.disk_retries import DiskRetrier, is_disk_error
 from r3async.world.real import REAL_WORLD
 
 from .delivery import Published, zero_delivery_metrics

@@ -59,8 +59,8 @@ from r3async.weights.manifest import WeightManifest
 from r3async.weights.probe import FAILED_MODEL_DIRECTORY
 from r3async.world import ActorOptions, WorkerThread, World
 from r3async.world.appending import AppendFile
+from r3async.world.curve_keys import resolve_learner_keys
 from r3async.world.files import read_file
-from r3async.world.sockets import resolve_learner_keys
 from r3async.world.stages import stage
 
 from .delivery import (

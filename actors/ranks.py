@@ -21,28 +21,23 @@ from r3async.config import Config, config_from_dict, config_to_dict
 from r3async.data.models import UNKNOWN_SIZES, WriteSizes, read_write_sizes
 from r3async.learner import LearnerError, MinibatchResult, sum_stage_digests
 from r3async.learner.batch import MicroBatch
-from r3async.weights.fetch import PartServer
+from r3async.weights.host_weights import HostWeights, SafetensorsEncoder, copy_share_to_host, copy_to_host
 from r3async.weights.manifest import TensorEntry, WeightManifest
-from r3async.weights.publish import (
-    HostWeights,
+from r3async.weights.sharded_store import (
     PartFolder,
-    PublishedPart,
-    SafetensorsEncoder,
     ShardedVersionStore,
     ShareDescription,
-    TransferOffer,
-    WeightSender,
-    copy_share_to_host,
-    copy_to_host,
     write_delta_part,
     write_share_region,
 )
+from r3async.weights.tcp import PartServer
+from r3async.weights.weight_transfer import PublishedPart, TransferOffer, WeightSender
 from r3async.world import ActorLostError, ActorOptions, ActorRef, Actors, EventReporter, World, ignore_event
-from r3async.world.cluster import find_interface, use_interface
-from r3async.world.files import is_disk_error
+from r3async.world.curve_keys import ServerKeys
+from r3async.world.disk_retries import is_disk_error
+from r3async.world.interfaces import find_interface, use_interface
 from r3async.world.processes import pause_garbage_collector
 from r3async.world.real import REAL_WORLD
-from r3async.world.sockets import ServerKeys
 from r3async.world.stages import stage
 
 from .delivery import UnsetSender, build_part_server, build_weight_sender, get_weights_directory
@@ -188,7 +183,7 @@ class LocalRank:
         )
 
     def write_delta_part(self, before: str, path_now: str, first: int, last: int, path: str) -> None:
-        """Write a part of a delta; see `publish.write_delta_part`."""
+        """Write a part of a delta; see `sharded_store.write_delta_part`."""
         write_delta_part(before, path_now, first, last, path, self._world)
 
     def announce_version(self, manifest: WeightManifest) -> TransferOffer:
@@ -623,13 +618,13 @@ class RemoteRanks:
         return publication
 
     def _call_writers(self, name: str, args_by_rank: Sequence[tuple[Any, ...] | None]) -> list[Any]:
-        """Call the method `name` of every rank with arguments, in its thread for writing; see `publish.CallRanks`."""
+        """Call the method `name` of every rank with arguments, in its thread for writing; see `sharded_store.CallRanks`."""
         chosen = {rank: ("call_method", name, *args) for rank, args in enumerate(args_by_rank) if args is not None}
         answers = self._call_in_write_lane(chosen)
         return [answers.get(rank) for rank in range(len(args_by_rank))]
 
     def _call_hosts(self, name: str, args_by_host: Sequence[tuple[Any, ...] | None]) -> list[Any]:
-        """Call the method `name` of the `PartFolder` of every host with arguments; see `publish.CallHosts`. That of
+        """Call the method `name` of the `PartFolder` of every host with arguments; see `sharded_store.CallHosts`. That of
         this host is in this process, and outlives a rank."""
         first_ranks = [ranks[0] for ranks in self._ranks.ranks_by_host]
         pairs = list(zip(first_ranks, args_by_host, strict=True))[1:]

@@ -34,7 +34,7 @@ from r3async.schedule.tasks import (
 )
 from r3async.world import ActorLostError, World
 from r3async.world.appending import AppendFile
-from r3async.world.files import DiskRetrier
+from r3async.world.disk_retries import DiskRetrier
 from r3async.world.real import REAL_WORLD
 
 from .fleet import Fleet, FleetGenerator, end_generator

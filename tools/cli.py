@@ -12,7 +12,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from r3async.config import Config, ConfigError, load_command_config
-from r3async.world.processes import add_user_module_path, escape_control_characters
+from r3async.world.process_output import escape_control_characters
+from r3async.world.processes import add_user_module_path
 
 from .inspect.command import app as inspect
 from .model_commands import diagnose, doctor, export, replay, scale, sft
@@ -79,7 +80,7 @@ def train(
     config = load_command_config(preset, overrides or [])
     if dry_run:
         return _print_plan(config, overrides or [], json, runs)
-    from r3async.world.processes import ignore_command_output_errors
+    from r3async.world.process_output import ignore_command_output_errors
 
     from .train import train as run
 

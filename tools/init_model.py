@@ -47,7 +47,8 @@ from r3async.envs.returned import coerce_messages
 from r3async.envs.seeding import seed_global_generators
 from r3async.rollout.chat import ChatRenderer, Conversation, Demonstration
 from r3async.world.files import replace_directory
-from r3async.world.processes import add_user_module_path, exit_with_owner, hide_main_module, run_on_shared_loop
+from r3async.world.kept_programs import exit_with_owner
+from r3async.world.processes import add_user_module_path, hide_main_module, run_on_shared_loop
 
 if TYPE_CHECKING:
     from r3async.learner.torch.backend import TorchLearner

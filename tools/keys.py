@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from r3async.world.sockets import GENERATOR_KEY_NAME, LEARNER_KEY_NAME, create_key_files
+from r3async.world.curve_keys import GENERATOR_KEY_NAME, LEARNER_KEY_NAME, create_key_files
 
 
 def make_keys(directory: Path, names: list[str], print_line: Callable[[str], None]) -> None:

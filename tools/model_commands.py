@@ -73,7 +73,7 @@ def sft(
         typer.echo(describe_supervised_plan(config, runs))
         return
     from r3async.learner import LearnerError
-    from r3async.world.processes import ignore_command_output_errors
+    from r3async.world.process_output import ignore_command_output_errors
 
     from .sft import run_sft as run
 

@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from r3async.world.processes import escape_control_characters
+from r3async.world.process_output import escape_control_characters
 
 
 class SafeConsole(Console):

@@ -28,7 +28,7 @@ from r3async.rollout.scripted import SCRIPTED_ROUTING
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import EpisodeEnd
 from r3async.weights.manifest import TensorEntry, WeightManifest
-from r3async.weights.publish import TransferOffer
+from r3async.weights.weight_transfer import TransferOffer
 from r3async.world import ActorRef, World
 
 REPORT_SECONDS = 0.25

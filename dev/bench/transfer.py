@@ -22,8 +22,9 @@ import msgspec
 
 from dev.bench.jobs import BenchError, PrintLine
 from dev.bench.report import Measurements
-from r3async.weights.fetch import CHUNK_BYTES, WINDOW_CHUNKS
-from r3async.weights.publish import DEFAULT_BUCKET_BYTES
+from r3async.weights.relay import CHUNK_BYTES
+from r3async.weights.tcp import WINDOW_CHUNKS
+from r3async.weights.version_store import DEFAULT_BUCKET_BYTES
 
 SAMPLE_SECONDS = 0.002
 ANSWER_SECONDS = 600.0
@@ -78,13 +79,8 @@ def _run_rank(pipe: Any, rank: int, job: TransferJob) -> None:
     """Run a rank's process: its part of a model in float32, stepped and copied."""
     import torch
 
-    from r3async.weights.publish import (
-        HostWeights,
-        SafetensorsEncoder,
-        ShareDescription,
-        write_delta_part,
-        write_share_region,
-    )
+    from r3async.weights.host_weights import HostWeights, SafetensorsEncoder
+    from r3async.weights.sharded_store import ShareDescription, write_delta_part, write_share_region
 
     torch.set_num_threads(1)
     each = int(job.megabytes * 1e6 / 2 / job.ranks / job.tensors)
@@ -126,7 +122,8 @@ def _run_engine(pipe: Any, number: int) -> None:
 async def _serve_calls(pipe: Any, number: int) -> None:
     import torch  # noqa: F401
 
-    from r3async.weights.fetch import TcpReceiver, verify_version_file
+    from r3async.weights.tcp import TcpReceiver
+    from r3async.weights.version_file import verify_version_file
 
     peak, receiver = MemoryPeak(), None
     while (call := await asyncio.to_thread(pipe.recv)) is not None:
@@ -227,9 +224,9 @@ async def _measure_layouts(
     """Publish `versions` in each layout. A value is of one version, of the slowest engine; the first is fetched whole."""
     import torch  # noqa: F401
 
-    from r3async.weights.fetch import TcpServer
-    from r3async.weights.publish import PartFolder, ShardedVersionStore
-    from r3async.world.sockets import generate_keys
+    from r3async.weights.sharded_store import PartFolder, ShardedVersionStore
+    from r3async.weights.tcp import TcpServer
+    from r3async.world.curve_keys import generate_keys
 
     server_keys, client_keys = generate_keys()
     folder = PartFolder(scratch / "learner")

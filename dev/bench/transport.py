@@ -30,7 +30,8 @@ from r3async.data.tokens import Sample, TokenTable, Trajectory, Turn
 from r3async.data.wire import decode_trajectory, encode_trajectory
 from r3async.transport import TrajectoryConsumer, TrajectoryReceiver, TrajectorySender
 from r3async.transport.spool import Spool
-from r3async.world.sockets import ClientKeys, apply_client_keys, apply_server_keys, generate_keys
+from r3async.world.curve_keys import ClientKeys, generate_keys
+from r3async.world.sockets import apply_client_keys, apply_server_keys
 
 SIZES = (10_000, 200_000, 5_000_000, 12_600_000)
 MOVED = 600_000_000

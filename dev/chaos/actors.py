@@ -26,14 +26,14 @@ from r3async.rollout.engine import InstallReport
 from r3async.schedule.groups import GroupBuffer
 from r3async.transport import TrajectoryLedger
 from r3async.transport.sender import TrajectorySender
-from r3async.weights.fetch import TcpSource
-from r3async.weights.publish import TransferOffer
+from r3async.weights.tcp import TcpSource
+from r3async.weights.weight_transfer import TransferOffer
 from r3async.world import World
 from r3async.world.appending import AppendFile
+from r3async.world.curve_keys import ClientKeys
 from r3async.world.files import replace_file
 from r3async.world.processes import HOST_NAME_VARIABLE
 from r3async.world.real import REAL_WORLD
-from r3async.world.sockets import ClientKeys
 
 LATE_SECONDS = 2.0
 """Seconds by which `AckBeforeSpool` delays its writes to the spool."""

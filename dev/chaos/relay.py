@@ -18,15 +18,8 @@ from typing import Literal
 import msgspec
 import zmq
 
-from r3async.world.sockets import (
-    CONNECT_MS,
-    HANDSHAKE_TIMEOUT_MS,
-    RECONNECT_MS,
-    ClientKeys,
-    apply_client_keys,
-    apply_server_keys,
-    generate_keys,
-)
+from r3async.world.curve_keys import ClientKeys, generate_keys
+from r3async.world.sockets import CONNECT_MS, HANDSHAKE_TIMEOUT_MS, RECONNECT_MS, apply_client_keys, apply_server_keys
 
 Direction = Literal["to_learner", "to_generator"]
 FrameObserver = Callable[[Direction, Sequence[bytes]], object]

@@ -18,8 +18,8 @@ from r3async.transport import TrajectoryConsumer, TrajectoryReceiver
 from r3async.transport.sockets import NullSocket
 from r3async.transport.spool import SPOOL_FORMAT, Spool
 from r3async.world import MessageHandler
+from r3async.world.curve_keys import generate_keys
 from r3async.world.real import RealWorld
-from r3async.world.sockets import generate_keys
 
 
 def mutate_control(rng: random.Random, frame: bytes) -> bytes:

@@ -202,7 +202,8 @@ def _iter_facts(
     from r3async.checkpoint.tensors import LearnerStateReader, write_rank_file
     from r3async.checkpoint.tensors import TensorSlice as Slice
     from r3async.learner.trainer import train_minibatch
-    from r3async.weights.publish import VersionStore, copy_share_to_host, copy_to_host
+    from r3async.weights.host_weights import copy_share_to_host, copy_to_host
+    from r3async.weights.version_store import VersionStore
 
     def train(part: str) -> Iterator[tuple[str, np.ndarray]]:
         with counted.part(part):

@@ -65,7 +65,7 @@ class RepositoryDefinitions:
     Attributes:
         members: Names of the members of each class, by the name of the class, over all classes of that name.
         bases: Names of the base classes of each class.
-        modules: Names at the top level of each module, by every end of its dotted path (`fetch`, `weights.fetch`).
+        modules: Names at the top level of each module, by every end of its dotted path (`relay`, `weights.relay`).
     """
 
     members: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))

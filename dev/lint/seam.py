@@ -23,6 +23,7 @@ SIMULATED_PATTERNS = (
     "actors/*.py",
     "r3async/data/versions.py",
     "r3async/world/appending.py",
+    "r3async/world/disk_retries.py",
     "r3async/world/files.py",
     "r3async/checkpoint/*.py",
     "r3async/rollout/episode.py",

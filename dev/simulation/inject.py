@@ -31,7 +31,7 @@ from dev.simulation.observe import MEMORY_DIRECTORY, WatchedSimulation
 from dev.simulation.processes import HostProcess
 from r3async.actors.driver import ScaleRequest, write_scale_request
 from r3async.untrusted import MalformedError
-from r3async.weights import fetch as relay
+from r3async.weights import relay
 
 RUNS = Path("/runs")
 """Directory of runs on the simulated disk."""

@@ -41,11 +41,11 @@ from r3async.transport.receiver import MemoryBudget
 from r3async.transport.sender import Outbox, TrajectorySender
 from r3async.transport.spool import Spool
 from r3async.untrusted import MalformedError
-from r3async.weights import delta
-from r3async.weights import fetch as relay
-from r3async.weights.fetch import HostVersionCache, IncomingStream, TcpReceiver
-from r3async.weights.publish import VersionFolder
-from r3async.world import files as disk_waits
+from r3async.weights import delta, relay, tcp
+from r3async.weights.host_cache import HostVersionCache
+from r3async.weights.tcp import IncomingStream, TcpReceiver
+from r3async.weights.version_folder import VersionFolder
+from r3async.world import disk_retries
 from r3async.world.files import write_atomically
 
 
@@ -468,7 +468,7 @@ def given_up_at_once(init: Any) -> Any:
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-@register_mutant(disk_waits, "is_disk_error")
+@register_mutant(disk_retries, "is_disk_error")
 def full_process_not_waited_for(is_disk_trouble: Any) -> Any:
     """Writing weights is not retried when no file descriptor is free."""
     return lambda error: is_disk_trouble(error) and error.errno != errno.EMFILE
@@ -544,10 +544,10 @@ def chunk_out_of_order(arrived: Any) -> Any:
 
 
 register_combined("lost_chunk_never_asked_again", "What of the weights was lost on its way is not asked for again.", (
-    relay, "RETRY_SECONDS", lambda _: 1e6,
+    tcp, "RETRY_SECONDS", lambda _: 1e6,
 ))  # fmt: skip
 register_combined("silent_parent_waited_for", "A host that sends nothing any more is waited for.", (
-    relay, "MAX_SILENCE_SECONDS", lambda _: 1e6,
+    tcp, "MAX_SILENCE_SECONDS", lambda _: 1e6,
 ))  # fmt: skip
 
 

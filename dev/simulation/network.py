@@ -21,7 +21,7 @@ from r3async.world import MAX_FRAME, Buffer, MessageHandler
 from r3async.world.sockets import REFUSED_NO_KEY, REFUSED_OTHER_LEARNER, REFUSED_UNKNOWN_KEY, UNKNOWN_KEY_HINT
 
 if TYPE_CHECKING:
-    from r3async.world.sockets import ClientKeys, ServerKeys
+    from r3async.world.curve_keys import ClientKeys, ServerKeys
 
 __all__ = ["DelayRanges", "draw_seconds"]
 

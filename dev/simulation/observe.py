@@ -84,7 +84,7 @@ from r3async.rollout.engine import EngineLostError
 from r3async.rollout.scripted import DIGEST_TENSOR, read_weights_key
 from r3async.transport.receiver import NO_GROUP_LIMIT
 from r3async.untrusted import MalformedError, decode_json, decode_msgpack
-from r3async.weights import fetch as relay
+from r3async.weights import relay
 from r3async.weights.manifest import WeightError
 from r3async.world import ActorOptions, File, Files, WorkerThread
 from r3async.world.disk import FileStat

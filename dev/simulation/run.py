@@ -37,7 +37,7 @@ from r3async.data.models import read_moe_layers
 from r3async.record.reading import EVALUATION_FILE, read_json_objects
 from r3async.record.timeline import Span, read_timeline
 from r3async.untrusted import decode_json_object
-from r3async.weights import fetch as relay
+from r3async.weights import relay
 from r3async.world import EventReporter, Files, ignore_event
 
 MODEL_PATH = Path("model")

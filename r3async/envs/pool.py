@@ -28,7 +28,8 @@ from r3async.envs import Action, EnvironmentFactory, EnvironmentFailed, Environm
 from r3async.envs.errors import RemoteEnvironmentError
 from r3async.envs.pool_worker import WorkerCall, WorkerReply, receive_message, send_message
 from r3async.untrusted import MalformedError, decode_msgpack
-from r3async.world.processes import KeptProgram, hash_seed_variables
+from r3async.world.kept_programs import KeptProgram
+from r3async.world.processes import hash_seed_variables
 
 # The path comes first: the process must import the same modules as this one, the user's own included.
 WORKER_BOOT_CODE = (

@@ -20,7 +20,7 @@ from r3async.envs.returned import coerce_messages, require_step_result
 from r3async.envs.seeding import seed_global_generators
 from r3async.untrusted import decode_msgpack
 from r3async.world.keeper import STOP_SIGNALS
-from r3async.world.processes import ignore_output_errors
+from r3async.world.process_output import ignore_output_errors
 
 _LENGTH_PREFIX = struct.Struct("!Q")
 """Length prefix of each message between the owner and its process."""

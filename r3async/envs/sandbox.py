@@ -31,7 +31,7 @@ import msgspec
 from r3async.envs import confine
 from r3async.envs.pool import PASSED_VARIABLES
 from r3async.world.keeper import list_descendants
-from r3async.world.processes import KeptProgram
+from r3async.world.kept_programs import KeptProgram
 
 KILL_SECONDS = 5.0
 """Seconds within which a killed process group has ended."""

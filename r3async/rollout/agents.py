@@ -35,7 +35,7 @@ from r3async.untrusted import MalformedError, decode_json_object
 from r3async.world import EventReporter, World, ignore_event
 from r3async.world.appending import RETRY_SECONDS
 from r3async.world.files import replace_file
-from r3async.world.processes import KeptProgram
+from r3async.world.kept_programs import KeptProgram
 from r3async.world.real import REAL_WORLD
 
 if TYPE_CHECKING:

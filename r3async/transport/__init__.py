@@ -10,7 +10,7 @@ from r3async.transport.receiver import (
 )
 from r3async.transport.sender import TrajectorySender
 from r3async.transport.sockets import SenderRefusedError
-from r3async.world.sockets import TransportError
+from r3async.world.curve_keys import TransportError
 
 __all__ = [
     "RejectionError",

@@ -36,8 +36,8 @@ from r3async.data.wire import (
 )
 from r3async.transport.sockets import OFFLOAD_BYTES, NullSocket, run_off_loop
 from r3async.world import TURN_SECONDS, MessageSocket, World
+from r3async.world.curve_keys import ServerKeys, TransportError
 from r3async.world.real import REAL_WORLD
-from r3async.world.sockets import ServerKeys, TransportError
 from r3async.world.stages import in_stage
 
 __all__ = ["RejectionError", "TrajectoryConsumer", "TrajectoryReceiver"]

@@ -33,8 +33,8 @@ from r3async.data.wire import (
 )
 from r3async.transport.sockets import OFFLOAD_BYTES, NullSocket, SenderRefusedError, TrajectoryValidator
 from r3async.world import TURN_SECONDS, MessageSocket, World
+from r3async.world.curve_keys import ClientKeys, TransportError
 from r3async.world.real import REAL_WORLD
-from r3async.world.sockets import ClientKeys, TransportError
 from r3async.world.stages import in_stage, stage
 
 # The trajectories of a sender that are not acknowledged yet. Pure.

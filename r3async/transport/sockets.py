@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 from r3async.data.tokens import Trajectory
 from r3async.data.wire import Frame
 from r3async.world import Threads
-from r3async.world.sockets import TransportError
+from r3async.world.curve_keys import TransportError
 
 OFFLOAD_BYTES = 256 * 2**10
 """Bytes of payload above which it is encoded, checksummed and decoded in a thread. Smaller payloads take less time than

@@ -19,7 +19,8 @@ from r3async.data.container import FramedRecord, RecordFormat, TornRecord, map_f
 from r3async.data.tokens import SCHEMA, TokenSchema, Trajectory
 from r3async.data.wire import Frame, WireError, decode_trajectory, decoded_bytes
 from r3async.world import EventReporter, World, ignore_event
-from r3async.world.files import RETRY_SECONDS, DiskRetrier, make_directory
+from r3async.world.disk_retries import RETRY_SECONDS, DiskRetrier
+from r3async.world.files import make_directory
 from r3async.world.real import REAL_WORLD
 
 _FILE_NAME = re.compile(r"(\d{9,})-(\d{4,})\.spool")

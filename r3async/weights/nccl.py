@@ -32,7 +32,8 @@ import zmq
 from r3async.config.rollout import bracket_ipv6, strip_brackets
 from r3async.untrusted import MalformedError, decode_msgpack
 from r3async.weights.manifest import NcclSource, WeightError, WeightManifest
-from r3async.weights.publish import TransferOffer, VersionStore
+from r3async.weights.version_store import VersionStore
+from r3async.weights.weight_transfer import TransferOffer
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -14,8 +13,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import psutil
 
 from r3async.world import (
     ActorLostError,
@@ -27,13 +24,9 @@ from r3async.world import (
     ResourceBundle,
     World,
 )
+from r3async.world.interfaces import interface_address
 from r3async.world.keeper import STOP_SIGNALS
-from r3async.world.processes import kill_processes, list_process_trees
-
-# Actors as processes of a Ray cluster. The only file that calls Ray.
-#
-# Ray is imported when it is first needed: commands that start no actor do not spend the time.
-
+from r3async.world.kept_programs import kill_processes, list_process_trees
 
 DEFAULT_OPTIONS = ActorOptions()
 SPARE_ACTORS = 16
@@ -432,36 +425,3 @@ def _connection_error_text(address: str | None, why: str) -> str:
 def _ray_handle(actor: ActorRef) -> Any:
     assert isinstance(actor, RayActorRef)
     return actor._handle
-
-
-# The network interfaces of this host.
-
-
-def list_interfaces() -> dict[str, list[str]]:
-    """Return the addresses of each interface, IPv4 first."""
-    kinds = (socket.AF_INET, socket.AF_INET6)
-    return {
-        name: [a.address.partition("%")[0] for kind in kinds for a in addresses if a.family == kind]
-        for name, addresses in sorted(psutil.net_if_addrs().items())
-    }
-
-
-def interface_address(interface: str) -> str:
-    """Return the first address of an interface. Raises `ConnectionError` with the existing interfaces."""
-    here = list_interfaces()
-    if not (addresses := here.get(interface)):
-        names = ", ".join(name for name, has in here.items() if has)
-        raise ConnectionError(f"{socket.gethostname()} has no network interface {interface!r} with an address: {names}")
-    return addresses[0]
-
-
-def find_interface(address: str) -> str:
-    """Return the interface that has an address; "" if none has."""
-    return next((name for name, addresses in list_interfaces().items() if address in addresses), "")
-
-
-def use_interface(name: str) -> None:
-    """Make collectives (NCCL, gloo) that this process begins from now on use the interface `name`. A variable that
-    is set already takes precedence."""
-    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        os.environ.setdefault(variable, name)

@@ -1,15 +1,13 @@
-"""Directories and small files that survive a power failure, and retries on a full disk."""
+"""Directories and small files that survive a power failure."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
 
-from r3async.world import Buffer, EventReporter, File, Files, World
+from r3async.world import Buffer, File, Files
 from r3async.world.disk import SYSTEM_FILES
 
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
@@ -108,81 +106,3 @@ def _open_scratch_file(path: Path, mode: int, files: Files) -> tuple[Path, File]
         with contextlib.suppress(FileExistsError):
             return scratch, files.open(scratch, exclusive=True, mode=mode)
         number += 1
-
-
-# Retries of work on a disk that is full, or fails, until the disk does it; nothing is lost in between.
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-RETRY_SECONDS = 1.0
-
-
-def is_disk_error(error: BaseException) -> bool:
-    """Return whether the disk, or the operating system, refused something that may succeed later: no space, no
-    descriptor, a failing device. A missing answer (`TimeoutError`) and a broken connection do not count."""
-    return isinstance(error, OSError) and not isinstance(error, TimeoutError | ConnectionError)
-
-
-class DiskRetrier:
-    """A retrier of work that the disk refuses. Use one for each disk and kind of work, on one event loop.
-
-    Args:
-        world: The world whose clock is used.
-        report_event: Gets each event.
-        stalled_event: Event when work is first refused.
-        resumed_event: Event when the work is done after all.
-        retry_seconds: Seconds between two attempts.
-        facts: Facts that both events carry.
-    """
-
-    def __init__(
-        self,
-        world: World,
-        report_event: EventReporter,
-        stalled_event: str,
-        resumed_event: str,
-        *,
-        retry_seconds: float = RETRY_SECONDS,
-        **facts: object,
-    ):
-        self._clock, self._report_event, self._retry_seconds = world.clock.monotonic, report_event, retry_seconds
-        self._stalled_event, self._resumed_event, self._facts = stalled_event, resumed_event, facts
-        self._waiting_since: tuple[float, str] | None = None
-        self.waited_seconds = 0.0
-        """Total seconds that work has waited."""
-
-    @property
-    def current_wait(self) -> dict[str, Any] | None:
-        """The reason why work waits (`why`), and for how many `seconds`; None while no work waits."""
-        if self._waiting_since is None:
-            return None
-        since, error = self._waiting_since
-        return {"why": error, "seconds": self._clock() - since}
-
-    async def run_with_retries(
-        self, hint: str, work: Callable[P, Awaitable[R]], *args: P.args, **kwargs: P.kwargs
-    ) -> R:
-        """Return what `work` returns, once the disk does it. Raises any other error of `work`. `hint` tells a person
-        what to do."""
-        began, failed = self._clock(), False
-        try:
-            while True:
-                try:
-                    done = await work(*args, **kwargs)
-                    break
-                except OSError as error:
-                    if not is_disk_error(error):
-                        raise
-                    if not failed:
-                        self._report_event(self._stalled_event, error=str(error), hint=hint, **self._facts)
-                    failed, self._waiting_since = True, (began, str(error))
-                    await asyncio.sleep(self._retry_seconds)
-        finally:
-            self._waiting_since = None
-            if failed:
-                self.waited_seconds += self._clock() - began
-        if failed:
-            self._report_event(self._resumed_event, seconds=self._clock() - began, **self._facts)
-        return done

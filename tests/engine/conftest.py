@@ -3,7 +3,7 @@
 import pytest
 import pytest_asyncio
 
-from r3async.weights.publish import VersionStore
+from r3async.weights.version_store import VersionStore
 from tests.helpers.engine import Weights, make_model
 
 

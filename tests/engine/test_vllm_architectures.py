@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from r3async.data.models import find_architecture
 from r3async.rollout.engine import EngineError
 from r3async.rollout.vllm.engine import VllmEngine
-from r3async.weights.publish import VersionStore
+from r3async.weights.version_store import VersionStore
 from tests.helpers import architectures as ha
 from tests.helpers.engine import TOLERANCE, VOCABULARY, Reference, make_model, prompt, request, same_sets, started
 

@@ -10,7 +10,7 @@ from r3async.learner.torch.backend import TorchLearner
 from r3async.rollout.engine import EngineError, EngineLostError, sample_probe
 from r3async.rollout.vllm.engine import VllmEngine
 from r3async.weights.probe import compare_probe, compare_sampled_probe
-from r3async.weights.publish import VersionStore
+from r3async.weights.version_store import VersionStore
 from tests.engine.test_vllm_probe import TEXT, scores
 from tests.helpers import torch as ht
 from tests.helpers.engine import TOLERANCE, Weights, prompt, request, revive, started

@@ -5,7 +5,7 @@ import pytest
 
 from r3async.rollout.engine import EngineError
 from r3async.rollout.vllm.worker import WorkerExtension
-from r3async.weights.publish import VersionStore
+from r3async.weights.version_store import VersionStore
 from tests.helpers.engine import Weights, prompt, request, revive, same_sets, started
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Qwen3
 
 from r3async.rollout.vllm.engine import VllmEngine
 from r3async.weights.manifest import WeightManifest
-from r3async.weights.publish import VersionStore
+from r3async.weights.version_store import VersionStore
 from tests.helpers.engine import Reference, prompt, request, started
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -15,7 +15,7 @@ from r3async.data.versions import expand_version_spans
 from r3async.rollout.engine import Generation
 from r3async.rollout.samples import SampleBuilder
 from r3async.rollout.vllm.engine import VllmEngine
-from r3async.weights.publish import VersionStore
+from r3async.weights.version_store import VersionStore
 from tests.helpers.engine import (
     OBSERVED,
     TOLERANCE,

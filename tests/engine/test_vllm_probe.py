@@ -11,7 +11,7 @@ from r3async.config import load_config
 from r3async.learner.torch.backend import TorchLearner
 from r3async.rollout.engine import sample_probe
 from r3async.weights.probe import compare_probe, compare_sampled_probe, make_probe_pair, make_probe_text
-from r3async.weights.publish import VersionStore
+from r3async.weights.version_store import VersionStore
 from tests.helpers import torch as ht
 from tests.helpers.engine import Reference
 from tests.helpers.fleet import Events

@@ -7,7 +7,7 @@ import pytest
 import pytest_asyncio
 
 from r3async.rollout.vllm.engine import VllmEngine
-from r3async.weights.publish import VersionStore
+from r3async.weights.version_store import VersionStore
 from tests.helpers.engine import TOLERANCE, Reference, Weights, make_model, prompt, request, same_sets, started
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -12,7 +12,7 @@ import torch
 from r3async.rollout.engine import GenerationRequest
 from r3async.rollout.vllm.engine import VllmEngine
 from r3async.weights.manifest import WeightManifest
-from r3async.weights.publish import VersionStore
+from r3async.weights.version_store import VersionStore
 from tests.helpers.models import gates_of
 
 VOCABULARY = 264

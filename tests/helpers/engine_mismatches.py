@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from r3async.rollout.vllm.worker import WorkerExtension
-from r3async.weights.fetch import VersionFile
 from r3async.weights.manifest import WeightManifest
+from r3async.weights.version_file import VersionFile
 from tests.helpers.mismatches import Fault, changed
 
 IN_ENGINE = [

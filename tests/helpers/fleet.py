@@ -14,7 +14,7 @@ from r3async.rollout.engine import InstallReport
 from r3async.schedule.admission import AdmissionController
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.probe import SampledProbe
-from r3async.weights.publish import TransferOffer
+from r3async.weights.weight_transfer import TransferOffer
 from tests.helpers.world import Clock, Outside, StandIn
 
 TOKENS = list(range(40))

@@ -22,10 +22,10 @@ from r3async.actors.ranks import LocalRank, RankActor, RemoteRanks
 from r3async.config import Config, config_from_dict, config_to_dict
 from r3async.data.versions import FIRST_LINEAGE
 from r3async.record.timeline import Timeline
-from r3async.weights.fetch import verify_version_file
+from r3async.weights.version_file import verify_version_file
 from r3async.world import ActorOptions, ResourceBundle
+from r3async.world.curve_keys import generate_keys
 from r3async.world.real import REAL_WORLD
-from r3async.world.sockets import generate_keys
 
 BUCKET_BYTES = 8 * 2**20
 FETCH_SECONDS = 180.0

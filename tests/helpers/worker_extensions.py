@@ -6,8 +6,8 @@ import msgspec
 import torch
 
 from r3async.rollout.vllm.worker import WorkerExtension, digest_parameters
-from r3async.weights.fetch import VersionFile
 from r3async.weights.manifest import WeightManifest
+from r3async.weights.version_file import VersionFile
 
 
 class FaultyExtension(WorkerExtension):

@@ -17,7 +17,7 @@ from r3async.actors.placement import WRITE_LANE, rank_placement
 from r3async.actors.ranks import LocalRank, RankActor, RemoteRanks
 from r3async.config import Config, config_to_dict
 from r3async.learner import LearnerError
-from r3async.weights.fetch import verify_version_file
+from r3async.weights.version_file import verify_version_file
 from r3async.world.real import REAL_WORLD
 from tests.helpers import models as hm
 from tests.helpers.parity import LENGTHS, batch, config, of_rank

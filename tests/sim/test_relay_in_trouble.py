@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from dev.simulation.world import Simulation
-from r3async.weights import fetch as relay
+from r3async.weights import relay, tcp
 from r3async.weights.manifest import TensorEntry, WeightManifest
-from r3async.weights.publish import PublishedPart
+from r3async.weights.weight_transfer import PublishedPart
 from tests.helpers.transport import CLIENT_KEYS, SERVER_KEYS
 
 BAD = tuple(f"host-{number}" for number in range(1, 7))
@@ -30,7 +30,7 @@ class Transfer:
         self.simulation = Simulation(0, hosts=("learner", *names), max_callbacks=2_000_000, max_seconds=3600.0)
         self.learner = self.simulation.begin_process("learner", self.simulation.hosts["learner"])
         self.processes = {name: self.simulation.begin_process(name, self.simulation.hosts[name]) for name in names}
-        self.receivers: dict[str, relay.TcpReceiver] = {}
+        self.receivers: dict[str, tcp.TcpReceiver] = {}
         self.seconds: list[float] = []
         self.moved: list[dict[str, int]] = []
 
@@ -63,11 +63,11 @@ class Transfer:
             self.moved.append({name: r.parent_changes - before[name] for name, r in self.receivers.items()})
 
     async def _begin_learner(self) -> None:
-        self.server = relay.TcpServer("learner", SERVER_KEYS, self.learner.world)
+        self.server = tcp.TcpServer("learner", SERVER_KEYS, self.learner.world)
 
     async def _begin_host(self, name: str) -> None:
         options = {"host": name, "name": name, "world": self.processes[name].world}
-        self.receivers[name] = relay.TcpReceiver(Path("/memory"), "run", name, CLIENT_KEYS, **options)
+        self.receivers[name] = tcp.TcpReceiver(Path("/memory"), "run", name, CLIENT_KEYS, **options)
 
     async def _write_version(self, version: int):
         files, path = self.learner.world.files, Path(f"/weights/version-{version}.safetensors")
@@ -99,4 +99,4 @@ def test_however_many_hosts_fail_as_parents_each_of_the_others_waits_twice_at_mo
     transfer.run(3, trouble)
     for seconds, moved in zip(transfer.seconds, transfer.moved, strict=True):
         assert max(moved.values()) <= 2
-        assert seconds < 2 * (relay.MAX_SILENCE_SECONDS + relay.RETRY_SECONDS)
+        assert seconds < 2 * (tcp.MAX_SILENCE_SECONDS + tcp.RETRY_SECONDS)

@@ -7,7 +7,7 @@ import torch
 
 from dev.simulation.world import Simulation, SimulationLog
 from r3async.learner import build_learner
-from r3async.weights.publish import VersionStore
+from r3async.weights.version_store import VersionStore
 from r3async.world.files import replace_file
 from tests.helpers.models import make_hf_model
 from tests.helpers.parity import config

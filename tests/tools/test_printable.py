@@ -26,7 +26,7 @@ from r3async.tools.tail.lines import print_run_lines
 from r3async.tools.tail.live import LiveView
 from r3async.tools.terminal import SafeConsole, escape_text
 from r3async.views.follow import FollowedRun
-from r3async.world.processes import clean_log_output, escape_control_characters
+from r3async.world.process_output import clean_log_output, escape_control_characters
 from tests.tools.test_tail import screen, write_run
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\rdone\u202egnp.exe\x08\x7f\ud800"

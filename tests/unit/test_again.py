@@ -12,9 +12,9 @@ from r3async.actors.process import ActorNotLoaded, latest_call_only, run_once
 from r3async.config import config_to_dict, load_config
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import training_seed
+from r3async.world.curve_keys import generate_keys
 from r3async.world.processes import GRPC_KEEPALIVE_VARIABLE, actor_environment
 from r3async.world.real import REAL_WORLD
-from r3async.world.sockets import generate_keys
 from tests.helpers.serving import ready, renderer
 from tests.helpers.transport import KeepingSender, until
 from tests.helpers.world import StandIn

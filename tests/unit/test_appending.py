@@ -197,7 +197,7 @@ def test_a_log_on_a_full_disk_raises_from_no_print(tmp_path: Path) -> None:
     log = tmp_path / "log"
     script = """
 import logging, os, resource, sys
-from r3async.world.processes import ignore_output_errors
+from r3async.world.process_output import ignore_output_errors
 log = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 os.dup2(log, 1), os.dup2(log, 2)
 ignore_output_errors()

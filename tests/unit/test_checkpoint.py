@@ -159,7 +159,7 @@ def test_nothing_is_pruned_while_an_evaluation_cannot_be_read(tmp_path, monkeypa
         return read_file(path, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr("r3async.checkpoint.directory.read_file", has_no_descriptor)
+        patch.setattr("r3async.checkpoint.evaluations.read_file", has_no_descriptor)
         with pytest.raises(OSError, match="Too many"):
             checkpoints.prune_old()
     assert checkpoints.list_steps() == [10, 20, 30]

@@ -18,8 +18,8 @@ from r3async.config import config_from_dict, config_to_dict, load_config
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import training_seed
 from r3async.world import ActorLostError
+from r3async.world.curve_keys import generate_keys
 from r3async.world.real import REAL_WORLD
-from r3async.world.sockets import generate_keys
 from tests.helpers.fleet import Events
 from tests.helpers.serving import ready, renderer
 from tests.helpers.transport import KeepingSender, until

@@ -17,9 +17,9 @@ from r3async.config import config_to_dict, load_config
 from r3async.rollout.engine import EngineLostError, InstallReport
 from r3async.weights.manifest import TensorEntry, TensorMismatch, WeightManifest
 from r3async.weights.probe import FAILED_MODEL_DIRECTORY
-from r3async.weights.publish import TransferOffer
+from r3async.weights.weight_transfer import TransferOffer
 from r3async.world import ActorLostError
-from r3async.world.files import DiskRetrier
+from r3async.world.disk_retries import DiskRetrier
 from r3async.world.real import REAL_WORLD
 from tests.helpers.fleet import TOKENS, deliver, loaded, membership, published, restart, sampled, scores
 from tests.helpers.transport import until

@@ -13,7 +13,7 @@ from dev.chaos.scenarios import FullDisk
 from r3async.config import ConfigError
 from r3async.rollout.agents import _write_private_file
 from r3async.world.real import REAL_WORLD
-from r3async.world.threads import dump_stacks
+from r3async.world.stack_dumps import dump_stacks
 
 
 @pytest.fixture

@@ -160,7 +160,7 @@ def test_thoughts_between_tool_calls_are_rendered_in_part_until_the_user_speaks(
 )
 def test_a_template_that_needs_the_whole_gets_it_and_the_reason_is_logged_once(template, reason, caplog):
     tokenizer = renderer(template).tokenizer
-    with caplog.at_level(logging.WARNING, logger="r3async.rollout.chat"):
+    with caplog.at_level(logging.WARNING, logger="r3async.rollout.growing_text"):
         caplog.clear()
         _, habits = rendered_by(tokenizer, 40, "yes", asks)
     assert reason in habits.full_render_reason

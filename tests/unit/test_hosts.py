@@ -24,7 +24,6 @@ from r3async.actors.delivery import (
 from r3async.config import TransportConfig, config_from_dict, is_loopback_host
 from r3async.config.operation import ObserveConfig
 from r3async.record.sinks import MetricsEndpoint
-from r3async.weights.fetch import verify_version_file
 from r3async.weights.nccl import (
     NcclReceiver,
     NcclSender,
@@ -34,8 +33,9 @@ from r3async.weights.nccl import (
     open_nccl_socket,
     request_receive_offer,
 )
+from r3async.weights.version_file import verify_version_file
+from r3async.world.curve_keys import generate_keys
 from r3async.world.real import RealWorld
-from r3async.world.sockets import generate_keys
 from tests.helpers.serving import answer_ids, ready, renderer, serving
 from tests.helpers.transport import Inbox, deliver_all, make_trajectory, receiving, sending
 

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from r3async.world.processes import KeptProgram
+from r3async.world.kept_programs import KeptProgram
 
 HIDES = """
 env -i setsid /bin/sh -c 'trap "{trap}" TERM; echo $$ > {mark}~; mv {mark}~ {mark}; while :; do sleep 0.05; done' &
@@ -72,7 +72,7 @@ async def test_a_program_that_is_waited_for_is_ended_at_once(cancelled):
 
 OWNER = """
 import sys, time
-from r3async.world.processes import KeptProgram
+from r3async.world.kept_programs import KeptProgram
 program = KeptProgram(["/bin/sh", "-c", sys.argv[1]])
 time.sleep(600)
 """

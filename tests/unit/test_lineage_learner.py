@@ -21,8 +21,8 @@ from r3async.record.events import open_event_log
 from r3async.record.reading import read_json_objects
 from r3async.schedule.groups import GroupBuffer
 from r3async.transport.spool import Spool
+from r3async.world.curve_keys import ClientKeys
 from r3async.world.real import REAL_WORLD
-from r3async.world.sockets import ClientKeys
 from tests.helpers.transport import LIMIT, sending
 from tests.unit.test_buffer import make_trajectory
 

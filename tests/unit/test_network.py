@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from r3async.world.cluster import find_interface, interface_address, list_interfaces, use_interface
+from r3async.world.interfaces import find_interface, interface_address, list_interfaces, use_interface
 
 
 def test_an_interface_is_found_by_its_name_and_by_its_address():

@@ -33,7 +33,7 @@ from r3async.rollout.scripted import (
 )
 from r3async.weights.manifest import WeightManifest
 from r3async.weights.probe import compare_probe, compare_sampled_probe
-from r3async.weights.publish import VersionStore
+from r3async.weights.version_store import VersionStore
 from tests.helpers import models as hm
 from tests.helpers.parity import batch, config
 from tests.helpers.scripted import scripted_logprob, scripted_routes

@@ -30,7 +30,7 @@ from r3async.tools.cli import app
 from r3async.tools.eval import find_evaluation_target
 from r3async.tools.submit.jobs import make_package
 from r3async.weights.manifest import WeightError
-from r3async.weights.publish import VersionFolder
+from r3async.weights.version_folder import VersionFolder
 from r3async.world.real import REAL_WORLD
 from tests.helpers.serving import TASK, answer_ids, client_of, ready, renderer, serving, user
 

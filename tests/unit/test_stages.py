@@ -11,8 +11,8 @@ import uvloop
 from r3async.record.timeline import LagMeter, StageTimer
 from r3async.world import stages
 from r3async.world.real import REAL_WORLD
+from r3async.world.stack_dumps import dump_stacks
 from r3async.world.stages import in_stage, stage
-from r3async.world.threads import dump_stacks
 
 BURST = 0.02
 

@@ -26,7 +26,7 @@ from r3async.schedule.validation import (
     find_invalid,
     validate_trajectories,
 )
-from r3async.weights.publish import SharedMemoryReceiver
+from r3async.weights.version_store import SharedMemoryReceiver
 from r3async.world.real import REAL_WORLD
 from tests.helpers.transport import LIMIT, Inbox, receiving, sending
 from tests.unit.test_buffer import ROUTING, make_trajectory

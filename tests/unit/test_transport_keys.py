@@ -30,10 +30,7 @@ from r3async.transport import (
     TransportError,
     WireError,
 )
-from r3async.world.sockets import (
-    REFUSED_NO_KEY,
-    REFUSED_OTHER_LEARNER,
-    REFUSED_UNKNOWN_KEY,
+from r3async.world.curve_keys import (
     create_key_files,
     generate_keys,
     load_client_keys,
@@ -41,6 +38,7 @@ from r3async.world.sockets import (
     resolve_generator_keys,
     resolve_learner_keys,
 )
+from r3async.world.sockets import REFUSED_NO_KEY, REFUSED_OTHER_LEARNER, REFUSED_UNKNOWN_KEY
 from tests.helpers.transport import (
     CLIENT_KEYS,
     FAST,

@@ -20,7 +20,7 @@ from r3async.config import ScheduleConfig, load_config
 from r3async.schedule.admission import AdmissionController
 from r3async.schedule.health import Stall, Watchdog
 from r3async.world.real import REAL_WORLD
-from r3async.world.threads import dump_stacks
+from r3async.world.stack_dumps import dump_stacks
 from tests.helpers.world import Clock, Outside, Reports, StandIn
 
 STALL = 100.0

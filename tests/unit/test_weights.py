@@ -25,9 +25,10 @@ from r3async.weights.delta import (
     encode_records,
     make_delta_header,
 )
-from r3async.weights.fetch import iter_verified_tensors, verify_version_file
+from r3async.weights.host_weights import SafetensorsEncoder
 from r3async.weights.manifest import TensorEntry, WeightError, WeightManifest
-from r3async.weights.publish import SafetensorsEncoder, VersionStore
+from r3async.weights.version_file import iter_verified_tensors, verify_version_file
+from r3async.weights.version_store import VersionStore
 from r3async.world.disk import SystemFiles
 
 
@@ -184,7 +185,7 @@ def test_close_removes_everything(tmp_path):
 
 def test_publishers_share_a_directory_and_lost_ones_are_cleared_away(tmp_path):
     killed = (
-        "import os, signal, sys, torch; from pathlib import Path; from r3async.weights.publish import VersionStore\n"
+        "import os, signal, sys, torch; from pathlib import Path; from r3async.weights.version_store import VersionStore\n"
         "VersionStore(Path(sys.argv[1])).write_tensors(0, {'x': torch.zeros(4)}, torch.float32); os.kill(os.getpid(), 9)"
     )
     with VersionStore(tmp_path) as living:

@@ -14,10 +14,11 @@ from r3async.actors.delivery import VersionWriter, choose_weight_backend
 from r3async.actors.ranks import LocalRank, RankCalls, RankProcesses, RemoteRanks
 from r3async.config import ConfigError, load_config
 from r3async.learner import LearnerError
-from r3async.weights import fetch as relay
+from r3async.weights import tcp
 from r3async.weights.delta import digest_version
-from r3async.weights.fetch import PartServer, TcpReceiver, TcpServer, iter_verified_tensors, verify_version_file
-from r3async.weights.publish import PartFolder
+from r3async.weights.sharded_store import PartFolder
+from r3async.weights.tcp import PartServer, TcpReceiver, TcpServer
+from r3async.weights.version_file import iter_verified_tensors, verify_version_file
 from r3async.world.real import REAL_WORLD
 from tests.helpers.transport import CLIENT_KEYS, SERVER_KEYS
 from tests.unit.test_ranked_writing import Backend, Called
@@ -169,8 +170,8 @@ async def test_a_delta_that_does_not_fit_costs_its_part_alone(learner, make):
 
 
 async def test_a_sender_that_sends_nothing_is_reported_and_its_successor_serves_the_rest(learner, make, monkeypatch):
-    monkeypatch.setattr(relay, "RETRY_SECONDS", 0.1)
-    monkeypatch.setattr(relay, "MAX_SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(tcp, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(tcp, "MAX_SILENCE_SECONDS", 0.2)
     manifest, parts = learner.publish(0)
     (sender,) = learner.sender_rank.servers
     await sender.close()
@@ -194,8 +195,8 @@ async def test_a_sender_that_sends_nothing_is_reported_and_its_successor_serves_
 
 async def test_the_watch_of_senders_ends_when_their_rank_is_lost(learner, make, monkeypatch):
     """The loss ends the step, which makes the ranks and their senders anew."""
-    monkeypatch.setattr(relay, "RETRY_SECONDS", 0.1)
-    monkeypatch.setattr(relay, "MAX_SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(tcp, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(tcp, "MAX_SILENCE_SECONDS", 0.2)
     manifest, parts = learner.publish(0)
     await learner.sender_rank.servers[0].close()
 

@@ -34,7 +34,7 @@ from r3async.record.reading import read_json_objects
 from r3async.record.timeline import Timeline
 from r3async.schedule.groups import GroupBuffer
 from r3async.weights.manifest import WeightManifest
-from r3async.weights.publish import TransferOffer
+from r3async.weights.weight_transfer import TransferOffer
 from r3async.world.real import REAL_WORLD
 from tests.helpers import models as hm
 from tests.helpers.parity import batch, config

@@ -14,22 +14,14 @@ from hypothesis import strategies as st
 from r3async.actors.generator import EngineAndRenderer, GeneratorActor, LearnerConnection
 from r3async.config import config_to_dict, load_config
 from r3async.rollout.engine import CorruptWeightsError, InstallReport
-from r3async.weights import delta
-from r3async.weights import fetch as relay
+from r3async.weights import delta, relay
 from r3async.weights.delta import digest_version
-from r3async.weights.fetch import (
-    FANOUT,
-    ROOT_ADDRESS,
-    Join,
-    RelayTree,
-    RelayTrees,
-    TcpReceiver,
-    TcpServer,
-    iter_verified_tensors,
-    verify_version_file,
-)
 from r3async.weights.manifest import WeightError
-from r3async.weights.publish import DeltaVersionStore, TransferOffer
+from r3async.weights.relay import FANOUT, ROOT_ADDRESS, Join, RelayTree, RelayTrees
+from r3async.weights.tcp import TcpReceiver, TcpServer
+from r3async.weights.version_file import iter_verified_tensors, verify_version_file
+from r3async.weights.version_store import DeltaVersionStore
+from r3async.weights.weight_transfer import TransferOffer
 from r3async.world.disk import write_at
 from r3async.world.real import REAL_WORLD
 from r3async.world.sockets import ZeroMqSockets

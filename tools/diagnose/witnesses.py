@@ -17,7 +17,7 @@ from r3async.data.models import EXPERT_BIAS_SUFFIX
 from r3async.learner import LearnerError
 from r3async.rollout.activations import ActivationRecorder
 from r3async.rollout.engine import GenerationRequest
-from r3async.weights.publish import VersionStore
+from r3async.weights.version_store import VersionStore
 
 from .judge import SampledTokens, StageOutputs
 

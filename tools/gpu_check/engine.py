@@ -20,7 +20,7 @@ from r3async.data.tokens import Sample, TokenTable
 from r3async.learner.batch import collate_samples
 from r3async.rollout.engine import Generation, GenerationRequest
 from r3async.rollout.vllm.engine import VllmEngine
-from r3async.weights.publish import VersionStore
+from r3async.weights.version_store import VersionStore
 
 from .learner import learner_of
 from .place import TINY, Place

@@ -24,7 +24,7 @@ from r3async.learner.backend import LearnerBackend
 from r3async.learner.batch import MicroBatch, build_cost_model, pack_samples
 from r3async.learner.trainer import train_minibatch
 from r3async.untrusted import decode_python_json
-from r3async.weights.publish import VersionStore
+from r3async.weights.version_store import VersionStore
 
 from .place import Place, make_config, make_samples
 

@@ -31,7 +31,7 @@ def command(out: Path, small: bool, target: str, arguments: Mapping[str, Any]) -
 def main(out: str, size: str, target: str, arguments: str, owner: str) -> int:
     """Run a part and print its figures in the last line. Returns 0 if it produced figures, else 1. Ends with the process
     `owner`."""
-    from r3async.world.processes import exit_with_owner
+    from r3async.world.kept_programs import exit_with_owner
 
     from .place import Place
 

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from r3async.views.summary import format_number
-from r3async.world.processes import escape_control_characters
+from r3async.world.process_output import escape_control_characters
 
 from .run import fit_to_cells
 from .trajectories import InspectedToken, InspectedTrajectory, iter_tokens

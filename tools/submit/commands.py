@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from r3async.config import load_command_config
-from r3async.world.processes import clean_log_output
+from r3async.world.process_output import clean_log_output
 
 from ..runs import DEFAULT_RUNS_DIRECTORY, RUNS_VARIABLE
 from ..terminal import SafeConsole, echo_printable

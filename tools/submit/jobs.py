@@ -24,7 +24,7 @@ import msgspec
 import psutil
 
 from r3async.config import Config, ConfigError, is_loopback_host
-from r3async.world.processes import clean_log_output
+from r3async.world.process_output import clean_log_output
 
 from ..runs import RUNS_VARIABLE, get_runs_directory
 from .launch import extract_command, make_entrypoint

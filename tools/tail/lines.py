@@ -11,7 +11,7 @@ from typing import TextIO
 from r3async.record.events import format_event
 from r3async.views.follow import FollowedRun
 from r3async.views.summary import NOT_TRAINED, get_failure_key
-from r3async.world.processes import escape_control_characters
+from r3async.world.process_output import escape_control_characters
 
 from .live import StepPace, describe_step
 

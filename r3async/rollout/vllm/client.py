@@ -39,13 +39,8 @@ from r3async.rollout.vllm.messages import (
 from r3async.rollout.vllm.names import check_vllm_names
 from r3async.rollout.vllm.scratch import EngineScratch, name_shared_memory
 from r3async.untrusted import decode_msgpack
-from r3async.world.processes import (
-    exit_with_owner,
-    hide_main_module,
-    kill_processes,
-    list_process_trees,
-    pause_garbage_collector,
-)
+from r3async.world.kept_programs import exit_with_owner, kill_processes, list_process_trees
+from r3async.world.processes import hide_main_module, pause_garbage_collector
 
 # The client side of vLLM's engine core.
 #

@@ -33,9 +33,9 @@ from r3async.rollout.engine import (
 from r3async.rollout.vllm.client import EngineCoreClient, is_cpu_vllm
 from r3async.rollout.vllm.messages import build_sampling_params
 from r3async.untrusted import decode_json, decode_msgpack, decode_python_json
-from r3async.weights.fetch import verify_version_file
 from r3async.weights.manifest import TensorMismatch, WeightError, WeightManifest
-from r3async.world.processes import kill_processes
+from r3async.weights.version_file import verify_version_file
+from r3async.world.kept_programs import kill_processes
 from r3async.world.stages import create_stage_task
 
 # vLLM as the rollout engine: token-in, token-out, with routes, and weights that change under running requests.

@@ -26,7 +26,6 @@ from r3async.rollout.vllm.core import (
 )
 from r3async.rollout.vllm.load_plan import LoadPlan, LoadRecorder
 from r3async.untrusted import decode_msgpack
-from r3async.weights.fetch import VersionFile, iter_verified_tensors, map_file_privately
 from r3async.weights.manifest import TensorMismatch, WeightError, WeightManifest
 from r3async.weights.nccl import (
     Send,
@@ -38,7 +37,8 @@ from r3async.weights.nccl import (
     open_nccl_socket,
     request_receive_offer,
 )
-from r3async.world.processes import exit_with_owner
+from r3async.weights.version_file import VersionFile, iter_verified_tensors, map_file_privately
+from r3async.world.kept_programs import exit_with_owner
 
 # The worker extension, which installs published weights inside vLLM's worker processes.
 #

@@ -27,8 +27,8 @@ import msgspec
 from r3async.checkpoint import CheckpointSchedule, RunState, restore_admission
 from r3async.checkpoint.state import CONDUCTOR_RECORD_FILES, ConductorState
 from r3async.config import Config, config_from_dict
-from r3async.data.models import UNKNOWN_SIZES, WriteSizes
 from r3async.data.versions import FIRST_LINEAGE, Lineage
+from r3async.data.write_sizes import UNKNOWN_SIZES, WriteSizes
 from r3async.record.events import EVENTS_FILE, open_event_log
 from r3async.record.timeline import LagMeter, StageTimer, Timeline
 from r3async.record.writer import DeviceCounts, StepWriter

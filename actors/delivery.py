@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from r3async.config import LOOPBACK_HOST, Config, ConfigError, is_loopback_host
-from r3async.config.rollout import bracket_ipv6, strip_brackets
+from r3async.config.serving import bracket_ipv6, strip_brackets
 from r3async.data.versions import Lineage
 from r3async.learner import LearnerError
 from r3async.record.timeline import Timeline

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from r3async.config import Config
-from r3async.data.models import RoutingShape
+from r3async.data.model_shape import RoutingShape
 from r3async.rollout.engine import InstallReport
 from r3async.schedule.groups import max_buffer_bytes
 from r3async.schedule.health import GeneratorHealth, HealthState

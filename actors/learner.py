@@ -23,9 +23,10 @@ import numpy as np
 from r3async.checkpoint import CheckpointWriter, open_checkpoint
 from r3async.checkpoint.state import LEARNER_RECORD_FILES, ConductorState, TrainingState
 from r3async.config import Config, config_from_dict, resolve_envs
-from r3async.data.models import RoutingShape, read_write_sizes
+from r3async.data.model_shape import RoutingShape
 from r3async.data.tokens import Trajectory, is_trajectory_of_group
 from r3async.data.versions import FIRST_LINEAGE, Lineage
+from r3async.data.write_sizes import read_write_sizes
 from r3async.learner import LearnerError, RejectedTrajectory
 from r3async.learner.advantages import group_has_variance
 from r3async.learner.batch import CostModel, build_cost_model

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from r3async.config import LearnerConfig
-from r3async.config.algorithm import matches_target
-from r3async.data.models import ModelShape
+from r3async.config.learner import matches_target
+from r3async.data.model_shape import ModelShape
 
 
 class WeightMatrix(NamedTuple):

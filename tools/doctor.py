@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from r3async.config.rollout import UNWANTED_PACKAGES
+from r3async.config.vllm_arguments import UNWANTED_PACKAGES
 from r3async.untrusted import decode_json
 
 from .terminal import SafeConsole

@@ -13,7 +13,7 @@ import math
 import msgspec
 
 from r3async.config import Config
-from r3async.data.models import ModelShape
+from r3async.data.model_shape import ModelShape
 from r3async.schedule.admission import count_slots
 
 from .memory import EngineMemory

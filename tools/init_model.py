@@ -35,7 +35,7 @@ from r3async.config import (
     config_to_dict,
     resolve_envs,
 )
-from r3async.config.algorithm import RoutingConfig
+from r3async.config.learner import RoutingConfig
 from r3async.data.tokens import Sample
 from r3async.envs import Action, Environment, EnvironmentFactory, HasOracle
 from r3async.envs.builtin import ReverseText

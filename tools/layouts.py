@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 
 from r3async.config import Config, LearnerConfig, ParallelConfig
-from r3async.data.models import ModelShape, ModelShapeError
+from r3async.data.model_shape import ModelShape, ModelShapeError
 
 from .memory import GIB, RankMemory, count_replicas, estimate_rank_memory
 from .speed import estimate_speed

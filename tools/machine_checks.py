@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 from r3async.config import Config, ConfigError, strip_brackets
-from r3async.data.models import ModelShape
+from r3async.data.model_shape import ModelShape
 from r3async.rollout.agents import is_agent
 
 from .memory import estimate_engine_memory, estimate_rank_memory

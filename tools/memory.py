@@ -55,17 +55,10 @@ from typing import Any
 import msgspec
 
 from r3async.config import Config, ConfigError, LearnerConfig
-from r3async.config.rollout import CACHE_DTYPE_BYTES
-from r3async.data.models import (
-    ARCHITECTURES,
-    DTYPE_BYTES,
-    UNSUPPORTED_MODEL_TYPES,
-    ModelShape,
-    ModelShapeError,
-    find_architecture,
-    list_supported_types,
-    parse_model_shape,
-)
+from r3async.config.vllm_arguments import CACHE_DTYPE_BYTES
+from r3async.data.model_shape import ModelShape, ModelShapeError, parse_model_shape
+from r3async.data.models import ARCHITECTURES, UNSUPPORTED_MODEL_TYPES, find_architecture, list_supported_types
+from r3async.data.write_sizes import DTYPE_BYTES
 from r3async.untrusted import decode_python_json
 
 from .adapted import count_adapters

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from r3async.config import Config, ConfigError
-from r3async.data.models import (
+from r3async.data.model_shape import (
     ModelShape,
     ModelShapeError,
     check_size_values,
-    find_architecture,
     parse_model_shape,
     read_moe_layers,
     take_text_config,
 )
+from r3async.data.models import find_architecture
 from r3async.learner import LearnerError
 from r3async.learner.adapter_targets import select_targets
 from r3async.untrusted import decode_python_json

@@ -10,8 +10,9 @@ import numpy as np
 
 from r3async.actors.placement import ResourceDemand, check_transfers, find_smallest_layout
 from r3async.config import Config
-from r3async.data.models import DTYPE_BYTES, ModelShape, RoutingShape, WriteSizes
+from r3async.data.model_shape import ModelShape, RoutingShape
 from r3async.data.tokens import SCHEMA
+from r3async.data.write_sizes import DTYPE_BYTES, WriteSizes
 from r3async.schedule.admission import compute_staleness_bound, count_slots
 from r3async.schedule.groups import TRAJECTORY_HEADER_BYTES, max_buffer_bytes
 

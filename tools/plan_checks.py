@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from r3async.config import Config, ConfigError
-from r3async.data.models import ModelShape
+from r3async.data.model_shape import ModelShape
 from r3async.schedule.groups import TRAJECTORY_HEADER_BYTES
 
 from .layouts import recommend_layout

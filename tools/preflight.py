@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import msgspec
 
 from r3async.config import Config, ConfigError, EnvConfig, check_policy_loss, resolve_envs
-from r3async.data.models import ModelShape
+from r3async.data.model_shape import ModelShape
 from r3async.envs import (
     Action,
     EnvironmentProtocolError,

@@ -20,7 +20,8 @@ from __future__ import annotations
 import msgspec
 
 from r3async.config import Config
-from r3async.data.models import DTYPE_BYTES, ModelShape
+from r3async.data.model_shape import ModelShape
+from r3async.data.write_sizes import DTYPE_BYTES
 
 from .traffic import count_copy_bytes, count_expert_bytes, count_micro_batches, count_updated
 

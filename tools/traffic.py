@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 
 from r3async.config import Config
-from r3async.data.models import DTYPE_BYTES, ModelShape
+from r3async.data.model_shape import ModelShape
+from r3async.data.write_sizes import DTYPE_BYTES
 
 from .adapted import count_adapters
 from .memory import count_replicas

@@ -20,8 +20,8 @@ from r3async.actors.learner import LearnerStatus, TrainStepResult
 from r3async.actors.leasing import LeaseClient, VersionGate
 from r3async.actors.process import describe_process
 from r3async.config import Config, config_from_dict
-from r3async.data.models import UNKNOWN_SIZES
-from r3async.data.versions import ConsumedGroups
+from r3async.data.consumed_groups import ConsumedGroups
+from r3async.data.write_sizes import UNKNOWN_SIZES
 from r3async.record.timeline import LagMeter
 from r3async.rollout.engine import InstallReport
 from r3async.rollout.scripted import SCRIPTED_ROUTING

@@ -10,7 +10,7 @@ from pathlib import Path
 from dev.bench.jobs import PrintLine, train_in_process
 from dev.bench.report import Measurements
 from r3async.config import load_config
-from r3async.data.container import decode_safetensors_header
+from r3async.data.safetensors_header import decode_safetensors_header
 
 TIMEOUT_SECONDS = 1800.0
 WARM_UP_UPDATES = 2

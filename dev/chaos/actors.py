@@ -19,8 +19,10 @@ from dev.chaos.relay import Direction, MessageRelay, NoiseRates, TcpProxy
 from r3async.actors.driver import RunHandle, RunLauncher
 from r3async.actors.generator import GeneratorActor
 from r3async.actors.learner import LearnerActor, TrainStepResult
+from r3async.data.control_messages import Ack, Deliver, decode_control, join_item_frames
 from r3async.data.tokens import Trajectory
-from r3async.data.wire import Ack, Deliver, WireError, decode_control, decode_trajectory, join_item_frames
+from r3async.data.wire import decode_trajectory
+from r3async.data.wire_frames import WireError
 from r3async.record.writer import checksum_tokens
 from r3async.rollout.engine import InstallReport
 from r3async.schedule.groups import GroupBuffer

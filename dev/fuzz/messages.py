@@ -11,7 +11,7 @@ from typing import Any
 
 from dev.fuzz.common import FuzzReport, InputMonitor, make_specimen, mutate_bytes
 from r3async.config import BufferConfig, TransportConfig
-from r3async.data import wire
+from r3async.data import control_messages, wire, wire_frames
 from r3async.data.packed import RouteForm
 from r3async.data.tokens import SCHEMA, Trajectory
 from r3async.transport import TrajectoryConsumer, TrajectoryReceiver
@@ -26,7 +26,7 @@ def mutate_control(rng: random.Random, frame: bytes) -> bytes:
     """Return a mutated control frame, mostly with a valid checksum. Otherwise almost none would pass the checksum."""
     if rng.random() < 0.2:
         return mutate_bytes(rng, frame)
-    return wire.append_control_crc(mutate_bytes(rng, frame[: -wire.CRC_BYTES]))
+    return control_messages.append_control_crc(mutate_bytes(rng, frame[: -wire_frames.CRC_BYTES]))
 
 
 def forge_trajectory(rng: random.Random, frames: Sequence[bytes]) -> list[bytes]:
@@ -61,10 +61,10 @@ class AnswerSocket(NullSocket):
     """A substitute for the receiver's socket that keeps the answers."""
 
     def __init__(self) -> None:
-        self.answers: list[wire.ControlMessage] = []
+        self.answers: list[control_messages.ControlMessage] = []
 
-    def send(self, frames: Sequence[wire.Frame]) -> int:
-        self.answers.append(wire.decode_control(frames[1]))
+    def send(self, frames: Sequence[wire_frames.Frame]) -> int:
+        self.answers.append(control_messages.decode_control(frames[1]))
         return 0
 
 
@@ -132,7 +132,7 @@ async def fuzz_receiver(count: int, seed: int) -> FuzzReport:
     handler = logging.Handler(logging.ERROR)
     handler.emit = lambda record: failures.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("r3async").addHandler(handler)
-    hello = wire.encode_control(wire.Hello("s", "raw", "run", SCHEMA.fingerprint))
+    hello = control_messages.encode_control(control_messages.Hello("s", "raw", "run", SCHEMA.fingerprint))
     watch = InputMonitor(count)
     try:
         for _ in range(count):
@@ -140,8 +140,13 @@ async def fuzz_receiver(count: int, seed: int) -> FuzzReport:
             named = [(originals[i].trajectory_id, originals[i].group_index, encoded[i]) for i in some]
             if fits := rng.random() < 0.3:
                 named[0] = (*named[0][:2], forge_trajectory(rng, encoded[some[0]]))
-            items = [wire.DeliveryItem(name, group, 100_000, [len(f) for f in frames]) for name, group, frames in named]
-            deliver = [bytes(f) for f in wire.encode_delivery("s", items, [frames for _, _, frames in named])]
+            items = [
+                control_messages.DeliveryItem(name, group, 100_000, [len(f) for f in frames])
+                for name, group, frames in named
+            ]
+            deliver = [
+                bytes(f) for f in control_messages.encode_delivery("s", items, [frames for _, _, frames in named])
+            ]
             receiver._on_message([IdentityFrame(b"raw"), hello])
             socket.answers.clear()
             alone = rng.random() < 0.1
@@ -161,12 +166,12 @@ async def fuzz_receiver(count: int, seed: int) -> FuzzReport:
     return watch.make_report()
 
 
-def _judge_answers(answers: list[wire.ControlMessage]) -> str:
+def _judge_answers(answers: list[control_messages.ControlMessage]) -> str:
     for answer in answers:
-        if isinstance(answer, wire.Reject | wire.Refusal):
+        if isinstance(answer, control_messages.Reject | control_messages.Refusal):
             assert answer.reason, "refused without a reason"
             return "refused with a reason"
-        if isinstance(answer, wire.Ack):
+        if isinstance(answer, control_messages.Ack):
             return "taken, equal"
     return "a valid control message, or one of an earlier session"
 

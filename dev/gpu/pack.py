@@ -29,7 +29,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 import r3async
-from r3async.config.rollout import UNWANTED_PACKAGES
+from r3async.config.vllm_arguments import UNWANTED_PACKAGES
 
 DIST = "r3async"
 RUN, CONTENTS, PIECE = "run.py", "bundle.json", "piece-"

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 SIMULATED_PATTERNS = (
     "actors/*.py",
+    "r3async/data/consumed_groups.py",
     "r3async/data/versions.py",
     "r3async/world/appending.py",
     "r3async/world/disk_retries.py",

@@ -23,10 +23,11 @@ import msgspec
 from dev.pages.commands import render_commands
 from dev.pages.dashboard import render_dashboard
 from r3async.config import Config, DataConfig, EnvEntryConfig, RewardConfig, Section
-from r3async.config.rollout import EvaluationSetConfig
+from r3async.config.evaluation import EvaluationSetConfig
 from r3async.config.section import strip_range
-from r3async.data.metrics import METRICS, SINGLE_KIND_STAGES, STAGES_BY_ROLE, Metric
+from r3async.data.metrics import METRICS, Metric
 from r3async.data.models import ARCHITECTURES, TORCH_ONLY_ARCHITECTURES, UNSUPPORTED_MODEL_TYPES
+from r3async.data.stage_names import SINGLE_KIND_STAGES, STAGES_BY_ROLE
 from r3async.tools.preflight import NEEDS, START_CHECKS
 
 REFERENCE_PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"

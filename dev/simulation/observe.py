@@ -63,21 +63,20 @@ from r3async.actors.learner import LearnerActor
 from r3async.actors.leasing import LeaseAnswer, LeaseCall
 from r3async.checkpoint import RunState
 from r3async.checkpoint.directory import EvaluationFile, evaluation_path
-from r3async.data.models import RoutingShape
-from r3async.data.versions import Lineage
-from r3async.data.wire import (
+from r3async.data.control_messages import (
     Ack,
     ControlMessage,
     Deliver,
     Hello,
     Reject,
     Welcome,
-    WireError,
     decode_control,
-    decode_trajectory,
-    decoded_bytes,
     join_item_frames,
 )
+from r3async.data.model_shape import RoutingShape
+from r3async.data.versions import Lineage
+from r3async.data.wire import decode_trajectory, decoded_bytes
+from r3async.data.wire_frames import WireError
 from r3async.learner.trainer import PreparedStep, StepOutcome, Trainer
 from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engine import EngineLostError

@@ -33,7 +33,7 @@ from r3async.actors.driver import LOCK_WAIT_SECONDS, RunLauncher, open_run_direc
 from r3async.actors.process import NotTrained, ProcessLost, RunFailed, StoppedBeforeStep
 from r3async.checkpoint import CheckpointError
 from r3async.config import Config, ConfigError, InitConfig
-from r3async.data.models import read_moe_layers
+from r3async.data.model_shape import read_moe_layers
 from r3async.record.reading import EVALUATION_FILE, read_json_objects
 from r3async.record.timeline import Span, read_timeline
 from r3async.untrusted import decode_json_object

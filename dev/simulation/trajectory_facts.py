@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dev.simulation.history import RolloutFacts
-from r3async.data.models import RoutingShape
+from r3async.data.model_shape import RoutingShape
 from r3async.data.tokens import Sample, Trajectory
 from r3async.rollout.scripted import scripted_logprobs, scripted_route_rows
 

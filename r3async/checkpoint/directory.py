@@ -39,8 +39,8 @@ from r3async.checkpoint.state import (
     write_checkpoint_file,
 )
 from r3async.config import REDACTED, CheckpointConfig, Config, config_to_dict, flatten_section
-from r3async.data.models import read_write_sizes
 from r3async.data.versions import Lineage, RunStart
+from r3async.data.write_sizes import read_write_sizes
 from r3async.schedule.admission import AdmissionController
 from r3async.untrusted import MalformedError, decode_json
 from r3async.world import EventReporter, Files, World, ignore_event

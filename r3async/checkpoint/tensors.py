@@ -21,7 +21,12 @@ import torch
 from torch import Tensor
 
 from r3async.checkpoint.state import CheckpointError, FileEntry, TrustRegionState, make_read_error
-from r3async.data.container import SAFETENSORS_DTYPES, SafetensorsEntry, encode_safetensors_header, tensor_bytes
+from r3async.data.safetensors_header import (
+    SAFETENSORS_DTYPES,
+    SafetensorsEntry,
+    encode_safetensors_header,
+    tensor_bytes,
+)
 from r3async.untrusted import MalformedError, decode_json
 from r3async.world import Files
 from r3async.world.real import REAL_WORLD

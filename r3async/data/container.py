@@ -1,36 +1,25 @@
-"""Files of records, each a few frames of bytes: the format of the spool, the quarantine and the route files.
+"""Files of records, each a few frames of bytes: the format of the spool, the quarantine and the
+route files.
 
     magic (8) | frames (u32) | crc32 of the lengths (u32) | length of each frame (u64 ...) | frames
 
-All integers are little-endian. Each frame is padded to 8 bytes, so that arrays mapped from the file are aligned. The
-writer of a record decides what its frames contain and how they are checksummed.
-
-The module also encodes and decodes safetensors files piece by piece (the header, then the bytes of each tensor), so
-that no file has to be in memory as a whole.
+All integers are little-endian. Each frame is padded to 8 bytes, so that arrays mapped from the file
+are aligned. The writer of a record decides what its frames contain and how they are checksummed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
-from r3async.untrusted import MalformedError, decode_json
 from r3async.world import Buffer, Files
 from r3async.world.real import REAL_WORLD
-
-if TYPE_CHECKING:
-    import torch
-
 
 RECORD_HEAD = struct.Struct("<8sII")
 RECORD_ALIGNMENT = 8
@@ -138,87 +127,3 @@ def map_file(path: Path, offset: int = 0, length: int | None = None, *, files: F
     """Return `length` bytes of a file from `offset` on, read-only. They stay readable when the file is deleted."""
     with files.open(path) as file:
         return file.map_bytes(offset, length)
-
-
-SAFETENSORS_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-"""Names of dtypes in safetensors, keyed by their names in torch."""
-
-
-def torch_dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a torch dtype, as in the keys of `SAFETENSORS_DTYPES`."""
-    return str(dtype).removeprefix("torch.")
-
-
-def encode_safetensors_header(
-    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
-) -> bytes:
-    """Return the header of a safetensors file: its length as a little-endian u64, then JSON, padded to 8 bytes.
-
-    `tensors` gives the name, dtype and shape of each tensor, in the order in which their bytes follow. Raises
-    `ValueError` for a dtype that safetensors cannot hold.
-    """
-    table: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
-    at = 0
-    for name, dtype, shape in tensors:
-        if torch_dtype_name(dtype) not in SAFETENSORS_DTYPES:
-            raise ValueError(f"tensor {name!r} has dtype {dtype}, which safetensors cannot hold")
-        end = at + math.prod(shape) * dtype.itemsize
-        table[name] = {
-            "dtype": SAFETENSORS_DTYPES[torch_dtype_name(dtype)],
-            "shape": list(shape),
-            "data_offsets": [at, end],
-        }
-        at = end
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-class SafetensorsEntry(msgspec.Struct, forbid_unknown_fields=True):
-    """The entry of a tensor in the header of a safetensors file.
-
-    Attributes:
-        dtype: A value of `SAFETENSORS_DTYPES`.
-        data_offsets: Start and end of the tensor's bytes, counted from the end of the header.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
-
-
-def decode_safetensors_header(data: Buffer) -> tuple[dict[str, SafetensorsEntry], int]:
-    """Return the tensors of a safetensors file, in the order of its header, and the offset at which their bytes begin.
-
-    Raises `ValueError` for a malformed header.
-    """
-    view = memoryview(data)
-    end = 8 + int.from_bytes(view[:8], "little")
-    if not 8 < end <= view.nbytes:
-        raise ValueError(f"a header of {end - 8} bytes in a file of {view.nbytes}")
-    try:
-        table = decode_json(view[8:end], dict[str, msgspec.Raw])
-        table.pop("__metadata__", None)
-        return {name: decode_json(text, SafetensorsEntry) for name, text in table.items()}, end
-    except MalformedError as error:
-        raise ValueError(f"its header: {error}") from error
-
-
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor in host memory, without a copy if it is contiguous."""
-    import torch
-
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from r3async.config import DATASET_ENV, MIX_ENV, ConfigError, EnvConfig, did_you_mean
-from r3async.config.paths import import_object
+from r3async.config.user_code import import_object
 from r3async.envs import EnvironmentFactory
 from r3async.envs.errors import summarize_error
 from r3async.envs.passed_objects import get_pickled_object, is_object_name, load_object, register_objects

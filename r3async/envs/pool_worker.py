@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from r3async.config.paths import import_object
+from r3async.config.user_code import import_object
 from r3async.envs import Action, EnvironmentProtocolError, Message, StepResult
 from r3async.envs.errors import ErrorSummary, summarize_error
 from r3async.envs.returned import coerce_messages, require_step_result

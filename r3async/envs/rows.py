@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from r3async.config import ConfigError, DataConfig, did_you_mean
+from r3async.config.data import PromptTemplate
 from r3async.config.paths import resolve_user_path
-from r3async.config.rollout import PromptTemplate
 from r3async.envs import REASONING_KEYS, Message
 from r3async.envs.arrow_rows import Row, is_saved_dataset, read_dataset_rows, read_parquet_rows
 from r3async.envs.passed_objects import get_pickled_object, is_object_name

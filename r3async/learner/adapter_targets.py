@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from r3async.config import LearnerConfig
-from r3async.config.algorithm import matches_target
+from r3async.config.learner import matches_target
 from r3async.learner.results import LearnerError
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from r3async.data.models import ModelShapeError, parse_model_shape
+from r3async.data.model_shape import ModelShapeError, parse_model_shape
 from r3async.data.routes import iter_sorted_columns
 from r3async.data.supports import SupportSets
 from r3async.data.tokens import Sample, SchemaError, TokenTable

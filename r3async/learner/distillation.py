@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from r3async.config import Config, DistillationConfig
-from r3async.config.algorithm import LoraConfig, RoutingConfig
+from r3async.config.learner import LoraConfig, RoutingConfig
 from r3async.learner import build_learner
 from r3async.learner.results import LearnerError
 from r3async.untrusted import decode_json_object

@@ -12,15 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from r3async.config import LearnerConfig
-from r3async.data.models import (
-    ARCHITECTURES,
-    EXPERT_BIAS_SUFFIX,
-    ModelArchitecture,
-    ModelShape,
-    ModelShapeError,
-    list_supported_types,
-    parse_model_shape,
-)
+from r3async.data.model_shape import ModelShape, ModelShapeError, parse_model_shape
+from r3async.data.models import ARCHITECTURES, EXPERT_BIAS_SUFFIX, ModelArchitecture, list_supported_types
 from r3async.learner.adapter_targets import select_targets
 from r3async.learner.results import LearnerError
 from r3async.untrusted import decode_python_json

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from r3async.data.models import RoutingShape
+from r3async.data.model_shape import RoutingShape
 from r3async.data.routes import RoutingError, iter_sorted_columns, validate_routes
 from r3async.learner.batch import MicroBatch
 from r3async.learner.kernels import upload_array

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from r3async.checkpoint.tensors import TensorSlice
 from r3async.config import Config
-from r3async.data.models import read_moe_layers
+from r3async.data.model_shape import read_moe_layers
 from r3async.learner.backend import SINGLE_RANK, LearnerBackend, ScoreCallback
 from r3async.learner.batch import MicroBatch
 from r3async.learner.optimizer import MasterAdamW, OptimizerUpdate, count_updates

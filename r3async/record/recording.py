@@ -19,7 +19,8 @@ from r3async.config import Config, ConfigError, config_from_dict, config_to_dict
 from r3async.data.container import RecordFormat, TornRecord, map_file
 from r3async.data.tokens import Trajectory
 from r3async.data.versions import Lineage
-from r3async.data.wire import WireError, compute_checksum, decode_trajectory, encode_trajectory
+from r3async.data.wire import decode_trajectory, encode_trajectory
+from r3async.data.wire_frames import WireError, compute_checksum
 from r3async.untrusted import MalformedError, decode_json, decode_json_object
 from r3async.world import Buffer, EventReporter, Files, World
 from r3async.world.files import make_directory, read_file, replace_file, write_atomically

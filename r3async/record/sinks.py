@@ -30,9 +30,9 @@ import msgspec
 import numpy as np
 
 from r3async.config import flatten_section
-from r3async.config.operation import LogConfig, ObserveConfig
-from r3async.config.rollout import bracket_ipv6, strip_brackets
+from r3async.config.observe import LogConfig, ObserveConfig
 from r3async.config.section import ConfigError
+from r3async.config.serving import bracket_ipv6, strip_brackets
 from r3async.data.metrics import find_metric, select_main_metrics
 from r3async.record.reading import read_run_config
 from r3async.world.files import make_directory, replace_file

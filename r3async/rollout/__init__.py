@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from r3async.config import Config
-from r3async.config.rollout import declare_engine_args
+from r3async.config.vllm_arguments import declare_engine_args
 from r3async.world import World
 from r3async.world.real import REAL_WORLD
 

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, Secret, ServingConfig, did_you_mean, reveal_secrets
-from r3async.config.paths import import_object
+from r3async.config.user_code import import_object
 from r3async.data.tokens import Trajectory
 from r3async.envs.pool import filter_variables
 from r3async.rollout.chat import ChatRenderer

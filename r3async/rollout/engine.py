@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from r3async.data.models import RoutingShape
+from r3async.data.model_shape import RoutingShape
 from r3async.data.supports import SupportSets
 from r3async.data.versions import VersionSpan
 from r3async.weights.manifest import TensorMismatch, WeightManifest

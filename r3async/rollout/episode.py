@@ -15,7 +15,7 @@ import msgspec
 
 from r3async.config import EpisodeConfig
 from r3async.data.mixed import split_seed
-from r3async.data.models import RoutingShape
+from r3async.data.model_shape import RoutingShape
 from r3async.data.tokens import Sample, Trajectory, format_trajectory_id
 from r3async.envs import (
     Action,

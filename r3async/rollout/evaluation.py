@@ -26,7 +26,7 @@ from r3async.config import (
     resolve_env,
     resolve_envs,
 )
-from r3async.config.rollout import list_pass_ks
+from r3async.config.evaluation import list_pass_ks
 from r3async.data.statistics import mean_interval
 from r3async.data.tokens import Trajectory
 from r3async.envs import (

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from r3async.config import RowsMode
-from r3async.data.models import RoutingShape
+from r3async.data.model_shape import RoutingShape
 from r3async.data.routes import RoutingTrace
 from r3async.data.supports import SupportSets
 from r3async.data.tokens import SCHEMA, GrowingTokens, Sample, TokenTable, Turn

@@ -20,9 +20,9 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
-from r3async.data.container import decode_safetensors_header
-from r3async.data.models import RoutingShape, read_moe_layers
+from r3async.data.model_shape import RoutingShape, read_moe_layers
 from r3async.data.routes import route_dtype
+from r3async.data.safetensors_header import decode_safetensors_header
 from r3async.data.supports import SupportSets
 from r3async.data.versions import VersionSpanRecorder, expand_version_spans
 from r3async.rollout.engine import EngineError, EngineLostError, Generation, GenerationRequest, InstallReport

@@ -44,7 +44,7 @@ from typing import Annotated, Any, TypedDict
 import msgspec
 
 from r3async.config import ScheduleConfig
-from r3async.data.versions import ConsumedGroups
+from r3async.data.consumed_groups import ConsumedGroups
 
 
 class GroupLease(msgspec.Struct, frozen=True):

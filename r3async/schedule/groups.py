@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from r3async.config import Config
-from r3async.data.models import RoutingShape
+from r3async.data.consumed_groups import ConsumedGroups
+from r3async.data.model_shape import RoutingShape
 from r3async.data.tokens import SCHEMA, Trajectory
-from r3async.data.versions import ConsumedGroups
 from r3async.data.wire import MAX_HEADER_BYTES
 from r3async.schedule.admission import count_slots
 

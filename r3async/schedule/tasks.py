@@ -24,10 +24,11 @@ from typing import Any, Literal, TypedDict
 import msgspec
 import numpy as np
 
-from r3async.config.operation import DifficultyConfig
+from r3async.config.schedule import DifficultyConfig
 from r3async.data.mixed import ENV_SEED_BITS, join_seed, split_seed
 from r3async.data.tokens import Trajectory
-from r3async.data.wire import Frame, WireError, encode_trajectory
+from r3async.data.wire import encode_trajectory
+from r3async.data.wire_frames import Frame, WireError
 from r3async.transport.spool import SPOOL_FORMAT
 from r3async.world import EventReporter, Files
 from r3async.world.files import make_directory

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from r3async.data.models import RoutingShape
+from r3async.data.model_shape import RoutingShape
 from r3async.data.routes import RoutingError, validate_routes
 from r3async.data.tokens import UNSAMPLED_VERSION, Sample, TokenTable, Trajectory
 from r3async.data.versions import Lineage

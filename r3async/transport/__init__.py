@@ -1,6 +1,7 @@
 """Transport of trajectories from generators to the learner: delivered at least once, trained once."""
 
-from r3async.data.wire import WireError, decode_trajectory, encode_trajectory
+from r3async.data.wire import decode_trajectory, encode_trajectory
+from r3async.data.wire_frames import WireError
 from r3async.transport.receiver import (
     RejectionError,
     TrajectoryConsumer,

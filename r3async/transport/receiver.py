@@ -13,27 +13,23 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 from r3async.config import LOOPBACK_HOST, TransportConfig, bracket_ipv6
-from r3async.data.tokens import SCHEMA, Trajectory
-from r3async.data.versions import ConsumedGroups
-from r3async.data.wire import (
-    WIRE_VERSION,
+from r3async.data.consumed_groups import ConsumedGroups
+from r3async.data.control_messages import (
     Ack,
     ControlMessage,
     Deliver,
     DeliveryItem,
-    Frame,
     Hello,
-    InvalidTrajectoryError,
     Refusal,
     Reject,
     Welcome,
-    WireError,
     decode_control,
-    decode_trajectory,
-    decoded_bytes,
     encode_control,
     join_item_frames,
 )
+from r3async.data.tokens import SCHEMA, Trajectory
+from r3async.data.wire import WIRE_VERSION, InvalidTrajectoryError, decode_trajectory, decoded_bytes
+from r3async.data.wire_frames import Frame, WireError
 from r3async.transport.sockets import OFFLOAD_BYTES, NullSocket, run_off_loop
 from r3async.world import TURN_SECONDS, MessageSocket, World
 from r3async.world.curve_keys import ServerKeys, TransportError

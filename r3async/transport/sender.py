@@ -12,25 +12,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from r3async.config import TransportConfig
-from r3async.data.tokens import SCHEMA, Trajectory
-from r3async.data.wire import (
+from r3async.data.control_messages import (
     MAX_DELIVERY_ITEMS,
     MAX_SHARED_BYTES,
     Ack,
     ControlMessage,
     DeliveryItem,
-    Frame,
     Hello,
     Refusal,
     Reject,
     Welcome,
-    WireError,
     decode_control,
-    decoded_bytes,
     encode_control,
     encode_delivery,
-    encode_trajectory,
 )
+from r3async.data.tokens import SCHEMA, Trajectory
+from r3async.data.wire import decoded_bytes, encode_trajectory
+from r3async.data.wire_frames import Frame, WireError
 from r3async.transport.sockets import OFFLOAD_BYTES, NullSocket, SenderRefusedError, TrajectoryValidator
 from r3async.world import TURN_SECONDS, MessageSocket, World
 from r3async.world.curve_keys import ClientKeys, TransportError

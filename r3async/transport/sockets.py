@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import ParamSpec, TypeVar
 
 from r3async.data.tokens import Trajectory
-from r3async.data.wire import Frame
+from r3async.data.wire_frames import Frame
 from r3async.world import Threads
 from r3async.world.curve_keys import TransportError
 

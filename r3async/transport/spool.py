@@ -17,7 +17,8 @@ from typing import Any
 from r3async.config import BufferConfig
 from r3async.data.container import FramedRecord, RecordFormat, TornRecord, map_file
 from r3async.data.tokens import SCHEMA, TokenSchema, Trajectory
-from r3async.data.wire import Frame, WireError, decode_trajectory, decoded_bytes
+from r3async.data.wire import decode_trajectory, decoded_bytes
+from r3async.data.wire_frames import Frame, WireError
 from r3async.world import EventReporter, World, ignore_event
 from r3async.world.disk_retries import RETRY_SECONDS, DiskRetrier
 from r3async.world.files import make_directory

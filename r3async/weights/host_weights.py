@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Self
 
 import xxhash
 
-from r3async.data.container import encode_safetensors_header, tensor_bytes, torch_dtype_name
 from r3async.data.models import EXPERT_BIAS_SUFFIX
+from r3async.data.safetensors_header import encode_safetensors_header, tensor_bytes, torch_dtype_name
 from r3async.weights.manifest import TensorEntry, WeightError, WeightManifest
 from r3async.world import Buffer
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import zmq
 
-from r3async.config.rollout import bracket_ipv6, strip_brackets
+from r3async.config.serving import bracket_ipv6, strip_brackets
 from r3async.untrusted import MalformedError, decode_msgpack
 from r3async.weights.manifest import NcclSource, WeightError, WeightManifest
 from r3async.weights.version_store import VersionStore

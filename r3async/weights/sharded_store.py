@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from r3async.data.container import encode_safetensors_header
+from r3async.data.safetensors_header import encode_safetensors_header
 from r3async.weights.delta import (
     DELTA_BLOCK_BYTES,
     VersionDigest,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from r3async.data.container import SAFETENSORS_DTYPES, decode_safetensors_header
+from r3async.data.safetensors_header import SAFETENSORS_DTYPES, decode_safetensors_header
 from r3async.weights.manifest import TensorEntry, WeightError, WeightManifest
 from r3async.world import Files
 from r3async.world.real import REAL_WORLD

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from r3async.data.models import RoutingShape
+from r3async.data.model_shape import RoutingShape
 from r3async.data.versions import expand_version_spans
 from r3async.rollout.engine import EngineError
 from tests.helpers.engine import END, TOLERANCE, Reference, prompt, replay, request, same_sets

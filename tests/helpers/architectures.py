@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from r3async.data.models import parse_model_shape
+from r3async.data.model_shape import parse_model_shape
 from tests.helpers.models import EXPERTS, TOP_K, VOCAB, save_random
 
 SHARED = {

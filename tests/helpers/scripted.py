@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from r3async.data.models import RoutingShape
+from r3async.data.model_shape import RoutingShape
 from r3async.rollout.scripted import scripted_hash, scripted_route_rows
 
 

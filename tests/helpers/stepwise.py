@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 
 from r3async.config import EpisodeConfig
-from r3async.data.models import RoutingShape
+from r3async.data.model_shape import RoutingShape
 from r3async.data.tokens import Trajectory
 from r3async.data.versions import VersionSpan
 from r3async.envs import Message, StepResult

@@ -13,7 +13,7 @@ import zmq.asyncio
 from zmq.utils import z85
 
 from r3async.config import TransportConfig
-from r3async.data import wire
+from r3async.data import control_messages, wire
 from r3async.data.tokens import SCHEMA, Sample, TokenTable, Trajectory
 from r3async.transport import TrajectoryConsumer, TrajectoryReceiver, TrajectorySender
 from r3async.transport.sockets import TrajectoryValidator
@@ -58,7 +58,9 @@ def memory_size(trajectory: Trajectory) -> int:
 
 def delivered(name: str, group: int, nbytes: int, *frames: bytes | memoryview, session: str = "session") -> list[Any]:
     """Return the message that delivers these frames as one trajectory."""
-    return wire.encode_delivery(session, [wire.DeliveryItem(name, group, nbytes, [len(f) for f in frames])], [frames])
+    return control_messages.encode_delivery(
+        session, [control_messages.DeliveryItem(name, group, nbytes, [len(f) for f in frames])], [frames]
+    )
 
 
 def free_port() -> int:
@@ -136,12 +138,12 @@ class KeepingSender:
         return False
 
 
-def keeping_back(lost: Callable[[TrajectoryReceiver, wire.Ack], Any]) -> type[TrajectoryReceiver]:
+def keeping_back(lost: Callable[[TrajectoryReceiver, control_messages.Ack], Any]) -> type[TrajectoryReceiver]:
     """Return a kind of receiver whose acknowledgements are not sent if they are `lost(receiver, acknowledgement)`."""
 
     class Keeping(TrajectoryReceiver):
-        def _send_message(self, identity: bytes, message: wire.ControlMessage) -> None:
-            if not (isinstance(message, wire.Ack) and lost(self, message)):
+        def _send_message(self, identity: bytes, message: control_messages.ControlMessage) -> None:
+            if not (isinstance(message, control_messages.Ack) and lost(self, message)):
                 super()._send_message(identity, message)
 
     return Keeping
@@ -198,7 +200,9 @@ async def raw_dealer(endpoint: str, name: bytes = b"raw") -> AsyncIterator[Any]:
 
     class Peer:
         async def send(self, *frames: Any) -> None:
-            parts = [wire.encode_control(f) if isinstance(f, wire.ControlBase) else f for f in frames]
+            parts = [
+                control_messages.encode_control(f) if isinstance(f, control_messages.ControlBase) else f for f in frames
+            ]
             await asyncio.wait_for(dealer.send_multipart(parts), LIMIT)
 
         async def answer(self, timeout: float = LIMIT) -> Any:
@@ -206,8 +210,8 @@ async def raw_dealer(endpoint: str, name: bytes = b"raw") -> AsyncIterator[Any]:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
                     while True:
-                        message = wire.decode_control((await dealer.recv_multipart())[0])
-                        if not isinstance(message, wire.Welcome):
+                        message = control_messages.decode_control((await dealer.recv_multipart())[0])
+                        if not isinstance(message, control_messages.Welcome):
                             return message
             return None
 
@@ -218,4 +222,4 @@ async def raw_dealer(endpoint: str, name: bytes = b"raw") -> AsyncIterator[Any]:
         context.term()
 
 
-HELLO = wire.Hello("session", "raw", "run", SCHEMA.fingerprint)
+HELLO = control_messages.Hello("session", "raw", "run", SCHEMA.fingerprint)

@@ -17,9 +17,9 @@ from dev.simulation.network import MessagePath, SimulatedFrames, draw_seconds
 from dev.simulation.processes import HostProcess
 from dev.simulation.world import Simulation
 from r3async.config import TransportConfig
-from r3async.data import wire
+from r3async.data import control_messages, wire
+from r3async.data.consumed_groups import ConsumedGroups
 from r3async.data.tokens import Trajectory
-from r3async.data.versions import ConsumedGroups
 from r3async.transport import (
     TrajectoryConsumer,
     TrajectoryLedger,
@@ -270,11 +270,11 @@ class Delivery:
 
     def _observe(self, event: str, route: MessagePath, frames: SimulatedFrames) -> None:
         if event == "sent":
-            message = wire.decode_control(frames[0])
+            message = control_messages.decode_control(frames[0])
             self.messages[type(message).__name__] += 1
-            if isinstance(message, wire.Deliver):
+            if isinstance(message, control_messages.Deliver):
                 self.delivered += len(message.items)
-            if isinstance(message, wire.Ack):
+            if isinstance(message, control_messages.Ack):
                 for name in message.ids:
                     if name not in self.disk and self.work[name].group_index >= len(self.trained):
                         self.violate(f"{name} is acknowledged, and not on the disk")

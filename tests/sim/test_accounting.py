@@ -15,7 +15,9 @@ from dev.chaos.actors import LEARNER_FAULTS, RelayRecorder, chaos_directory
 from dev.chaos.run import ScenarioRun, check_run
 from dev.simulation.world import START_TIME
 from r3async.config import load_config
-from r3async.data.wire import Ack, Deliver, WireError, decode_control, decode_trajectory, join_item_frames
+from r3async.data.control_messages import Ack, Deliver, decode_control, join_item_frames
+from r3async.data.wire import decode_trajectory
+from r3async.data.wire_frames import WireError
 from tests.sim.whole import SMALL, Simulated
 
 SETTINGS = [

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from r3async.data.wire import Ack
+from r3async.data.control_messages import Ack
 from r3async.transport import TrajectoryLedger, TrajectoryReceiver
 from r3async.transport.receiver import MemoryBudget
 from tests.sim.delivery import GROUPS, SAMPLES, Delivery

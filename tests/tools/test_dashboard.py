@@ -7,7 +7,7 @@ import urllib.request
 import pytest
 
 from dev.pages.reference import DASHBOARD_FILE
-from r3async.config.operation import ObserveConfig
+from r3async.config.observe import ObserveConfig
 from r3async.data.metrics import METRICS
 from r3async.record.sinks import MetricsEndpoint, to_prometheus_name
 from r3async.rollout.scripted import ScriptedEngine

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from r3async.checkpoint import CheckpointDirectory
 from r3async.checkpoint.directory import STATE_FILE
+from r3async.data.control_messages import DeliveryItem, Welcome, encode_control, encode_delivery
 from r3async.data.tokens import TokenTable
-from r3async.data.wire import DeliveryItem, Welcome, encode_control, encode_delivery, encode_trajectory
+from r3async.data.wire import encode_trajectory
 from r3async.tools.inspect.checkpoint import describe_checkpoint, inspect_checkpoint
 from r3async.tools.inspect.wire import describe_message
 from r3async.transport.spool import SPOOL_FORMAT

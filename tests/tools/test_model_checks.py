@@ -6,7 +6,7 @@ import time
 import pytest
 
 from r3async.config import ConfigError, load_config
-from r3async.data.models import SIZE_BOUNDS, ModelShapeError, check_size_values, parse_model_shape
+from r3async.data.model_shape import SIZE_BOUNDS, ModelShapeError, check_size_values, parse_model_shape
 from r3async.tools.init_model import build_byte_tokenizer
 from r3async.tools.memory import PUBLISHED_CONFIGS
 from r3async.tools.preflight import check_dry_run

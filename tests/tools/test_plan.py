@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from r3async.config import ConfigError, LearnerConfig, ParallelConfig, load_config
-from r3async.data.models import parse_model_shape
+from r3async.data.model_shape import parse_model_shape
 from r3async.data.tokens import Sample, TokenTable, Trajectory, Turn
 from r3async.data.wire import encode_trajectory
 from r3async.tools.memory import (
@@ -81,7 +81,7 @@ def refuses(learner):
 
 @pytest.mark.parametrize(("layers", "top_k", "experts"), [(48, 8, 128), (4, 2, 300)])
 def test_bytes_on_the_wire_are_those_of_an_encoded_trajectory(layers, top_k, experts):
-    from r3async.data.models import RoutingShape
+    from r3async.data.model_shape import RoutingShape
 
     routes = np.tile(np.arange(top_k, dtype=np.uint8 if experts <= 256 else np.uint16), (1000, layers, 1))
     table = TokenTable.from_tokens(np.arange(1000)).with_columns(

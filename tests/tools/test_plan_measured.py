@@ -7,7 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from r3async.config import config_from_dict, load_config
-from r3async.data.models import parse_model_shape
+from r3async.data.model_shape import parse_model_shape
 from r3async.learner import build_learner
 from r3async.learner.batch import pack_samples
 from r3async.learner.kernels import LOGIT_CHUNK_ELEMENTS, token_logprobs

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoConfig
 
 from r3async.config import Config, load_config
-from r3async.data.models import parse_model_shape
+from r3async.data.model_shape import parse_model_shape
 from r3async.tools.memory import PUBLISHED_CONFIGS, estimate_rank_memory, find_model_shape
 from r3async.tools.presets import list_preset_paths
 from tests.helpers import architectures

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.testing import CliRunner
 
-from r3async.data.wire import Welcome, encode_control
+from r3async.data.control_messages import Welcome, encode_control
 from r3async.envs import EnvironmentFailed
 from r3async.record.events import open_event_log
 from r3async.tools import cli

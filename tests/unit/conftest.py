@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from r3async.data import wire
+from r3async.data import control_messages
 from tests.helpers.fleet import Generator, loaded
 
 
@@ -47,9 +47,9 @@ def fleet(installer):
 def sent_together(monkeypatch) -> list[list[str]]:
     """Names in each message, as they are sent."""
     messages: list[list[str]] = []
-    delivery = wire.encode_delivery
+    delivery = control_messages.encode_delivery
 
-    def note(session: str, items: list[wire.DeliveryItem], frames: Any) -> Any:
+    def note(session: str, items: list[control_messages.DeliveryItem], frames: Any) -> Any:
         messages.append([item.trajectory_id for item in items])
         return delivery(session, items, frames)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from r3async.data.models import RoutingShape
+from r3async.data.model_shape import RoutingShape
 from r3async.data.tokens import Sample, TokenTable, Trajectory, Turn
 from r3async.schedule.groups import GroupBuffer
 from r3async.schedule.validation import InvalidTrajectory, validate_trajectories

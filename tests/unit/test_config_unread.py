@@ -15,7 +15,8 @@ from r3async.config import (
     flatten_section,
     load_config,
 )
-from r3async.config.load import READ_CONDITIONS, apply_overrides, explain_unread, load_command_config
+from r3async.config.load import apply_overrides, load_command_config
+from r3async.config.unread_settings import READ_CONDITIONS, explain_unread
 from r3async.tools.cli import app
 from r3async.tools.presets import list_preset_paths
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from r3async.config import ConfigError, load_config
-from r3async.config.operation import DifficultyConfig
+from r3async.config.schedule import DifficultyConfig
 from r3async.data.mixed import split_seed
 from r3async.rollout.episode import EpisodeTask, build_failed_trajectory
 from r3async.schedule.tasks import MixedTaskCursor, TaskCursor, TaskHistory, score_groups

@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from r3async.config import ConfigError, load_config
-from r3async.config.rollout import (
+from r3async.config.vllm_arguments import (
     CACHE_DTYPE_BYTES,
     COMPUTING_ENGINE_ARGS,
     DEFAULT_ENGINE_ARGS,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from r3async.config import EpisodeConfig
-from r3async.data.models import RoutingShape
+from r3async.data.model_shape import RoutingShape
 from r3async.data.tokens import TokenTable
 from r3async.data.versions import VersionSpan
 from r3async.envs import Message, StepResult

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from r3async.config import EpisodeConfig
-from r3async.data.models import RoutingShape
+from r3async.data.model_shape import RoutingShape
 from r3async.data.wire import decode_trajectory, encode_trajectory
 from r3async.envs import Message, StepResult
 from r3async.learner.batch import pack_samples

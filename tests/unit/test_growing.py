@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.data.models import RoutingShape
+from r3async.data.model_shape import RoutingShape
 from r3async.envs import Message
 from r3async.rollout.chat import ChatRenderer, Conversation, TemplateError
 from r3async.rollout.growing_text import GrowingText, TemplateAnalysis

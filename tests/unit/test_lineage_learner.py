@@ -14,7 +14,7 @@ import numpy as np
 from r3async.actors.learner import TrajectoryInbox
 from r3async.config import BufferConfig, config_from_dict
 from r3async.data import wire
-from r3async.data.models import RoutingShape
+from r3async.data.model_shape import RoutingShape
 from r3async.data.tokens import Sample, TokenTable, Trajectory, format_trajectory_id
 from r3async.data.versions import Lineage
 from r3async.record.events import open_event_log

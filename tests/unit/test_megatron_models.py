@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from r3async.data.models import ARCHITECTURES, parse_model_shape
+from r3async.data.model_shape import parse_model_shape
+from r3async.data.models import ARCHITECTURES
 from r3async.learner.batch import pack_samples
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.trainer import train_minibatch

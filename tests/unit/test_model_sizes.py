@@ -3,14 +3,8 @@
 import pytest
 from transformers import AutoConfig
 
-from r3async.data.models import (
-    ARCHITECTURES,
-    EXPERT_COUNT_KEYS,
-    TORCH_ONLY_ARCHITECTURES,
-    ModelShapeError,
-    parse_model_shape,
-    read_moe_layers,
-)
+from r3async.data.model_shape import EXPERT_COUNT_KEYS, ModelShapeError, parse_model_shape, read_moe_layers
+from r3async.data.models import ARCHITECTURES, TORCH_ONLY_ARCHITECTURES
 from tests.helpers.architectures import ALL, SHARED
 
 PUBLISHED = {kind: {"model_type": kind} for kind in (*ARCHITECTURES, *TORCH_ONLY_ARCHITECTURES)}

@@ -5,9 +5,10 @@ import operator
 import pytest
 
 from r3async.config import Config, ConfigError, load_config
+from r3async.config.data import DataConfig
 from r3async.config.others import EQUIVALENT_SETTINGS, TARGET_SETTINGS, find_equivalent_setting
-from r3async.config.rollout import OWNED_ENGINE_ARGS, DataConfig
-from r3async.config.section import SHORTHAND_KEYS
+from r3async.config.shorthand import SHORTHAND_KEYS
+from r3async.config.vllm_arguments import OWNED_ENGINE_ARGS
 from r3async.data.metrics import METRICS, find_metric, find_new_name
 from r3async.views.summary import RunSummary
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r3async.data.models import RoutingShape
+from r3async.data.model_shape import RoutingShape
 from r3async.data.tokens import SCHEMA, Column, Sample, TokenSchema, TokenTable, Trajectory, Turn
 from r3async.data.versions import VersionSpan
 from r3async.data.wire import decode_trajectory, encode_trajectory

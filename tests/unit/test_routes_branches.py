@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.data.models import RoutingShape
+from r3async.data.model_shape import RoutingShape
 from r3async.data.versions import VersionSpan
 from r3async.envs import Message
 from r3async.rollout.engine import Generation, GenerationRequest

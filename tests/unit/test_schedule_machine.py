@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from r3async.data.versions import ConsumedGroups
+from r3async.data.consumed_groups import ConsumedGroups
 from r3async.schedule.admission import AdmissionController
 from r3async.schedule.groups import GroupBuffer
 from r3async.schedule.validation import StalenessError

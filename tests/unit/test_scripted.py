@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from r3async.actors.ranks import LocalRank
 from r3async.checkpoint.tensors import LearnerStateReader, write_rank_file
 from r3async.config import ConfigError, load_config
-from r3async.data.models import RoutingShape
+from r3async.data.model_shape import RoutingShape
 from r3async.data.routes import validate_routes
 from r3async.data.versions import expand_version_spans
 from r3async.learner import LearnerError, build_learner

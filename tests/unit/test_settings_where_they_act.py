@@ -8,7 +8,7 @@ import torch
 
 from r3async.config import ScheduleConfig
 from r3async.config.algorithm import CorrectionConfig, ReferenceKLConfig, RolloutKLConfig
-from r3async.config.operation import DifficultyConfig
+from r3async.config.schedule import DifficultyConfig
 from r3async.learner.drift import TrustRegion, compute_correction_weights
 from r3async.learner.loss import compute_reference_kl, compute_rollout_kl
 from r3async.schedule.pace import PaceMonitor

@@ -16,9 +16,9 @@ import pytest
 
 from r3async.config import BufferConfig, TransportConfig
 from r3async.data import wire
+from r3async.data.consumed_groups import ConsumedGroups
 from r3async.data.container import RecordFormat
 from r3async.data.tokens import SCHEMA, Trajectory
-from r3async.data.versions import ConsumedGroups
 from r3async.transport import TrajectoryLedger, encode_trajectory
 from r3async.transport.spool import SPOOL_FORMAT, Spool
 from r3async.world import disk

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from r3async.data.supports import FORM_BITS, FORM_EXCEPT, FORM_LISTED, SupportSets
 from r3async.data.tokens import SCHEMA, Sample, SchemaError, TokenTable, Trajectory, Turn
-from r3async.data.wire import WireError, decode_trajectory, encode_trajectory
+from r3async.data.wire import decode_trajectory, encode_trajectory
+from r3async.data.wire_frames import WireError
 from r3async.schedule.validation import InvalidTrajectory, check_trajectory, validate_trajectories
 from tests.helpers.wire import make_trajectory
 

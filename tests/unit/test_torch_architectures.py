@@ -12,7 +12,8 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from r3async.data.models import RECURRENT_MODEL_TYPES, TORCH_ONLY_ARCHITECTURES, RoutingShape, parse_model_shape
+from r3async.data.model_shape import RoutingShape, parse_model_shape
+from r3async.data.models import RECURRENT_MODEL_TYPES, TORCH_ONLY_ARCHITECTURES
 from r3async.learner import LearnerError
 from r3async.learner.batch import pack_samples
 from r3async.learner.torch.backend import TorchLearner

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from r3async.config import TransportConfig
-from r3async.data import wire
+from r3async.data import control_messages
 from r3async.transport import TrajectoryReceiver, TrajectorySender, TransportError
 from r3async.world.real import RealWorld
 from tests.helpers.transport import (
@@ -207,7 +207,7 @@ async def test_a_sender_that_is_silent_is_forgotten_and_says_hello_again():
         await until(lambda: receiver.sender_count == 1)
         await until(lambda: receiver.sender_count == 0)
         await silent.send(*delivered("t1", 0, 10, b"x"))
-        assert await silent.answer() == wire.Refusal("session", "unknown session: say HELLO", final=False)
+        assert await silent.answer() == control_messages.Refusal("session", "unknown session: say HELLO", final=False)
     assert receiver.rejected == 0
 
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.config import TransportConfig
-from r3async.data import wire
+from r3async.data import control_messages
 from r3async.data.tokens import Trajectory
-from r3async.data.wire import WireError
+from r3async.data.wire_frames import WireError
 from r3async.transport import TransportError
 from r3async.transport import receiver as intake_module
 from r3async.transport import sender as encoding_module
@@ -144,7 +144,7 @@ async def test_message_over_the_limit_is_an_error_of_the_sender():
         async with raw_dealer(endpoint) as peer:
             await peer.send(HELLO)
             await peer.send(*delivered("big", 0, 2001, b"x"))
-            assert await peer.answer() == wire.Reject("big", "2001 bytes, more than 2000")
+            assert await peer.answer() == control_messages.Reject("big", "2001 bytes, more than 2000")
         assert receiver.rejected == 1
 
 
@@ -203,25 +203,29 @@ def test_the_frames_of_each_come_out_of_a_message_of_several(data):
     """Of any sizes, from nothing on; also in a buffer at an odd address, as ZeroMQ hands it out."""
     sizes = st.lists(st.sampled_from([0, 1, 7, 8, 9, 100, 2000]), min_size=1, max_size=4)
     contents = [[np.random.default_rng(n).bytes(n) for n in each] for each in data.draw(st.lists(sizes, min_size=1))]
-    contents = contents[: wire.MAX_DELIVERY_ITEMS]
-    items = [wire.DeliveryItem(f"t{i}", i, 10**6, [len(f) for f in frames]) for i, frames in enumerate(contents)]
-    control, *payload = wire.encode_delivery("s", items, contents)
-    message = wire.decode_control(control)
-    assert isinstance(message, wire.Deliver)
+    contents = contents[: control_messages.MAX_DELIVERY_ITEMS]
+    items = [
+        control_messages.DeliveryItem(f"t{i}", i, 10**6, [len(f) for f in frames]) for i, frames in enumerate(contents)
+    ]
+    control, *payload = control_messages.encode_delivery("s", items, contents)
+    message = control_messages.decode_control(control)
+    assert isinstance(message, control_messages.Deliver)
     assert message.items == items
     for pieces in (payload, [memoryview(b"x" + bytes(piece))[1:] for piece in payload]):
         if len(items) > 1 and not pieces:  # there is nothing in it at all
             continue
         portions = message.split_by_item(pieces)
-        found = [wire.join_item_frames(item, portion) for item, portion in zip(items, portions, strict=True)]
+        found = [
+            control_messages.join_item_frames(item, portion) for item, portion in zip(items, portions, strict=True)
+        ]
         assert [[bytes(frame) for frame in frames] for frames in found] == contents
 
 
 def test_a_message_of_several_that_does_not_add_up_is_refused():
     contents = [[b"a" * 10], [b"b" * 20]]
-    items = [wire.DeliveryItem(f"t{i}", i, 100, [len(frames[0])]) for i, frames in enumerate(contents)]
-    control, payload = wire.encode_delivery("s", items, contents)
-    message = wire.decode_control(control)
+    items = [control_messages.DeliveryItem(f"t{i}", i, 100, [len(frames[0])]) for i, frames in enumerate(contents)]
+    control, payload = control_messages.encode_delivery("s", items, contents)
+    message = control_messages.decode_control(control)
     for bad in ([], [payload, b""], [payload[:-1]], [bytes(payload) + b"x"]):
         with pytest.raises(WireError, match=r"several trajectories|2 trajectories in"):
             message.split_by_item(bad)
@@ -232,9 +236,12 @@ async def test_of_a_message_of_several_a_bad_one_is_refused_alone():
     sent = [make_trajectory(i, group=0) for i in range(6)]
     frames = [[bytes(frame) for frame in encoded(t)] for t in sent]
     frames[1][1] = frames[1][1][:-1] + bytes([frames[1][1][-1] ^ 1])
-    items = [wire.DeliveryItem(f"t{i}", 0, memory_size(t), [len(f) for f in frames[i]]) for i, t in enumerate(sent)]
-    items[3] = wire.DeliveryItem("t3", 7, items[3].nbytes, items[3].frames)
-    items[4] = wire.DeliveryItem("t4", 0, 10**9, items[4].frames)
+    items = [
+        control_messages.DeliveryItem(f"t{i}", 0, memory_size(t), [len(f) for f in frames[i]])
+        for i, t in enumerate(sent)
+    ]
+    items[3] = control_messages.DeliveryItem("t3", 7, items[3].nbytes, items[3].frames)
+    items[4] = control_messages.DeliveryItem("t4", 0, 10**9, items[4].frames)
 
     def validate(trajectories: Sequence[Trajectory]) -> dict[int, str]:
         return {i: "no such expert" for i, t in enumerate(trajectories) if t.trajectory_id == "t2"}
@@ -242,12 +249,12 @@ async def test_of_a_message_of_several_a_bad_one_is_refused_alone():
     inbox = Inbox(validate=validate, claims=lambda group, name: group == 0)
     async with receiving(inbox, SLOW) as (receiver, endpoint), raw_dealer(endpoint) as peer:
         await peer.send(HELLO)
-        await peer.send(*wire.encode_delivery("session", items, frames))
+        await peer.send(*control_messages.encode_delivery("session", items, frames))
         answers = [await peer.answer() for _ in range(5)]
         assert receiver.unreleased_bytes == 0
-    (ack,) = [answer for answer in answers if isinstance(answer, wire.Ack)]
+    (ack,) = [answer for answer in answers if isinstance(answer, control_messages.Ack)]
     assert ack.ids == ["t0", "t5"]
-    rejects = {answer.trajectory_id: answer for answer in answers if isinstance(answer, wire.Reject)}
+    rejects = {answer.trajectory_id: answer for answer in answers if isinstance(answer, control_messages.Reject)}
     again = {name: reject.again for name, reject in rejects.items()}
     assert again == {"t1": "damaged", "t2": "never", "t3": "never", "t4": "never"}
     assert rejects["t2"].reason == "no such expert"

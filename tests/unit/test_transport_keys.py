@@ -17,9 +17,9 @@ from zmq.utils import z85
 
 from dev.simulation.world import Simulation
 from r3async.config import TransportConfig, config_from_dict
-from r3async.data import wire
+from r3async.data import control_messages, wire
 from r3async.data.tokens import SCHEMA, Column, Trajectory
-from r3async.data.wire import align_offset
+from r3async.data.wire_frames import align_offset
 from r3async.tools.cli import app
 from r3async.transport import (
     RejectionError,
@@ -202,7 +202,7 @@ async def test_a_stranger_on_this_machine_gets_no_trajectory_in_and_no_word_out(
     async with receiving(inbox, SETTINGS) as (receiver, endpoint):
         with stranger(endpoint, mechanism) as socket:
             for message in (
-                [wire.encode_control(wire.Hello("s", "g0", "run", SCHEMA.fingerprint))],
+                [control_messages.encode_control(control_messages.Hello("s", "g0", "run", SCHEMA.fingerprint))],
                 delivered("t1", 0, 10_000, *frames, session="s"),
             ):
                 with contextlib.suppress(zmq.Again):  # it may be refused before it has said all
@@ -370,20 +370,22 @@ async def test_malformed_messages():
     async with receiving(inbox) as (receiver, endpoint):
         async with raw_dealer(endpoint) as peer:
             garbage = [(b"",), (b"", b"x"), (b"\xc1\x00",), (b"\x91" * 60_000,), (b"x" * 100_000,), tuple([b"y"] * 50)]
-            for n, bad in enumerate([*garbage, (wire.Ack(["t"]),), (wire.Reject("t", "why"),)], 1):
+            for n, bad in enumerate(
+                [*garbage, (control_messages.Ack(["t"]),), (control_messages.Reject("t", "why"),)], 1
+            ):
                 await peer.send(*bad)
                 answer = await peer.answer()
-                assert isinstance(answer, wire.Reject)
+                assert isinstance(answer, control_messages.Reject)
                 assert answer.trajectory_id == ""
                 assert answer.reason
                 assert receiver.rejected == n
             await peer.send(*delivered("x", 0, size, *frames))
-            assert await peer.answer() == wire.Refusal("session", "unknown session: say HELLO", False)
+            assert await peer.answer() == control_messages.Refusal("session", "unknown session: say HELLO", False)
             await peer.send(HELLO)
             for n, (reason, payload) in enumerate(payloads.items()):
                 await peer.send(*delivered(f"x{n}", 0, size, *payload))
                 answer = await peer.answer()
-                assert isinstance(answer, wire.Reject)
+                assert isinstance(answer, control_messages.Reject)
                 assert answer.trajectory_id == f"x{n}"
                 assert answer.again == ("never" if reason.endswith("announced") else "damaged")
                 assert reason in answer.reason
@@ -403,12 +405,12 @@ async def test_another_schema_and_another_version_of_the_wire_are_refused_for_go
     other = SCHEMA.with_column(Column("entropy", ("float32",), 0.0, optional=True)).fingerprint
     async with receiving(inbox) as (receiver, endpoint):
         async with raw_dealer(endpoint) as peer:
-            await peer.send(wire.Hello("s", "raw", "run", other))
+            await peer.send(control_messages.Hello("s", "raw", "run", other))
             answer = await peer.answer()
             assert answer.final
             assert f"token schema '{other}'" in answer.reason
             assert "the columns differ" in answer.reason
-            await peer.send(wire.Hello("s", "raw", "run", SCHEMA.fingerprint, wire=wire.WIRE_VERSION - 1))
+            await peer.send(control_messages.Hello("s", "raw", "run", SCHEMA.fingerprint, wire=wire.WIRE_VERSION - 1))
             answer = await peer.answer()
             assert answer.final
             assert f"wire version {wire.WIRE_VERSION - 1}, the learner has {wire.WIRE_VERSION}" in answer.reason

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.config import TransportConfig
-from r3async.data import wire
+from r3async.data import control_messages, wire, wire_frames
 from r3async.data.tokens import SCHEMA
 from r3async.transport import TrajectoryConsumer, TrajectoryLedger, TrajectoryReceiver
 from r3async.transport.receiver import (
@@ -194,7 +194,16 @@ def test_outbox_has_a_limit_of_small_ones_in_flight():
 
 def test_outbox_sends_small_ones_together_and_a_large_one_alone():
     outbox = Outbox()
-    sizes = [10, 20, wire.MAX_SHARED_BYTES, 5, wire.MAX_SHARED_BYTES - 5, 1, 3 * wire.MAX_SHARED_BYTES, 7]
+    sizes = [
+        10,
+        20,
+        control_messages.MAX_SHARED_BYTES,
+        5,
+        control_messages.MAX_SHARED_BYTES - 5,
+        1,
+        3 * control_messages.MAX_SHARED_BYTES,
+        7,
+    ]
     for i, size in enumerate(sizes):
         outbox.add(OutgoingTrajectory(make_trajectory(i, group=0), 1, [bytes(size)]))
     messages = []
@@ -203,9 +212,9 @@ def test_outbox_sends_small_ones_together_and_a_large_one_alone():
         for each in chosen:
             outbox.mark_sent(each, 0.0)
     assert messages == [sizes[:2], sizes[2:3], sizes[3:5], sizes[5:6], sizes[6:7], sizes[7:]]
-    for i in range(100, 101 + wire.MAX_DELIVERY_ITEMS):
+    for i in range(100, 101 + control_messages.MAX_DELIVERY_ITEMS):
         outbox.add(pending(i))
-    assert len(outbox.next_batch(NO_GROUP_LIMIT, 10**9)) == wire.MAX_DELIVERY_ITEMS
+    assert len(outbox.next_batch(NO_GROUP_LIMIT, 10**9)) == control_messages.MAX_DELIVERY_ITEMS
 
 
 @settings(max_examples=60)
@@ -304,10 +313,10 @@ class Answers:
     """A receiver's socket, which keeps what is sent."""
 
     def __init__(self) -> None:
-        self.sent: list[tuple[bytes, wire.ControlMessage]] = []
+        self.sent: list[tuple[bytes, control_messages.ControlMessage]] = []
 
     def send(self, frames) -> int:
-        self.sent.append((frames[0], wire.decode_control(frames[1])))
+        self.sent.append((frames[0], control_messages.decode_control(frames[1])))
         return 0
 
 
@@ -319,21 +328,25 @@ def receiver():
 
 
 def arrival(name: str, *senders: bytes, frames=(), group: int = 0) -> IncomingTrajectory:
-    return IncomingTrajectory(list(senders), wire.DeliveryItem(name, group, 10**6, [len(f) for f in frames]), frames)
+    return IncomingTrajectory(
+        list(senders), control_messages.DeliveryItem(name, group, 10**6, [len(f) for f in frames]), frames
+    )
 
 
 async def test_the_credit_is_divided_among_two_senders(receiver):
     for sender in (b"one", b"two"):
-        hello = wire.Hello("s", sender.decode(), "run", SCHEMA.fingerprint)
-        receiver._handle_message(sender, [wire.encode_control(hello)])
-    welcomes = [(to, message.at_once) for to, message in receiver._socket.sent if isinstance(message, wire.Welcome)]
+        hello = control_messages.Hello("s", sender.decode(), "run", SCHEMA.fingerprint)
+        receiver._handle_message(sender, [control_messages.encode_control(hello)])
+    welcomes = [
+        (to, message.at_once) for to, message in receiver._socket.sent if isinstance(message, control_messages.Welcome)
+    ]
     assert welcomes == [(b"one", 500), (b"two", 250)]
 
 
 async def test_each_of_two_senders_is_told_of_a_new_limit(receiver):
     for sender in (b"one", b"two"):
-        hello = wire.Hello("s", sender.decode(), "run", SCHEMA.fingerprint)
-        receiver._handle_message(sender, [wire.encode_control(hello)])
+        hello = control_messages.Hello("s", sender.decode(), "run", SCHEMA.fingerprint)
+        receiver._handle_message(sender, [control_messages.encode_control(hello)])
     receiver._socket.sent.clear()
     receiver._group_limit = 5
     receiver._announce_limit()
@@ -363,13 +376,13 @@ async def test_a_reason_goes_to_the_trajectory_that_it_is_about_though_one_befor
     arrivals = []
     for trajectory in trajectories:
         frames = [bytes(frame) for frame in wire.encode_trajectory(trajectory)]
-        item = wire.DeliveryItem(trajectory.trajectory_id, 0, 10**6, list(map(len, frames)))
-        pieces = [bytes(piece) for piece in wire.encode_delivery("s", [item], [frames])[1:]]
+        item = control_messages.DeliveryItem(trajectory.trajectory_id, 0, 10**6, list(map(len, frames)))
+        pieces = [bytes(piece) for piece in control_messages.encode_delivery("s", [item], [frames])[1:]]
         arrivals.append(IncomingTrajectory([b"one"], item, pieces))
     arrivals[0].frames = [b"damaged"]
     receiver._consumer.find_invalid = lambda some: {len(some) - 1: "too old"}
     first, second, third = receiver._intake._decode_and_validate(arrivals)
-    assert isinstance(first, wire.WireError)
+    assert isinstance(first, wire_frames.WireError)
     assert second.trajectory == trajectories[1]
     assert isinstance(third, RejectionError)
 

@@ -23,9 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.config import BufferConfig, TransportConfig
-from r3async.data import wire
+from r3async.data import control_messages, wire
 from r3async.data.tokens import SCHEMA, Trajectory, format_trajectory_id, is_trajectory_of_group
-from r3async.data.wire import PIECE_BYTES, WireError, join_pieces, split_frames
+from r3async.data.wire_frames import PIECE_BYTES, WireError, join_pieces, split_frames
 from r3async.transport import TrajectoryReceiver
 from r3async.transport.spool import Spool
 from r3async.world.sockets import (
@@ -282,7 +282,9 @@ def test_what_senders_make_a_learner_hold_is_bounded_whatever_they_claim(rng, ac
     capacity, oldest, most = receiver._memory, 0, max(CREDIT, LARGEST) + WINDOW * SAMPLES * LARGEST
     senders = [f"sender-{i}".encode() for i in range(8)]
     for sender in senders:
-        receiver._handle_message(sender, [wire.encode_control(wire.Hello("s", "x", "run", SCHEMA.fingerprint))])
+        receiver._handle_message(
+            sender, [control_messages.encode_control(control_messages.Hello("s", "x", "run", SCHEMA.fingerprint))]
+        )
     for _ in range(actions):
         receiver._announce_scheduled = True  # as if an event loop would: it is done below
         if rng.random() < 0.8:
@@ -332,7 +334,7 @@ async def test_a_name_that_is_not_of_the_group_is_refused_with_the_reason():
         await peer.send(HELLO)
         for name in ("g00000007e0001", "g00000000e0004"):
             await peer.send(*delivered(name, 0, 10, b"x"))
-            assert await peer.answer() == wire.Reject(name, f"group 0 has no trajectory {name!r}")
+            assert await peer.answer() == control_messages.Reject(name, f"group 0 has no trajectory {name!r}")
 
 
 async def test_what_two_senders_deliver_at_once_is_held_once_and_both_are_answered(tmp_path):
@@ -362,10 +364,10 @@ async def test_what_two_senders_deliver_at_once_is_held_once_and_both_are_answer
         assert await second.answer(0.2) is None
         assert receiver.unreleased_bytes == nbytes
         go_on.set()
-        assert await first.answer() == wire.Ack(["t1"])
+        assert await first.answer() == control_messages.Ack(["t1"])
         assert (await second.answer()).again == "later"
         await second.send(*delivered("t1", 5, nbytes, *frames))
-        assert await second.answer() == wire.Ack(["t1"])
+        assert await second.answer() == control_messages.Ack(["t1"])
         assert (receiver.received, receiver.duplicates, receiver.unreleased_bytes) == (1, 1, nbytes)
     await spool.close()
     assert inbox.once({"t1"})

@@ -12,10 +12,11 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.data import wire
-from r3async.data import wire as codec
+from r3async.data import control_messages, wire, wire_frames, wire_tables
+from r3async.data.control_messages import decode_control
 from r3async.data.tokens import SCHEMA, Column, TokenTable, Turn
-from r3async.data.wire import WireError, decode_control, decode_trajectory, encode_trajectory
+from r3async.data.wire import decode_trajectory, encode_trajectory
+from r3async.data.wire_frames import WireError
 from tests.helpers.wire import (
     COMPRESSIBLE,
     FAST,
@@ -166,8 +167,8 @@ def test_what_would_be_refused_is_not_encoded():
             encode_trajectory(trajectory)
 
 
-def block(columns: dict[str, np.ndarray]) -> codec.BlockLayout:
-    return codec.lay_out_block((name, array.dtype) for name, array in columns.items())
+def block(columns: dict[str, np.ndarray]) -> wire_frames.BlockLayout:
+    return wire_frames.lay_out_block((name, array.dtype) for name, array in columns.items())
 
 
 def test_packed_columns_can_not_grow_beyond_what_arrived():
@@ -176,10 +177,10 @@ def test_packed_columns_can_not_grow_beyond_what_arrived():
     names = list(SCHEMA.columns)
     turn, mask = names.index("turn"), names.index("loss_mask")
     table = {n: a for n, a in runny_table(100).items() if n in COMPRESSIBLE}
-    size = len(codec.pack_columns(table, block(table)))
+    size = len(wire_frames.pack_columns(table, block(table)))
 
     def packed(columns: dict[str, np.ndarray]) -> tuple[list[bytes], Any]:
-        return with_block(codec.pack_columns(columns, block(columns)))
+        return with_block(wire_frames.pack_columns(columns, block(columns)))
 
     def with_block(data: bytes) -> tuple[list[bytes], Any]:
         return [frames[0], frames[1][:-size] + data], edit(*TABLE, PACKED, value=len(data))
@@ -371,7 +372,7 @@ def test_no_body_raises_anything_but_wire_error(data):
 @FAST
 @given(st.binary(max_size=200) | st.sampled_from([b"\x91" * 60_000, b"\xdf" + b"\xff" * 4, b"\xa2\xff\xff"]))
 def test_control_messages_refuse_garbage(data):
-    for frame in (data, wire.append_control_crc(data)):
+    for frame in (data, control_messages.append_control_crc(data)):
         with pytest.raises(WireError):
             decode_control(frame)
 
@@ -379,17 +380,21 @@ def test_control_messages_refuse_garbage(data):
 @FAST
 @given(data=st.data())
 def test_control_messages_mutated(data):
-    message = wire.Welcome("session", "epoch", 3, 100, ["t1", "t2"])
-    raw = wire.encode_control(message)
+    message = control_messages.Welcome("session", "epoch", 3, 100, ["t1", "t2"])
+    raw = control_messages.encode_control(message)
     assert decode_control(raw) == message
-    body = raw[: -wire.CRC_BYTES]
+    body = raw[: -wire_frames.CRC_BYTES]
     at = data.draw(st.integers(0, len(body) - 1))
     with contextlib.suppress(WireError):
-        decode_control(wire.append_control_crc(body[:at] + data.draw(st.binary(max_size=4)) + body[at + 1 :]))
+        decode_control(
+            control_messages.append_control_crc(body[:at] + data.draw(st.binary(max_size=4)) + body[at + 1 :])
+        )
 
 
 def test_a_control_message_of_which_one_bit_changed_is_no_message():
-    raw = wire.encode_control(wire.Deliver("session", [wire.DeliveryItem("t1", 3, 100, [10, 20])]))
+    raw = control_messages.encode_control(
+        control_messages.Deliver("session", [control_messages.DeliveryItem("t1", 3, 100, [10, 20])])
+    )
     for bit in range(8 * len(raw)):
         changed = bytearray(raw)
         changed[bit // 8] ^= 1 << bit % 8
@@ -400,20 +405,22 @@ def test_a_control_message_of_which_one_bit_changed_is_no_message():
 @pytest.mark.long
 def test_control_messages_have_limits_and_may_grow():
     grown = msgspec.msgpack.encode({"kind": "ack", "ids": ["a"], "invented_later": 1})
-    assert decode_control(wire.append_control_crc(grown)) == wire.Ack(["a"])
+    assert decode_control(control_messages.append_control_crc(grown)) == control_messages.Ack(["a"])
     for bad in (
-        wire.Hello("s", "", "run", "schema"),
-        wire.Hello("s" * 65, "g0", "run", "schema"),
-        wire.Deliver("s", [wire.DeliveryItem("x" * 257, 0, 1, [])]),
-        wire.Deliver("s", [wire.DeliveryItem("x", 0, -1, [])]),
-        wire.Deliver("s", [wire.DeliveryItem("x", 0, 1, [-1])]),
-        wire.Deliver("s", []),
-        wire.Deliver("s", [wire.DeliveryItem("x", 0, 1, [1])] * (wire.MAX_DELIVERY_ITEMS + 1)),
-        wire.Reject("x", "why", "perhaps"),
-        wire.Ack(["x" * 1000] * (wire.MAX_CONTROL_BYTES // 1000)),
+        control_messages.Hello("s", "", "run", "schema"),
+        control_messages.Hello("s" * 65, "g0", "run", "schema"),
+        control_messages.Deliver("s", [control_messages.DeliveryItem("x" * 257, 0, 1, [])]),
+        control_messages.Deliver("s", [control_messages.DeliveryItem("x", 0, -1, [])]),
+        control_messages.Deliver("s", [control_messages.DeliveryItem("x", 0, 1, [-1])]),
+        control_messages.Deliver("s", []),
+        control_messages.Deliver(
+            "s", [control_messages.DeliveryItem("x", 0, 1, [1])] * (control_messages.MAX_DELIVERY_ITEMS + 1)
+        ),
+        control_messages.Reject("x", "why", "perhaps"),
+        control_messages.Ack(["x" * 1000] * (control_messages.MAX_CONTROL_BYTES // 1000)),
     ):
         with pytest.raises(WireError):
-            decode_control(wire.encode_control(bad))
+            decode_control(control_messages.encode_control(bad))
 
 
 @pytest.mark.parametrize("frame", [1, 2, 3, -1])
@@ -430,9 +437,9 @@ def test_a_changed_byte_in_any_of_several_column_frames_is_refused(frame):
 
 def test_the_checksum_covers_every_frame_whatever_the_others_are():
     frames = [b"one", b"two", b"three", b"four"]
-    seen = {wire.compute_checksum(frames)}
+    seen = {wire_frames.compute_checksum(frames)}
     for at in range(len(frames)):
-        seen.add(wire.compute_checksum([each if i != at else each[::-1] for i, each in enumerate(frames)]))
+        seen.add(wire_frames.compute_checksum([each if i != at else each[::-1] for i, each in enumerate(frames)]))
     assert len(seen) == 1 + len(frames)
 
 
@@ -449,18 +456,20 @@ def test_a_trajectory_of_two_samples_takes_the_memory_of_both():
 
 @pytest.mark.parametrize("wrong", ["first", "second"])
 def test_each_of_two_packed_bool_columns_is_checked_and_named(wrong):
-    block = wire.lay_out_block([("count", np.dtype("u4")), ("first", np.dtype(bool)), ("second", np.dtype(bool))])
+    block = wire_frames.lay_out_block(
+        [("count", np.dtype("u4")), ("first", np.dtype(bool)), ("second", np.dtype(bool))]
+    )
     columns = {"count": np.arange(3, dtype="u4"), "first": np.zeros(3, bool), "second": np.zeros(3, bool)}
     columns[wrong] = np.array([0, 1, 2], np.uint8).view(bool)
     with pytest.raises(WireError, match=f"bool column '{wrong}' has a byte"):
-        wire.pack_columns(columns, block)
+        wire_frames.pack_columns(columns, block)
 
 
 @pytest.mark.parametrize("left", [-1, 8])
 def test_several_items_that_do_not_fill_their_piece_exactly_are_refused(left):
     sizes = [24, 16]
-    items = [wire.DeliveryItem(f"t{i}", i, size, [size]) for i, size in enumerate(sizes)]
-    message = wire.Deliver("s", items)
+    items = [control_messages.DeliveryItem(f"t{i}", i, size, [size]) for i, size in enumerate(sizes)]
+    message = control_messages.Deliver("s", items)
     assert [len(each[0]) for each in message.split_by_item([bytes(sum(sizes))])] == sizes
     with pytest.raises(WireError, match="bytes of several trajectories"):
         message.split_by_item([bytes(sum(sizes) + left)])
@@ -468,17 +477,20 @@ def test_several_items_that_do_not_fill_their_piece_exactly_are_refused(left):
 
 def test_items_of_odd_sizes_get_their_own_bytes():
     frames = [[b"a" * 13], [b"b" * 7, b"c" * 5], [b"d" * 9]]
-    items = [wire.DeliveryItem(f"t{i}", i, 99, list(map(len, each))) for i, each in enumerate(frames)]
-    pieces = wire.encode_delivery("s", items, frames)
+    items = [control_messages.DeliveryItem(f"t{i}", i, 99, list(map(len, each))) for i, each in enumerate(frames)]
+    pieces = control_messages.encode_delivery("s", items, frames)
     message = decode_control(pieces[0])
-    got = [wire.join_item_frames(i, each) for i, each in zip(items, message.split_by_item(pieces[1:]), strict=True)]
+    got = [
+        control_messages.join_item_frames(i, each)
+        for i, each in zip(items, message.split_by_item(pieces[1:]), strict=True)
+    ]
     assert [[bytes(frame) for frame in each] for each in got] == frames
 
 
 def test_two_frames_that_were_both_cut_come_back_with_what_is_between_them():
-    sizes = [2 * wire.PIECE_BYTES + 5, 7, wire.PIECE_BYTES, 0, wire.PIECE_BYTES + 1]
+    sizes = [2 * wire_frames.PIECE_BYTES + 5, 7, wire_frames.PIECE_BYTES, 0, wire_frames.PIECE_BYTES + 1]
     frames = [bytes([number]) * size for number, size in enumerate(sizes)]
-    assert [bytes(frame) for frame in wire.join_pieces(wire.split_frames(frames))] == frames
+    assert [bytes(frame) for frame in wire_frames.join_pieces(wire_frames.split_frames(frames))] == frames
 
 
 @pytest.mark.parametrize("extra", ["frame", "bytes"])
@@ -492,7 +504,7 @@ def test_more_than_the_header_describes_is_refused_though_the_checksum_is_right(
 
 
 def test_a_column_that_comes_twice_is_refused_beside_others():
-    layouts = [wire.ColumnLayout("token_ids", "int32"), wire.ColumnLayout("turn", "int16")]
+    layouts = [wire_tables.ColumnLayout("token_ids", "int32"), wire_tables.ColumnLayout("turn", "int16")]
     for several in ([*layouts, layouts[1]], [layouts[0], *layouts]):
         with pytest.raises(WireError, match="a column comes twice"):
-            wire._plan_layouts(msgspec.msgpack.encode(several), SCHEMA)
+            wire_tables._plan_layouts(msgspec.msgpack.encode(several), SCHEMA)

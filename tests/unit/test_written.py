@@ -5,7 +5,7 @@ from safetensors.torch import load_file
 
 from r3async.checkpoint import CheckpointWriter
 from r3async.config import load_config
-from r3async.data.models import UNKNOWN_SIZES, read_write_sizes
+from r3async.data.write_sizes import UNKNOWN_SIZES, read_write_sizes
 from r3async.world.real import REAL_WORLD
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from r3async.data.models import ModelShapeError, RoutingShape, read_moe_layers
+from r3async.data.model_shape import ModelShapeError, RoutingShape, read_moe_layers
 from r3async.learner import LearnerError
 from r3async.learner.torch.described import read_model_config
 from r3async.learner.torch.model import TopKInterceptor, is_expert_choice

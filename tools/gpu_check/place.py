@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from r3async.config import Config, config_from_dict
-from r3async.data.models import parse_model_shape
+from r3async.data.model_shape import parse_model_shape
 from r3async.data.tokens import Sample, TokenTable
 
 TINY = {"vocab_size": 1024, "num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4}

@@ -15,7 +15,7 @@ from r3async.checkpoint.directory import STATE_FILE
 from r3async.checkpoint.state import CheckpointError, decode_state
 from r3async.data.container import TornRecord, map_file
 from r3async.data.tokens import SCHEMA
-from r3async.data.wire import WireError
+from r3async.data.wire_frames import WireError
 from r3async.record.reading import (
     LINE_TYPES,
     QUARANTINE_FILE,

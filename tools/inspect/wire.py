@@ -8,21 +8,11 @@ from pathlib import Path
 import msgspec
 
 from r3async.data.container import TornRecord, map_file
+from r3async.data.control_messages import ControlMessage, Deliver, decode_control, join_item_frames
 from r3async.data.tokens import SCHEMA
-from r3async.data.wire import (
-    ControlMessage,
-    Deliver,
-    Frame,
-    PartReader,
-    WireError,
-    byte_view,
-    compute_checksum,
-    decode_control,
-    decode_trajectory,
-    describe_table,
-    join_item_frames,
-    read_trajectory_header,
-)
+from r3async.data.wire import decode_trajectory, read_trajectory_header
+from r3async.data.wire_frames import Frame, PartReader, WireError, byte_view, compute_checksum
+from r3async.data.wire_tables import describe_table
 from r3async.transport.spool import SPOOL_FORMAT
 from r3async.untrusted import decode_msgpack
 from r3async.world.files import read_file

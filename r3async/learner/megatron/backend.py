@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from r3async.config import Config
-from r3async.data.models import ModelShapeError
+from r3async.data.model_shape import ModelShapeError
 from r3async.learner.backend import LearnerBackend, TokenScores
 from r3async.learner.batch import MicroBatch
 from r3async.learner.kernels import DeterministicGather, select_supports, token_logprobs, upload_array

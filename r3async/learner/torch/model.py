@@ -23,7 +23,8 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.integrations import moe
 from transformers.modeling_utils import LoadStateDictConfig
 
-from r3async.data.models import EXPERT_BIAS_SUFFIX, ModelShapeError, RoutingShape, read_moe_layers
+from r3async.data.model_shape import ModelShapeError, RoutingShape, read_moe_layers
+from r3async.data.models import EXPERT_BIAS_SUFFIX
 from r3async.data.supports import SupportSets
 from r3async.data.tokens import Sample, TokenTable
 from r3async.learner.batch import MicroBatch, collate_samples

@@ -36,7 +36,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.request import RequestStatus
 from vllm.v1.serial_utils import CUSTOM_TYPE_RAW_VIEW
 
-from r3async.config.rollout import declare_engine_args
+from r3async.config.vllm_arguments import declare_engine_args
 from r3async.data.supports import SupportSets
 from r3async.rollout.engine import EngineError
 from r3async.rollout.vllm import messages as vllm_messages

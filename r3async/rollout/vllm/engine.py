@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 import psutil
 
-from r3async.config.rollout import UNWANTED_PACKAGES, declare_engine_args
-from r3async.data.models import read_moe_layers
+from r3async.config.vllm_arguments import UNWANTED_PACKAGES, declare_engine_args
+from r3async.data.model_shape import read_moe_layers
 from r3async.data.routes import LOST_ROUTES_FIX, RoutingError, check_expert_ids, route_dtype
 from r3async.data.supports import SupportSets
 from r3async.data.versions import VersionSpanRecorder

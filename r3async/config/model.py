@@ -1,0 +1,65 @@
+"""The configuration section `model`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from r3async.config.section import PositiveFloat, PositiveInt, Section, Seed, SignedFloat
+
+INIT_MAX_POSITIONS = 32_768
+"""Positions of a model that is made at the start. They cost no weights: positions are rotary."""
+
+
+class InitConfig(Section):
+    """A small random Qwen3-MoE, created and warmed up on the environment's oracle when `model.path` is not given."""
+
+    seed: Seed = 0
+    """Seed of the random weights and the warm-up, apart from the run's `seed`, so that runs with other seeds begin with
+    the same model."""
+    hidden_size: PositiveInt = 128
+    layers: PositiveInt = 4
+    heads: PositiveInt = 4
+    experts: PositiveInt = 8
+    top_k: PositiveInt = 2
+    expert_hidden_size: PositiveInt = 64
+    rope_theta: PositiveFloat = 10_000.0
+    """Base of the rotary positions. Small values distinguish near positions more easily; large ones reach further."""
+    warm_reward: SignedFloat = 0.4
+    """Mean sampled reward at which supervised steps stop."""
+    max_warm_steps: int = 2000
+
+    def check_values(self) -> None:
+        if self.top_k > self.experts:
+            raise ValueError(f"`top_k` = {self.top_k} is more than `experts` = {self.experts}")
+        if self.hidden_size % self.heads:
+            raise ValueError("`hidden_size` must divide by `heads`")
+
+    def build_model_config(self, vocab_size: int) -> dict[str, Any]:
+        """Build the model's `config.json`, as transformers has it, without the tokenizer's ids."""
+        return {
+            "model_type": "qwen3_moe",
+            "vocab_size": vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": 2 * self.hidden_size,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads if self.heads % 2 else self.heads // 2,
+            "head_dim": self.hidden_size // self.heads,
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.top_k,
+            "moe_intermediate_size": self.expert_hidden_size,
+            "decoder_sparse_step": 1,
+            "norm_topk_prob": True,
+            "max_position_embeddings": INIT_MAX_POSITIONS,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "tie_word_embeddings": False,
+        }
+
+
+class ModelConfig(Section):
+    path: str = ""
+    """Directory of a Hugging Face model (safetensors + tokenizer with a chat template). Empty: one is created from
+    `init`."""
+    init: InitConfig = msgspec.field(default_factory=InitConfig)

@@ -2,7 +2,7 @@
 installs new weights meanwhile.
 
 `GeneratorActor.run` is the loop. It gets episodes to play from a `LeaseClient` (leasing.py), has each played by a
-`RetryingPlayer` (rollout/episode.py) on an `Engine` (rollout/engine.py) behind a `VersionGate` (leasing.py), and gives
+`RetryingPlayer` (rollout/lease_player.py) on an `Engine` (rollout/engine.py) behind a `VersionGate` (leasing.py), and gives
 trajectories to a `TrajectorySender` (transport/sender.py). A `WeightReceiver` (weights/weight_transfer.py) fetches versions.
 """
 
@@ -28,11 +28,14 @@ from r3async.record.events import open_event_log
 from r3async.record.routes import record_engine_routes
 from r3async.record.timeline import LagMeter, StageTimer, Timeline, time_engine_calls
 from r3async.rollout import build_engine
-from r3async.rollout.agents import is_agent, open_agent_player
-from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.agent_player import open_agent_player
+from r3async.rollout.agents import is_agent
 from r3async.rollout.engine import CorruptWeightsError, Engine, EngineLostError, InstallReport, sample_probe
-from r3async.rollout.episode import EpisodeTask, RetryingPlayer, build_failed_trajectory, find_cause
-from r3async.rollout.evaluation import Evaluation, EvaluationPlayer, count_tasks_by_part, drop_long_prompts
+from r3async.rollout.episode import EpisodeTask, build_failed_trajectory
+from r3async.rollout.evaluation import EvaluationPlayer, count_tasks_by_part, drop_long_prompts
+from r3async.rollout.evaluation_results import Evaluation
+from r3async.rollout.lease_player import RetryingPlayer, find_cause
+from r3async.rollout.renderer import ChatRenderer
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import EpisodeEnd
 from r3async.schedule.validation import find_invalid, validate_trajectories

@@ -19,7 +19,7 @@ from r3async.config import Config, resolve_envs
 from r3async.envs.errors import summarize_error
 from r3async.record.reading import EVALUATION_FILE, QUARANTINE_FILE, QuarantinedTask, read_json_objects, read_quarantine
 from r3async.rollout.engine import EngineLostError
-from r3async.rollout.evaluation import flatten_evaluation
+from r3async.rollout.evaluation_results import flatten_evaluation
 from r3async.schedule.admission import count_slots
 from r3async.schedule.tasks import (
     NO_SIZE_MESSAGE,

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from r3async.learner.policy_loss import LossInputs as LossInputs
     from r3async.learner.policy_loss import PolicyLoss as PolicyLoss
     from r3async.learner.policy_loss import by_token as by_token
-    from r3async.rollout.evaluation import Evaluation as Evaluation
+    from r3async.rollout.evaluation_results import Evaluation as Evaluation
     from r3async.tools.callbacks import Callback as Callback
     from r3async.tools.callbacks import CallbackFailed as CallbackFailed
     from r3async.tools.callbacks import CheckpointRecord as CheckpointRecord

@@ -17,7 +17,7 @@ from r3async.config import Config, load_config
 from r3async.config.load import apply_overrides
 from r3async.envs.factory import build_factory_with_objects
 from r3async.envs.passed_objects import extract_objects, register_objects
-from r3async.rollout.evaluation import Evaluation
+from r3async.rollout.evaluation_results import Evaluation
 from r3async.world.processes import run_on_shared_loop
 
 T = TypeVar("T")

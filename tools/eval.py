@@ -21,21 +21,19 @@ from r3async.envs import EnvironmentFactory
 from r3async.envs.factory import build_environment_factory
 from r3async.rollout import build_engine
 from r3async.rollout.agents import OUTSIDE_AGENT, is_agent, make_agent
-from r3async.rollout.chat import ChatRenderer, TemplateError
 from r3async.rollout.engine import Engine
 from r3async.rollout.evaluation import (
     BaselinePolicy,
-    EpisodeOutcome,
-    Evaluation,
     EvaluationPlayer,
     build_evaluation_tasks,
     count_tasks,
     drop_long_prompts,
     evaluate_without_model,
-    join_sets,
     refuse_shared_prompts,
     resolve_evaluation_env,
 )
+from r3async.rollout.evaluation_results import EpisodeOutcome, Evaluation, join_sets
+from r3async.rollout.renderer import ChatRenderer, TemplateError
 from r3async.untrusted import decode_python_json
 from r3async.world import EventReporter, ignore_event
 from r3async.world.files import make_directory, replace_file

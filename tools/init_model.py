@@ -39,13 +39,15 @@ from r3async.config.learner import RoutingConfig
 from r3async.data.tokens import Sample
 from r3async.envs import Action, Environment, EnvironmentFactory, HasOracle
 from r3async.envs.builtin import ReverseText
-from r3async.envs.dataset import is_dataset
 from r3async.envs.errors import summarize_error
 from r3async.envs.factory import BUILTIN_ENVIRONMENTS, build_environment_factory
 from r3async.envs.passed_objects import get_registered_objects, register_objects
 from r3async.envs.returned import coerce_messages
 from r3async.envs.seeding import seed_global_generators
-from r3async.rollout.chat import ChatRenderer, Conversation, Demonstration
+from r3async.envs.task_splits import is_dataset
+from r3async.rollout.conversation import Conversation
+from r3async.rollout.demonstrations import Demonstration
+from r3async.rollout.renderer import ChatRenderer
 from r3async.world.files import replace_directory
 from r3async.world.kept_programs import exit_with_owner
 from r3async.world.processes import add_user_module_path, hide_main_module, run_on_shared_loop

@@ -25,11 +25,11 @@ from r3async.envs import (
     HasOracle,
     refuse_repeated_messages,
 )
-from r3async.envs.dataset import is_dataset
 from r3async.envs.errors import summarize_error
 from r3async.envs.factory import build_environment_factory
 from r3async.envs.mix import add_default_evaluation_sets
 from r3async.envs.returned import coerce_messages, require_step_result
+from r3async.envs.task_splits import is_dataset
 from r3async.record.sinks import check_sinks
 from r3async.rollout.agents import is_agent
 from r3async.rollout.episode import close_environment

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from r3async.config import find_config, load_config, preset_directory
-from r3async.envs.dataset import is_dataset
+from r3async.envs.task_splits import is_dataset
 
 from .plan import describe_plan, make_run_plan
 from .user_code import describe_code, find_named_code

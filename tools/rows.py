@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 
 from r3async.config import Config, ConfigError, EnvConfig, RunEnv, resolve_envs
-from r3async.envs.dataset import DatasetFactory, is_dataset, load_task_splits, resolve_data_config, select_held_out_rows
-from r3async.rollout.chat import ChatRenderer, TemplateError
+from r3async.envs.dataset import DatasetFactory
+from r3async.envs.task_splits import is_dataset, load_task_splits, resolve_data_config, select_held_out_rows
 from r3async.rollout.evaluation import drop_long_prompts
+from r3async.rollout.renderer import ChatRenderer, TemplateError
 
 
 def add_row_digests(config: Config, print_line: Callable[[str], object]) -> Config:

@@ -31,10 +31,10 @@ def main() -> None:
     install_device()
     _replace_nccl()
     if action == "send":
-        from r3async.rollout.vllm import worker
+        from r3async.rollout.vllm import nccl_sender
 
         sys.argv[1:] = ["", *rest]
-        worker.main()
+        nccl_sender.main()
     else:
         _receive_versions([Path(path) for path in rest])
 

@@ -31,7 +31,7 @@ from r3async.checkpoint.directory import CheckpointDirectory, CheckpointWriter
 from r3async.data import wire as wire_room
 from r3async.data.versions import Lineage
 from r3async.rollout.engine import EngineError, EngineLostError
-from r3async.rollout.episode import RetryingPlayer
+from r3async.rollout.lease_player import RetryingPlayer
 from r3async.rollout.scripted import ScriptedEngine
 from r3async.schedule.admission import AdmissionController, GroupLease
 from r3async.schedule.groups import GroupBuffer

@@ -78,8 +78,8 @@ from r3async.data.versions import Lineage
 from r3async.data.wire import decode_trajectory, decoded_bytes
 from r3async.data.wire_frames import WireError
 from r3async.learner.trainer import PreparedStep, StepOutcome, Trainer
-from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engine import EngineLostError
+from r3async.rollout.renderer import ChatRenderer
 from r3async.rollout.scripted import DIGEST_TENSOR, read_weights_key
 from r3async.transport.receiver import NO_GROUP_LIMIT
 from r3async.untrusted import MalformedError, decode_json, decode_msgpack

@@ -34,7 +34,7 @@ ADAPTER_FACTORIES = {
     "verifiers": "r3async.envs.adapters.verifiers_tasksets:make_verifiers",
     "openenv": "r3async.envs.adapters.openenv_servers:make_openenv",
     "harbor": "r3async.envs.adapters.harbor_tasks:make_harbor",
-    "mcp": "r3async.envs.tool_calls:make_mcp",
+    "mcp": "r3async.envs.mcp_tools:make_mcp",
 }
 """Functions that build the factory of `PREFIX:TARGET` from TARGET and the configuration section, by prefix."""
 

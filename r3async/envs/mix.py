@@ -20,8 +20,8 @@ from r3async.config import (
 )
 from r3async.data.mixed import split_seed
 from r3async.envs import Action, Environment, EnvironmentFactory, Message, StepResult
-from r3async.envs.dataset import select_held_out_rows
 from r3async.envs.factory import build_environment_factory
+from r3async.envs.task_splits import select_held_out_rows
 
 
 class MixedEnvironment:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from r3async.config import ConfigError
 from r3async.envs import EnvironmentProtocolError, Message, StepResult
-from r3async.envs.rows import parse_messages
+from r3async.envs.row_tasks import parse_messages
 
 
 def require_step_result(result: object) -> StepResult:

@@ -1,4 +1,6 @@
-"""Rewards for answers to rows: built-in ones, and user functions in the forms of TRL, of verl, or plain."""
+"""Rewards for answers to rows: a built-in one, or a user's function in the form of TRL, of verl, or
+plain.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,6 @@ import copy
 import functools
 import importlib.util
 import inspect
-import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import msgspec
 
 from r3async.config import ConfigError, RewardConfig, did_you_mean
 from r3async.envs import EnvironmentProtocolError
+from r3async.envs.builtin_rewards import BLOCKING_REWARDS, BUILTIN_REWARDS, find_last_number, reward_number
 from r3async.envs.factory import import_for_setting
 from r3async.envs.passed_objects import is_object_name, load_object
 from r3async.envs.reward_arguments import (
@@ -34,63 +35,9 @@ from r3async.envs.reward_arguments import (
     refuse_unknown_arguments,
     takes_any_name,
 )
-from r3async.envs.rows import INSTALL_HINT, MISSING, DatasetTask, list_field_names
+from r3async.envs.row_tasks import MISSING, DatasetTask, list_field_names
+from r3async.envs.rows import INSTALL_HINT
 from r3async.untrusted import format_value, to_finite_float
-
-# -- built-in rewards --------------------------------------------------------------------------------------------------
-
-_NUMBER_PATTERN = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\.\d+")
-
-
-def reward_exact(completion: str, answer: str) -> float:
-    """Return 1 if the completion is `answer`, ignoring white space around both, else 0."""
-    return float(completion.strip() == answer.strip())
-
-
-def reward_contains(completion: str, answer: str) -> float:
-    """Return 1 if the completion contains `answer`, else 0."""
-    return float(answer.strip() in completion)
-
-
-def reward_number(completion: str, answer: str) -> float:
-    r"""Return 1 if both texts say the same number, to one part in a million, else 0. The number of a text is the one in
-    its last `\boxed{}`, else the one after its last `####`, else its last number."""
-    said, wanted = find_last_number(completion), find_last_number(answer)
-    return float(said is not None and wanted is not None and math.isclose(said, wanted, rel_tol=1e-6, abs_tol=1e-9))
-
-
-def find_last_number(text: str) -> float | None:
-    """Return the number that a text says (see `reward_number`), or None if there is none. Commas between thousands are
-    ignored."""
-    for mark in (r"\boxed{", "####"):
-        _, there, after = text.rpartition(mark)
-        if there and (found := _NUMBER_PATTERN.search(after.partition("}")[0] if mark != "####" else after)):
-            return _parse_number(found.group())
-    every = _NUMBER_PATTERN.findall(text)
-    return _parse_number(every[-1]) if every else None
-
-
-def _parse_number(text: str) -> float:
-    return float(text.replace(",", ""))
-
-
-def reward_math(completion: str, answer: str) -> float:
-    """Return 1 if `math-verify` considers both the same mathematical expression, else 0."""
-    from math_verify import parse, verify
-
-    # A reference may be LaTeX without delimiters; answers must have them.
-    wanted = parse(answer) or parse(f"${answer}$")
-    return float(bool(wanted) and verify(wanted, parse(completion)))
-
-
-BUILTIN_REWARDS: dict[str, Callable[[str, str], float]] = {
-    "exact": reward_exact,
-    "contains": reward_contains,
-    "number": reward_number,
-    "math": reward_math,
-}
-BLOCKING_REWARDS = ("math",)
-"""Built-in rewards that are slow."""
 
 # -- user-defined rewards ----------------------------------------------------------------------------------------------
 

@@ -10,36 +10,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import inspect
 import os
 import shutil
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import msgspec
-
-from r3async.config import ConfigError, EnvConfig, EpisodeConfig, Secret, ServingConfig, did_you_mean, reveal_secrets
+from r3async.config import ConfigError, EnvConfig, Secret, did_you_mean, reveal_secrets
 from r3async.config.user_code import import_object
 from r3async.data.tokens import Trajectory
 from r3async.envs.pool import filter_variables
-from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.endpoint.session import AgentSession
-from r3async.rollout.engine import Engine
 from r3async.rollout.episode import EpisodeError, EpisodeTask
 from r3async.untrusted import MalformedError, decode_json_object
-from r3async.world import EventReporter, World, ignore_event
-from r3async.world.appending import RETRY_SECONDS
-from r3async.world.files import replace_file
 from r3async.world.kept_programs import KeptProgram
-from r3async.world.real import REAL_WORLD
 
 if TYPE_CHECKING:
     from r3async.rollout.endpoint.server import AgentServer
+
 
 FUNCTION_AGENT_PREFIX = "agent:"
 COMMAND_AGENT, OUTSIDE_AGENT = "agent-command", "agent-outside"
@@ -278,115 +270,3 @@ async def play_outside(server: AgentServer, session: AgentSession) -> float | No
     server.offer_session(session)
     await session.closed.wait()
     return None
-
-
-# -- playing episodes with an agent ----------------------------------------------------------------------------------
-
-
-async def play_with_agent(agent: PlayAgent, server: AgentServer, task: EpisodeTask) -> Trajectory:
-    """Open a session for the episode and let the agent play it until it ends, or until `episode.timeout` is over.
-
-    An agent that fails because it was refused more turns or a longer context has played its episode, if the reward is
-    known. Otherwise its exception is raised. Raises `EpisodeError` for an episode without an answer or a reward, and
-    the engine's error if the engine failed, whatever the agent made of it. Cancelling takes the episode from the agent.
-    """
-    session = server.open_session(task)
-    settings, reason = server.settings, "stop"
-    reward: float | None = None
-    error: Exception | None = None
-    try:
-        async with asyncio.timeout(settings.timeout) as limit:
-            reward = await agent(server, session)
-    except Exception as raised:
-        if isinstance(raised, TimeoutError) and limit.expired():
-            reason = "timeout"
-        else:
-            error = raised
-    finally:
-        server.close_session(session)
-    if session.engine_failure is not None:
-        raise session.engine_failure
-    if error is not None and not (session.exceeded_limit and session.has_effective_reward):
-        raise error
-    if reward is not None:
-        try:
-            session.set_reward(reward)
-        except ValueError as wrong:
-            raise EpisodeError(f"the agent of episode {task.trajectory_id}: {wrong}") from wrong
-    if reason == "timeout" and not session.has_effective_reward:
-        raise EpisodeError(
-            f"episode {task.trajectory_id} took longer than episode.timeout = {settings.timeout} s and has no reward; the "
-            f"agent had {session.turn_count} answers"
-        )
-    return session.build_trajectory((session.exceeded_limit or reason) if reason == "stop" else reason)
-
-
-@contextlib.asynccontextmanager
-async def open_agent_player(
-    env: EnvConfig,
-    engine: Engine,
-    renderer: ChatRenderer,
-    episode: EpisodeConfig,
-    serving: ServingConfig,
-    *,
-    generator_id: str = "",
-    report_event: EventReporter = ignore_event,
-    directory: Path | None = None,
-    world: World = REAL_WORLD,
-) -> AsyncIterator[PlayEpisode | None]:
-    """Serve the endpoint and yield the function that plays episodes of `env`, or None if `env` is an environment.
-
-    The endpoint is up for an agent, and for an environment if `serving.enabled`. If `serving.enabled`, its address is
-    written to `directory/serving-ID.json`, readable by its owner only. The file holds the token if it was generated
-    here; a token set with `serving.token` is written nowhere.
-    """
-    agent = make_agent(env) if is_agent(env) else None
-    if agent is None and not serving.enabled:
-        yield None
-        return
-    # Imported here because aiohttp takes a while to import, and commands that serve nothing import this module too.
-    from r3async.rollout.endpoint.server import AgentServer
-
-    clock = world.clock.time
-    server = AgentServer(
-        engine, renderer, episode, serving, generator_id=generator_id, report_event=report_event, clock=clock
-    )
-    await server.start()
-    _bypass_proxy(str(urlsplit(server.base_url).hostname))
-    writing: asyncio.Task[None] | None = None
-    try:
-        if serving.enabled and directory is not None:
-            made = {} if serving.token else {"token": server.token}
-            address = msgspec.json.encode({"base_url": server.base_url, **made})
-            path = directory / f"serving-{generator_id}.json"
-            writing = asyncio.create_task(_write_private_file(path, address, report_event, world))
-            await asyncio.wait([writing], timeout=RETRY_SECONDS)
-        yield functools.partial(play_with_agent, agent, server) if agent is not None else None
-    finally:
-        if writing is not None:
-            writing.cancel()
-        await server.stop()
-
-
-def _bypass_proxy(host: str) -> None:
-    """Exempt `host` from proxies, for agents in this process and for the programs that it starts.
-
-    A proxy (HTTP_PROXY) would look for the endpoint on its own machine.
-    """
-    for name in ("NO_PROXY", "no_proxy"):
-        known = [each for each in os.environ.get(name, "").split(",") if each]
-        if host not in known:
-            os.environ[name] = ",".join([*known, host])
-
-
-async def _write_private_file(path: Path, data: bytes, report_event: EventReporter, world: World) -> None:
-    """Write a file that only its owner can read, retrying until the disk accepts it."""
-    failed = False
-    while True:
-        try:
-            return await world.threads.run(replace_file, path, data, 0o600, files=world.files)
-        except OSError as error:
-            if not failed:
-                report_event("serving_address_not_written", file=str(path), error=str(error))
-            failed = True
-            await asyncio.sleep(RETRY_SECONDS)

@@ -1,6 +1,5 @@
-"""Plays episodes: environment and engine take turns, and every token is recorded as the engine saw it.
-
-It plays one episode, or all episodes of a lease.
+"""Plays one episode: environment and engine take turns, and every token is recorded as the engine
+saw it.
 """
 
 from __future__ import annotations
@@ -8,30 +7,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Awaitable, Callable, Generator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
 from r3async.config import EpisodeConfig
-from r3async.data.mixed import split_seed
 from r3async.data.model_shape import RoutingShape
 from r3async.data.tokens import Sample, Trajectory, format_trajectory_id
-from r3async.envs import (
-    Action,
-    Environment,
-    EnvironmentFactory,
-    EnvironmentProtocolError,
-    refuse_repeated_messages,
-    sum_episode_metrics,
-)
-from r3async.envs.errors import ErrorSummary, is_repeated_error, summarize_error
+from r3async.envs import Action, Environment, refuse_repeated_messages, sum_episode_metrics
+from r3async.envs.errors import summarize_error
 from r3async.envs.returned import coerce_messages, require_step_result
 from r3async.envs.seeding import seed_global_generators
-from r3async.rollout.chat import ChatRenderer, Conversation
+from r3async.rollout.blocking_detector import BlockingDetector
+from r3async.rollout.conversation import Conversation
 from r3async.rollout.engine import Engine, EngineError, EngineLostError, Generation, GenerationRequest
+from r3async.rollout.renderer import ChatRenderer
 from r3async.rollout.samples import EpisodeSamples, PendingCall, SampleBuilder
-from r3async.schedule.tasks import EpisodeEnd, FailureSource
 from r3async.world import EventReporter, ignore_event
 from r3async.world.real import REAL_WORLD
 from r3async.world.stages import stage
@@ -305,229 +297,3 @@ async def close_environment(env: Environment) -> None:
     if close is not None and inspect.isawaitable(waiting := close()):
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(waiting, ENV_CLOSE_SECONDS)
-
-
-# Playing all episodes of a lease concurrently, with retry budgets; each trajectory is delivered when it is finished.
-
-
-MAX_REPORTED_TRACEBACKS = 1000
-"""Number of different errors of one player whose tracebacks are reported."""
-
-
-class PlayedEpisode(NamedTuple):
-    """An episode that is over: its trajectory, and how it ended."""
-
-    trajectory: Trajectory
-    end: EpisodeEnd
-
-
-class RetryingPlayer:
-    """A player of episodes, which plays those that fail again.
-
-    Args:
-        factory: Makes the environment of each episode, unless `play_episode` is given.
-        report_event: Gets failed attempts.
-        play_episode: Plays one attempt in place of an environment from `factory`.
-        clock: Returns unix seconds.
-        task_settings: Settings of the tasks of each environment of a mix, by its index; default: `settings` for all.
-        raise_failures: True to raise what an episode failed with for good, False to return a trajectory without turns.
-    """
-
-    def __init__(
-        self,
-        *,
-        factory: EnvironmentFactory | None,
-        engine: Engine,
-        renderer: ChatRenderer,
-        settings: EpisodeConfig,
-        generator_id: str,
-        report_event: EventReporter,
-        play_episode: Callable[[EpisodeTask], Awaitable[Trajectory]] | None = None,
-        clock: Callable[[], float] = REAL_WORLD.clock.time,
-        task_settings: Sequence[EpisodeConfig] = (),
-        raise_failures: bool = True,
-    ):
-        self._retry_budgets: dict[FailureSource, int] = {
-            "environment": settings.retries,
-            "engine": settings.engine_retries,
-        }
-        self._clock, self._blocking_detector = clock, BlockingDetector(report_event, clock)
-        self._factory, self._engine, self._renderer = factory, engine, renderer
-        self._task_settings = task_settings or (settings,)
-        self._generator_id, self._report_event, self._raise_failures = generator_id, report_event, raise_failures
-        self.attempt_count = 0
-        """Number of attempts at an episode that are over, failed or not."""
-        self._reported_errors: set[tuple[str, str]] = set()
-        """Errors (error and place) whose tracebacks were reported."""
-        self._play_episode = play_episode or self._play_environment
-
-    async def play(self, task: EpisodeTask) -> PlayedEpisode:
-        """Play an episode, all its turns with this player's engine.
-
-        An episode whose environment fails is played again from its beginning, up to `episode.retries` times, but not
-        once more if the user's code raised twice at one place. A call that fails in the engine is repeated within the
-        episode (`RetryingEngine`), up to `episode.engine_retries` times. A first prompt that is too long fails at once.
-        An episode that failed for good is returned as a trajectory without turns (`build_failed_trajectory`); or, with
-        `raise_failures`, `EpisodeError` is raised with the last error's traceback. Without it, `EngineLostError` is
-        raised if the engine is lost: the episode has not failed, and another engine can play it.
-        """
-        tries, before = dict.fromkeys(self._retry_budgets, 0), None
-        while True:
-            try:
-                trajectory = await self._play_episode(task)
-                return PlayedEpisode(trajectory, EpisodeEnd(task.group_index, task.episode_index, task.task_seed))
-            except Exception as error:
-                if (loss := find_cause(error, EngineLostError)) is not None and not self._raise_failures:
-                    raise loss from None
-                who: FailureSource = "engine" if is_engine_failure(error) else "environment"
-                raised, allowed = summarize_error(error), self._retry_budgets[who]
-                # The engine's retries are used up already: playing from the beginning would not help.
-                tries[who] += allowed + 1 if who == "engine" else 1
-                again = tries[who] <= allowed and not isinstance(error, PromptTooLongError)
-                if again and not is_repeated_error(error, raised, before):
-                    self._report_failure("episode_failed", task, who, tries[who], raised)
-                    before = raised
-                    continue
-                failure = f"{raised.line}; {_describe_budget(who, tries[who], allowed)}\n{raised.trace}"
-                if self._raise_failures:
-                    self._report_failure("episode_failed", task, who, tries[who], raised)
-                    if isinstance(error, PromptTooLongError):
-                        raise
-                    told = f"task seed {task.task_seed}, {task.trajectory_id}, {who}: {failure}"
-                    raise EpisodeError(told) from error
-                self._report_failure("episode_abandoned", task, who, tries[who], raised)
-                instead = build_failed_trajectory(
-                    task,
-                    self._engine.routing,
-                    self._renderer.eos_token_id,
-                    generator_id=self._generator_id,
-                    at=self._clock(),
-                )
-                end = EpisodeEnd(task.group_index, task.episode_index, task.task_seed, who, failure)
-                return PlayedEpisode(instead, end)
-            finally:
-                self.attempt_count += 1
-
-    def _report_failure(
-        self, event: str, task: EpisodeTask, failed_by: FailureSource, attempts: int, raised: ErrorSummary
-    ) -> None:
-        """Report a failed attempt at an episode. The traceback of each error is reported once, and of no further error
-        after `MAX_REPORTED_TRACEBACKS`."""
-        kind = (raised.error, raised.place)
-        with_traceback = kind not in self._reported_errors and len(self._reported_errors) < MAX_REPORTED_TRACEBACKS
-        if with_traceback:
-            self._reported_errors.add(kind)
-        self._report_event(
-            event,
-            task_seed=task.task_seed,
-            group=task.group_index,
-            by=failed_by,
-            error=raised.error,
-            **({"place": raised.place} if raised.place else {}),
-            episode=task.trajectory_id,
-            attempt=attempts,
-            **({"exception": raised.trace} if with_traceback else {}),
-        )
-
-    async def _play_environment(self, task: EpisodeTask) -> Trajectory:
-        assert self._factory is not None
-        seed_global_generators(task.task_seed)
-        return await EpisodePlayer(
-            task,
-            self._factory(),
-            self._engine,
-            self._renderer,
-            self._task_settings[split_seed(task.task_seed, len(self._task_settings))[0]],
-            generator_id=self._generator_id,
-            clock=self._clock,
-            report_event=self._report_event,
-            blocking_detector=self._blocking_detector,
-        ).play_episode()
-
-
-def is_engine_failure(error: BaseException) -> bool:
-    """Return True if the engine failed, and not the environment."""
-    return find_cause(error, EngineError, EngineAbortError) is not None
-
-
-def find_cause(error: BaseException | None, *kinds: type[BaseException]) -> BaseException | None:
-    """Return the first of `error`, its cause, the cause of that and so on that is of one of `kinds`; else None. Of a
-    group, each error is looked at."""
-    while error is not None and not isinstance(error, kinds):
-        if isinstance(error, BaseExceptionGroup):
-            return next((found for each in error.exceptions if (found := find_cause(each, *kinds)) is not None), None)
-        error = error.__cause__
-    return error
-
-
-def _describe_budget(failed_by: FailureSource, tries: int, retries: int) -> str:
-    setting = "episode.engine_retries" if failed_by == "engine" else "episode.retries"
-    return f"{tries} {'try' if tries == 1 else 'tries'} ({setting} = {retries})"
-
-
-# Detection of environments that block a generator's event loop: an `async def` that computes, or waits without `await`.
-
-
-BLOCKING_SECONDS = 0.5
-"""Seconds that a call may run between two waits before it is reported. Meanwhile all episodes of the generator, its
-leases and its heartbeat wait."""
-
-T = TypeVar("T")
-
-
-class BlockingDetector:
-    """A detector of environments that block the event loop.
-
-    `report_event` gets each environment's first blocking stretch, and then each stretch that took twice as
-    long as any before it.
-    """
-
-    def __init__(self, report_event: EventReporter, clock: Callable[[], float] = REAL_WORLD.clock.time):
-        self._report_event, self._clock = report_event, clock
-        self._longest_seconds: dict[str, float] = {}
-
-    async def run(self, environment: object, method: str, call: Awaitable[T]) -> T:
-        """Await `call`, a call of `method` of `environment`, and return its result or raise its exception."""
-        if not asyncio.iscoroutine(call):
-            return await call
-        kind = type(environment)
-        return await _TimedAwaitable(
-            call, self._clock, lambda took: self._record_stretch(f"{kind.__module__}:{kind.__name__}", method, took)
-        )
-
-    def _record_stretch(self, name: str, method: str, seconds: float) -> None:
-        if seconds < max(BLOCKING_SECONDS, 2 * self._longest_seconds.get(name, 0.0)):
-            return
-        self._longest_seconds[name] = seconds
-        self._report_event(
-            "environment_blocks",
-            environment=name,
-            method=method,
-            seconds=round(seconds, 2),
-            remedy="make reset and step plain `def`, so that they run in other processes, or await what takes time",
-        )
-
-
-class _TimedAwaitable(Awaitable[T]):
-    """A coroutine with a timer: `record_seconds` gets the seconds of each stretch in which it did not wait."""
-
-    def __init__(self, call: Any, clock: Callable[[], float], record_seconds: Callable[[float], None]):
-        self._call, self._clock, self._record_seconds = call, clock, record_seconds
-
-    def __await__(self) -> Generator[Any, Any, T]:
-        inner = self._call.__await__()
-        go, given = inner.send, None
-        while True:
-            began = self._clock()
-            try:
-                waits_for = go(given)
-            except StopIteration as ended:
-                return ended.value
-            except SystemExit as error:  # it would end this process, and every episode in it
-                raise EnvironmentProtocolError(f"the environment called sys.exit({error.code!r})") from error
-            finally:
-                self._record_seconds(self._clock() - began)
-            try:
-                given, go = (yield waits_for), inner.send
-            except BaseException as error:  # a cancellation, which is the call's to handle
-                given, go = error, inner.throw

@@ -402,8 +402,6 @@ def find_free_port(host: str) -> int:
 
 def start_sender_process(endpoint: str, link: str) -> SenderProcess:
     """Start a sending process, which has the import path of this process and ends with it."""
-    boot = (
-        "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from r3async.rollout.vllm.worker import main; main()"
-    )
+    boot = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from r3async.rollout.vllm.nccl_sender import main; main()"
     command = [sys.executable, "-c", boot, json.dumps(sys.path), endpoint, link, str(os.getpid())]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)

@@ -6,8 +6,8 @@ from transformers import AutoTokenizer
 
 from r3async.config import EpisodeConfig
 from r3async.envs.builtin import ReverseText
-from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
+from r3async.rollout.renderer import ChatRenderer
 from tests.helpers.engine import Reference
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

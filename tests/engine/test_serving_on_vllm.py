@@ -9,11 +9,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig
-from r3async.rollout.agents import open_agent_player
-from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.endpoint.session import select_tool_parser
+from r3async.rollout.agent_player import open_agent_player
+from r3async.rollout.endpoint.tool_parsers import select_tool_parser
 from r3async.rollout.engine import EngineError
 from r3async.rollout.episode import EpisodeTask
+from r3async.rollout.renderer import ChatRenderer
 from tests.helpers.engine import Reference
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

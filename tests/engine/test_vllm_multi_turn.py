@@ -12,9 +12,9 @@ import pytest
 from r3async.config import EpisodeConfig
 from r3async.data.versions import expand_version_spans
 from r3async.envs import Message, StepResult
-from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engine import Generation
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
+from r3async.rollout.renderer import ChatRenderer
 from r3async.rollout.samples import EpisodeSamples, SampleBuilder
 from r3async.rollout.vllm.engine import VllmEngine
 from r3async.tools.init_model import build_byte_tokenizer

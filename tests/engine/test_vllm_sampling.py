@@ -17,9 +17,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from r3async.data.supports import SupportSets
 from r3async.rollout.engine import EngineError
-from r3async.rollout.vllm.core import StopStringMatcher
 from r3async.rollout.vllm.engine import VllmEngine
-from r3async.rollout.vllm.worker import pack_bits
+from r3async.rollout.vllm.sampling_masks import pack_bits
+from r3async.rollout.vllm.stop_strings import StopStringMatcher
 from tests.helpers.engine import END, VOCABULARY, make_model, prompt, request
 
 pytestmark = pytest.mark.engine

@@ -18,14 +18,14 @@ from r3async.actors.delivery import choose_weight_backend
 from r3async.config import load_config
 from r3async.rollout.vllm import worker as vllm_worker
 from r3async.rollout.vllm.engine import _verify_manifest
-from r3async.rollout.vllm.worker import (
-    WorkerExtension,
+from r3async.rollout.vllm.nccl_sender import (
     listen_for_workers,
     make_nccl_sender,
     order_tensor_names,
     read_tensors,
     serve_sends,
 )
+from r3async.rollout.vllm.worker import WorkerExtension
 from r3async.weights.manifest import WeightError, WeightManifest
 from r3async.weights.nccl import (
     NcclLinkTable,

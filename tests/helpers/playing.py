@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from r3async.config import EpisodeConfig
-from r3async.rollout.chat import ChatRenderer
-from r3async.rollout.episode import EpisodeTask, PlayedEpisode, RetryingPlayer
+from r3async.rollout.episode import EpisodeTask
+from r3async.rollout.lease_player import PlayedEpisode, RetryingPlayer
+from r3async.rollout.renderer import ChatRenderer
 
 
 def make_player(

@@ -7,10 +7,10 @@ import openai
 
 from r3async.config import EpisodeConfig, ServingConfig
 from r3async.data.tokens import TokenTable, Trajectory
-from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.endpoint.server import AgentServer
 from r3async.rollout.endpoint.session import AgentSession
 from r3async.rollout.episode import EpisodeTask
+from r3async.rollout.renderer import ChatRenderer
 from r3async.rollout.scripted import ScriptedEngine
 from r3async.tools.init_model import build_byte_tokenizer
 from r3async.weights.manifest import WeightManifest

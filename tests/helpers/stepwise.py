@@ -9,9 +9,9 @@ from r3async.data.model_shape import RoutingShape
 from r3async.data.tokens import Trajectory
 from r3async.data.versions import VersionSpan
 from r3async.envs import Message, StepResult
-from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engine import Generation, GenerationRequest
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
+from r3async.rollout.renderer import ChatRenderer
 from r3async.tools.init_model import build_byte_tokenizer
 from tests.helpers import torch as ht
 

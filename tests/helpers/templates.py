@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.renderer import ChatRenderer
 from r3async.tools.init_model import build_byte_tokenizer
 
 

@@ -21,7 +21,7 @@ from r3async.learner.supervised import run_supervised_step
 from r3async.learner.torch.backend import TorchLearner
 from r3async.record.reading import read_json_objects
 from r3async.record.routes import RouteIndex, verify_routes
-from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.renderer import ChatRenderer
 from r3async.tools.init_model import OracleDemonstrations, build_byte_tokenizer, build_random_model
 from r3async.tools.train import train
 from r3async.views.report import write_report

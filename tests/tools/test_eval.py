@@ -10,7 +10,8 @@ import pytest
 
 from r3async.actors.process import RunFailed
 from r3async.config import ConfigError, config_from_dict, load_config
-from r3async.rollout.evaluation import EpisodeOutcome, check_environment, join_sets, summarize_outcomes
+from r3async.rollout.evaluation import check_environment
+from r3async.rollout.evaluation_results import EpisodeOutcome, join_sets, summarize_outcomes
 from r3async.tools.eval import (
     EvaluationTarget,
     PairedDifference,

@@ -10,7 +10,7 @@ import pytest
 from r3async.actors.process import RunFailed
 from r3async.config import ConfigError, load_config
 from r3async.envs.builtin import ReverseText
-from r3async.rollout.chat import ChatRenderer
+from r3async.rollout.renderer import ChatRenderer
 from r3async.tools import init_model as module
 from r3async.tools.init_model import build_byte_tokenizer, init_model, init_model_in_process, init_or_copy_model
 from r3async.tools.preflight import try_environments

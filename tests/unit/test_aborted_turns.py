@@ -7,11 +7,11 @@ import pytest
 
 from r3async.config import EpisodeConfig
 from r3async.envs import Message, StepResult
-from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.endpoint.protocol import ApiError
 from r3async.rollout.endpoint.session import AgentSession
 from r3async.rollout.engine import EngineError, Generation, GenerationRequest
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
+from r3async.rollout.renderer import ChatRenderer
 from r3async.rollout.scripted import SCRIPTED_ROUTING
 from r3async.tools.init_model import build_byte_tokenizer
 from tests.helpers.playing import make_player, play_lease

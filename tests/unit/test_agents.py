@@ -12,7 +12,8 @@ import pytest
 
 from r3async.config import ConfigError, EnvConfig, EpisodeConfig, ServingConfig, config_from_dict
 from r3async.rollout import agents
-from r3async.rollout.agents import make_agent, open_agent_player, parse_last_reward
+from r3async.rollout.agent_player import open_agent_player
+from r3async.rollout.agents import make_agent, parse_last_reward
 from r3async.rollout.episode import EpisodeError, EpisodeTask
 from r3async.rollout.evaluation import check_environment
 from tests.helpers.serving import TASK, answer_ids, ready, renderer

@@ -16,8 +16,8 @@ from r3async.actors.process import RunFailed
 from r3async.checkpoint.directory import begin_lineage
 from r3async.record.events import EVENTS_FILE, open_event_log
 from r3async.record.reading import read_json_objects
-from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engine import TENSOR_NAMES_FILE
+from r3async.rollout.renderer import ChatRenderer
 from r3async.rollout.vllm.engine import VllmEngine, read_tensor_names
 from r3async.world.real import REAL_WORLD, RealWorld
 

@@ -7,10 +7,12 @@ import pytest
 
 from r3async.config import DataConfig
 from r3async.envs import Message
-from r3async.envs.rows import LocatedRow, parse_conversation
+from r3async.envs.row_conversations import parse_conversation
+from r3async.envs.rows import LocatedRow
 from r3async.rollout.call_forms import CallForm
-from r3async.rollout.chat import ChatRenderer, TemplateError, build_demonstration
+from r3async.rollout.demonstrations import build_demonstration
 from r3async.rollout.endpoint.protocol import parse_messages
+from r3async.rollout.renderer import ChatRenderer, TemplateError
 from r3async.tools.init_model import build_byte_tokenizer
 from tests.helpers.serving import ADD, HERMES, ask, talking, user
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from r3async.envs import Message
-from r3async.rollout.chat import ChatRenderer, Conversation, TemplateError
+from r3async.rollout.conversation import Conversation
+from r3async.rollout.renderer import ChatRenderer, TemplateError
 from r3async.tools.init_model import build_byte_tokenizer
 from tests.helpers.serving import merging_renderer
 from tests.helpers.templates import DEEPSEEK_R1, FAMILIES, GEMMA, LLAMA3, MISTRAL, QWEN3, renderer

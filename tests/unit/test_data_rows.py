@@ -12,11 +12,13 @@ from r3async.checkpoint.directory import check_resume_settings
 from r3async.checkpoint.state import CheckpointError
 from r3async.config import Config, ConfigError, EnvConfig, EpisodeConfig, config_to_dict, load_config
 from r3async.envs import Action, Message
-from r3async.envs.dataset import DatasetFactory, load_task_splits, resolve_data_config, select_held_out_rows
+from r3async.envs.dataset import DatasetFactory
 from r3async.envs.factory import build_environment_factory
-from r3async.envs.rows import fill_template, list_field_names, look_up_field, read_rows
-from r3async.rollout.chat import ChatRenderer
+from r3async.envs.row_tasks import fill_template, list_field_names, look_up_field
+from r3async.envs.rows import read_rows
+from r3async.envs.task_splits import load_task_splits, resolve_data_config, select_held_out_rows
 from r3async.rollout.evaluation import check_environment, drop_long_prompts
+from r3async.rollout.renderer import ChatRenderer
 from r3async.tools.init_model import build_byte_tokenizer
 from r3async.tools.rows import add_row_digests
 from tests.helpers.rewards import mean_reward, write_rows

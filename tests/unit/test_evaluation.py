@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from r3async.config import Config, ConfigError, EnvConfig, EpisodeConfig, EvaluationConfig
 from r3async.envs.builtin import ReverseText
 from r3async.envs.factory import build_environment_factory
-from r3async.rollout.evaluation import (
+from r3async.rollout.evaluation import EvaluationPlayer, build_evaluation_tasks, evaluate_without_model
+from r3async.rollout.evaluation_results import (
     EpisodeOutcome,
-    EvaluationPlayer,
-    build_evaluation_tasks,
-    evaluate_without_model,
     flatten_evaluation,
     join_sets,
     pass_at_k,

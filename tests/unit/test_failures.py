@@ -15,13 +15,8 @@ from r3async.learner.batch import pack_samples
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.trainer import prepare_minibatches, train_minibatch
 from r3async.rollout.engine import EngineError, EngineLostError
-from r3async.rollout.episode import (
-    EngineAbortError,
-    EpisodeError,
-    EpisodeTask,
-    build_failed_trajectory,
-    is_engine_failure,
-)
+from r3async.rollout.episode import EngineAbortError, EpisodeError, EpisodeTask, build_failed_trajectory
+from r3async.rollout.lease_player import is_engine_failure
 from r3async.rollout.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.schedule.groups import GroupBuffer
 from r3async.schedule.tasks import MIN_COUNTED_TASKS, RECENT_TASKS, EpisodeEnd, FailedTask, TaskCursor, TaskFailures
@@ -334,7 +329,7 @@ async def test_a_failed_try_names_task_group_error_and_the_users_last_frame_and_
 
 
 async def test_tracebacks_of_ever_new_errors_end_at_a_limit(engine, monkeypatch):
-    monkeypatch.setattr("r3async.rollout.episode.MAX_REPORTED_TRACEBACKS", 2)
+    monkeypatch.setattr("r3async.rollout.lease_player.MAX_REPORTED_TRACEBACKS", 2)
     errors = [ValueError("a"), KeyError("b"), TypeError("c"), IndexError("d")]
     _, reports, _ = await play_broken(engine, 3, *errors)
     assert ["exception" in facts for _, facts in reports] == [True, True, False, False]

@@ -11,7 +11,7 @@ import pytest
 from dev.chaos.filling import top_up
 from dev.chaos.scenarios import FullDisk
 from r3async.config import ConfigError
-from r3async.rollout.agents import _write_private_file
+from r3async.rollout.agent_player import _write_private_file
 from r3async.world.real import REAL_WORLD
 from r3async.world.stack_dumps import dump_stacks
 

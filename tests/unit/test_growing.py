@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from r3async.data.model_shape import RoutingShape
 from r3async.envs import Message
-from r3async.rollout.chat import ChatRenderer, Conversation, TemplateError
+from r3async.rollout.conversation import Conversation
 from r3async.rollout.growing_text import GrowingText, TemplateAnalysis
+from r3async.rollout.renderer import ChatRenderer, TemplateError
 from tests.helpers.templates import FAMILIES, GROUPS_TOOLS, renderer
 
 SHAPE = RoutingShape(layers=1, top_k=2, num_experts=8)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from r3async.rollout.episode import BLOCKING_SECONDS, BlockingDetector
+from r3async.rollout.blocking_detector import BLOCKING_SECONDS, BlockingDetector
 from tests.helpers.world import Clock
 
 

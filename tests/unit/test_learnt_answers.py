@@ -4,8 +4,9 @@ has the end that the template gives it, and what the template changes is refused
 import pytest
 
 from r3async.envs import Message
-from r3async.envs.rows import MaskedAnswer
-from r3async.rollout.chat import ChatRenderer, TemplateError, build_demonstration
+from r3async.envs.row_tasks import MaskedAnswer
+from r3async.rollout.demonstrations import build_demonstration
+from r3async.rollout.renderer import ChatRenderer, TemplateError
 from r3async.tools.init_model import build_byte_tokenizer
 
 

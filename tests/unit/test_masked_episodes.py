@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from r3async.config import EpisodeConfig
-from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask, build_failed_trajectory
+from r3async.rollout.renderer import ChatRenderer
 from r3async.rollout.scripted import SCRIPTED_ROUTING, ScriptedEngine, scripted_supports
 from r3async.schedule.validation import InvalidTrajectory, validate_trajectories
 from r3async.tools.init_model import build_byte_tokenizer

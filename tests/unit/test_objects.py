@@ -9,10 +9,10 @@ import pytest
 
 from r3async.config import ConfigError, EnvConfig, RewardConfig, load_config
 from r3async.envs import Action, Message, StepResult
-from r3async.envs.dataset import load_task_splits, resolve_data_config
 from r3async.envs.factory import build_environment_factory, build_factory_with_objects
 from r3async.envs.passed_objects import extract_objects, register_objects
 from r3async.envs.rewards import load_reward
+from r3async.envs.task_splits import load_task_splits, resolve_data_config
 
 lock, array = threading.Lock(), np.zeros(3)
 

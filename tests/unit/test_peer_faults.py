@@ -20,7 +20,8 @@ from r3async.learner.replay import RoutingReplay
 from r3async.learner.trainer import accumulate_gradients, begin_minibatch
 from r3async.rollout.engine import Generation
 from r3async.rollout.samples import SampleBuilder
-from r3async.rollout.vllm.engine import RunningRequest, VllmEngine
+from r3async.rollout.vllm.engine import VllmEngine
+from r3async.rollout.vllm.running_requests import RunningRequest
 from r3async.schedule.validation import validate_trajectories
 from tests.helpers import models as hm
 from tests.helpers.engine import prompt, request

@@ -5,7 +5,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from r3async.config import EpisodeConfig
-from r3async.rollout.chat import ChatRenderer, encode_plain
+from r3async.rollout.renderer import ChatRenderer, encode_plain
 from r3async.tools.diagnose.command import make_prompt
 from r3async.tools.init_model import build_byte_tokenizer
 from r3async.weights.probe import make_probe_text

@@ -10,9 +10,13 @@ import pytest
 from r3async.config import DataConfig
 from r3async.envs import REASONING_KEYS as THOUGHTS_BESIDE
 from r3async.envs import Message
-from r3async.envs.rows import NOT_SHOWN_OF_A_MESSAGE, LocatedRow, parse_conversation, parse_tools
-from r3async.rollout.chat import ChatRenderer, Conversation, TemplateError, build_demonstration
+from r3async.envs.row_conversations import parse_conversation
+from r3async.envs.row_tasks import NOT_SHOWN_OF_A_MESSAGE, parse_tools
+from r3async.envs.rows import LocatedRow
+from r3async.rollout.conversation import Conversation
+from r3async.rollout.demonstrations import build_demonstration
 from r3async.rollout.endpoint.protocol import parse_messages as parse_request
+from r3async.rollout.renderer import ChatRenderer, TemplateError
 from r3async.tools.init_model import build_byte_tokenizer
 
 # Of the models behind it: the tokenizer's end of sequence, and further tokens that `eos_token_id` in its generation_config.json

@@ -10,7 +10,7 @@ from r3async.config import ConfigError, RewardConfig
 from r3async.envs import Message
 from r3async.envs.passed_objects import extract_objects, register_objects
 from r3async.envs.rewards import RewardInputs, check_reward_row, compute_rewards, load_reward
-from r3async.envs.rows import MISSING, DatasetTask
+from r3async.envs.row_tasks import MISSING, DatasetTask
 
 ASKED = RewardInputs("WRONG", "2+2=", {"prompt": "2+2=", "answer": "4", "level": 3}, "4")
 

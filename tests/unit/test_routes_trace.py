@@ -27,9 +27,9 @@ from r3async.record.routes import (
     scan_route_file,
     verify_routes,
 )
-from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engine import GenerationRequest
-from r3async.rollout.episode import RetryingPlayer
+from r3async.rollout.lease_player import RetryingPlayer
+from r3async.rollout.renderer import ChatRenderer
 from r3async.rollout.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.tools.init_model import build_byte_tokenizer
 from r3async.world.real import REAL_WORLD

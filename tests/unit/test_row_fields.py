@@ -9,9 +9,13 @@ import pytest
 from r3async.config import ConfigError, DataConfig, EnvConfig, EpisodeConfig
 from r3async.envs import Message
 from r3async.envs.factory import build_environment_factory
-from r3async.envs.rows import LocatedRow, parse_conversation, parse_task, parse_tools
-from r3async.rollout.chat import ChatRenderer, Conversation, build_demonstration
+from r3async.envs.row_conversations import parse_conversation
+from r3async.envs.row_tasks import parse_task, parse_tools
+from r3async.envs.rows import LocatedRow
+from r3async.rollout.conversation import Conversation
+from r3async.rollout.demonstrations import build_demonstration
 from r3async.rollout.evaluation import drop_long_prompts
+from r3async.rollout.renderer import ChatRenderer
 from r3async.tools.init_model import build_byte_tokenizer
 
 TEMPLATE = (

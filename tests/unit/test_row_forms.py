@@ -17,9 +17,12 @@ from r3async.config import ConfigError, DataConfig, EnvConfig
 from r3async.envs import Action
 from r3async.envs.factory import build_environment_factory
 from r3async.envs.passed_objects import extract_objects, register_objects
+from r3async.envs.row_conversations import parse_conversation
+from r3async.envs.row_tasks import parse_tools
 from r3async.envs.row_values import to_plain_value
-from r3async.envs.rows import parse_conversation, parse_tools, read_rows
-from r3async.rollout.chat import ChatRenderer, build_demonstration
+from r3async.envs.rows import read_rows
+from r3async.rollout.demonstrations import build_demonstration
+from r3async.rollout.renderer import ChatRenderer
 from r3async.tools.init_model import build_byte_tokenizer
 
 TEMPLATE = (

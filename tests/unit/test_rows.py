@@ -15,9 +15,9 @@ from r3async.data.tokens import GrowingTokens, Trajectory
 from r3async.data.versions import VersionSpan
 from r3async.envs import Message, StepResult
 from r3async.rollout import samples as samples_module
-from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.engine import Generation, GenerationRequest
 from r3async.rollout.episode import EpisodeError, EpisodePlayer, EpisodeTask
+from r3async.rollout.renderer import ChatRenderer
 from r3async.rollout.samples import EpisodeSamples, PrefixMismatchError, common_prefix_length
 from r3async.tools.init_model import build_byte_tokenizer
 from tests.helpers.templates import DEEPSEEK_R1, FAMILIES, GROUPS_TOOLS, QWEN3, Family, renderer

@@ -9,11 +9,14 @@ import torch
 from r3async.config import ConfigError, DataConfig
 from r3async.data.tokens import Sample, TokenTable
 from r3async.envs import Message
-from r3async.envs.rows import LocatedRow, parse_conversation, parse_tools
+from r3async.envs.row_conversations import parse_conversation
+from r3async.envs.row_tasks import parse_tools
+from r3async.envs.rows import LocatedRow
 from r3async.learner import build_learner
 from r3async.learner.batch import pack_samples
 from r3async.learner.supervised import compute_supervised_loss, run_supervised_step
-from r3async.rollout.chat import ChatRenderer, build_demonstration
+from r3async.rollout.demonstrations import build_demonstration
+from r3async.rollout.renderer import ChatRenderer
 from r3async.tools.init_model import build_byte_tokenizer
 from tests.helpers import architectures as ha
 from tests.helpers import lora as hl

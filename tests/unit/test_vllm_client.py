@@ -16,8 +16,8 @@ import pytest
 
 from r3async.rollout.engine import EngineError, EngineLostError
 from r3async.rollout.vllm.client import EngineCoreClient
-from r3async.rollout.vllm.engine import RequestRegistry
 from r3async.rollout.vllm.messages import build_sampling_params
+from r3async.rollout.vllm.running_requests import RequestRegistry
 from r3async.rollout.vllm.scratch import EngineScratch
 from tests.helpers.core_process import play
 

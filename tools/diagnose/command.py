@@ -15,7 +15,7 @@ from r3async.config import Config, ConfigError, load_config
 from r3async.config.load import Overrides, apply_overrides
 from r3async.learner import build_learner
 from r3async.rollout import build_engine
-from r3async.rollout.chat import encode_plain
+from r3async.rollout.renderer import encode_plain
 from r3async.untrusted import decode_python_json
 from r3async.weights.probe import FAILED_MODEL_DIRECTORY, make_probe_text
 

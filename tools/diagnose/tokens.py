@@ -22,7 +22,7 @@ TEST_CONVERSATION = (
 
 def check_tokens(start_model: Path, model: Path) -> Iterator[Divergence]:
     """Check that a model and its start model render a conversation alike and end answers with the same tokens."""
-    from r3async.rollout.chat import ChatRenderer, TemplateError
+    from r3async.rollout.renderer import ChatRenderer, TemplateError
 
     if start_model == model:
         return
@@ -63,7 +63,7 @@ def check_tokens(start_model: Path, model: Path) -> Iterator[Divergence]:
 def check_masks(run: Path, start_model: Path) -> Iterator[Divergence]:
     """Check that a recorded run trains the token that ends an answer wherever it trains the token before it."""
     from r3async.record.recording import RecordingError, find_recorded_steps, read_recorded_step
-    from r3async.rollout.chat import ChatRenderer, TemplateError
+    from r3async.rollout.renderer import ChatRenderer, TemplateError
 
     try:
         files = find_recorded_steps(run)

@@ -14,7 +14,6 @@ from r3async.rollout.endpoint.protocol import (
     ApiDialect,
     ApiError,
     StoredConversations,
-    add_reasoning_effort,
     build_tool_call,
     join_text_parts,
     parse_request_body,
@@ -23,6 +22,7 @@ from r3async.rollout.endpoint.protocol import (
     select_tools,
     translate_tools,
 )
+from r3async.rollout.endpoint.template_args import add_reasoning_effort
 from r3async.untrusted import decode_json_object, format_value
 
 

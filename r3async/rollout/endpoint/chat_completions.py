@@ -16,11 +16,11 @@ from r3async.rollout.endpoint.protocol import (
     ApiError,
     StoredConversations,
     StreamOptions,
-    add_reasoning_effort,
     parse_request_body,
     parse_stop_strings,
     select_tools,
 )
+from r3async.rollout.endpoint.template_args import add_reasoning_effort
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` in `/v1/completions`. In chat the default is the rest of the context."""

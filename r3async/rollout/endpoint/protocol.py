@@ -1,4 +1,13 @@
-"""The requests, answers and errors that all protocols of the endpoint share, and the options of the chat template."""
+"""The requests, answers and errors that all protocols of the endpoint share.
+
+Internally a conversation has the form of `/v1/chat/completions`: `AgentRequest.messages` and the
+message of an `AgentResponse`. Each protocol is an `ApiDialect`, which translates its requests into
+that form, and answers and errors into its own.
+
+Parameters that would change how tokens are sampled, and cannot be granted, are refused and never
+ignored: an episode is trained with the log-probs of the distribution that `episode.temperature`
+gives.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +21,10 @@ import numpy as np
 
 from r3async.config import EpisodeConfig
 from r3async.envs import REASONING_KEYS, Message
-from r3async.envs.rows import NOT_SHOWN_OF_A_MESSAGE
+from r3async.envs.row_tasks import NOT_SHOWN_OF_A_MESSAGE
 from r3async.envs.tool_calls import split_reasoning
 from r3async.rollout.call_forms import normalize_call
-from r3async.rollout.chat import ChatRenderer, TemplateError
 from r3async.untrusted import format_value
-
-# The protocols of the endpoint share one form of requests, answers and errors.
-#
-# Internally a conversation has the form of `/v1/chat/completions`: `AgentRequest.messages` and the message of an
-# `AgentResponse`. Each protocol is an `ApiDialect`, which translates its requests into that form, and answers and
-# errors into its own.
-#
-# Parameters that would change how tokens are sampled, and cannot be granted, are refused and never ignored: an episode
-# is trained with the log-probs of the distribution that `episode.temperature` gives.
 
 
 class ApiError(Exception):
@@ -508,39 +507,3 @@ def _build_message_key(message: Message, with_ids: bool) -> Any:
     # altogether, or send "".
     thought = message.reasoning_content.strip()
     return message.content.strip() if calls or thought else message.content, calls, thought
-
-
-# Variables of the chat template that a request may set. They change the prompt, and nothing of the sampling.
-
-
-EFFORT_VARIABLE, THINKING_VARIABLE = "reasoning_effort", "enable_thinking"
-"""Template variables that control how long the model thinks, and whether it thinks at all."""
-
-
-def add_reasoning_effort(template_args: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
-    """Return a request's template variables with its reasoning `effort`, without those that are None.
-
-    A variable that is None keeps the episode's value.
-    """
-    named = {**template_args, EFFORT_VARIABLE: effort if effort is not None else template_args.get(EFFORT_VARIABLE)}
-    return {name: value for name, value in named.items() if value is not None}
-
-
-def apply_template_args(renderer: ChatRenderer, template_args: Mapping[str, Any]) -> ChatRenderer:
-    """Return `renderer` with these variables in addition to the episode's.
-
-    If the template has no variable for the effort, an effort of `none` turns thinking off. Raises `ApiError` for
-    variables that the template does not know.
-    """
-    wanted, known = dict(template_args), renderer.template_variables
-    if wanted.get(EFFORT_VARIABLE) == "none" and EFFORT_VARIABLE not in known and THINKING_VARIABLE in known:
-        del wanted[EFFORT_VARIABLE]
-        wanted = {THINKING_VARIABLE: False, **wanted}
-    try:
-        return renderer.with_template_args(wanted)
-    except TemplateError as error:
-        raise ApiError(
-            f"{', '.join(f'{name} = {format_value(value)}' for name, value in template_args.items())}: {error}. Leave it out.",
-            param=min(wanted),
-            code="unsupported_value",
-        ) from error

@@ -17,7 +17,6 @@ from r3async.rollout.endpoint.protocol import (
     ApiError,
     StoredConversations,
     StreamOptions,
-    add_reasoning_effort,
     build_tool_call,
     join_text_parts,
     parse_request_body,
@@ -25,6 +24,7 @@ from r3async.rollout.endpoint.protocol import (
     select_tools,
     translate_tools,
 )
+from r3async.rollout.endpoint.template_args import add_reasoning_effort
 from r3async.untrusted import format_value
 
 _ITEM_FIELDS = {

@@ -15,7 +15,6 @@ from typing import Any
 from aiohttp import web
 
 from r3async.config import ConfigError, EpisodeConfig, ServingConfig, bracket_ipv6, strip_brackets
-from r3async.rollout.chat import ChatRenderer
 from r3async.rollout.endpoint.anthropic_messages import (
     MESSAGES_DIALECT,
     build_anthropic_error,
@@ -41,15 +40,11 @@ from r3async.rollout.endpoint.protocol import (
     refuse_unknown_fields,
 )
 from r3async.rollout.endpoint.responses import RESPONSES_DIALECT
-from r3async.rollout.endpoint.session import (
-    AgentSession,
-    ParseToolCalls,
-    build_closed_error,
-    parse_builtin,
-    select_tool_parser,
-)
+from r3async.rollout.endpoint.session import AgentSession, build_closed_error
+from r3async.rollout.endpoint.tool_parsers import ParseToolCalls, parse_builtin, select_tool_parser
 from r3async.rollout.engine import Engine
 from r3async.rollout.episode import EpisodeTask
+from r3async.rollout.renderer import ChatRenderer
 from r3async.transport.sockets import run_off_loop
 from r3async.untrusted import MalformedError, decode_json, format_value, to_bounded_int
 from r3async.world import EventReporter, ignore_event

@@ -1,4 +1,7 @@
-"""The client of vLLM's engine core, which starts, calls, watches and ends the core's process."""
+"""The client of vLLM's engine core, which starts, calls, watches and ends the core's process.
+
+The core runs in a separate process (`vllm.core.run_core`), and only that process imports vLLM.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +40,11 @@ from r3async.rollout.vllm.messages import (
     EngineLoad,
 )
 from r3async.rollout.vllm.names import check_vllm_names
+from r3async.rollout.vllm.owner_bound import OwnerBoundConfig
 from r3async.rollout.vllm.scratch import EngineScratch, name_shared_memory
 from r3async.untrusted import decode_msgpack
 from r3async.world.kept_programs import exit_with_owner, kill_processes, list_process_trees
 from r3async.world.processes import hide_main_module, pause_garbage_collector
-
-# The client side of vLLM's engine core.
-#
-# The core runs in a separate process (`vllm.core.run_core`), and only that process imports vLLM.
-
 
 KILL_SECONDS = 5.0
 """Seconds after which a killed process has ended."""
@@ -170,7 +169,7 @@ class EngineCoreClient:
         return answers
 
     async def parse_tool_calls(self, parser: str, text: str, tools: Sequence[Mapping[str, Any]]) -> Any:
-        """Call `vllm.core.VllmToolParser` in the core's process."""
+        """Call `vllm.tool_parser.VllmToolParser` in the core's process."""
         return await self._call_core("r3_tool_calls", parser, text, tools)
 
     def close(self) -> None:
@@ -321,33 +320,3 @@ def inherited_environment() -> Iterator[os._Environ[str]]:
                 os.environ.pop(name, None)
             elif os.environ.get(name) != before[name]:
                 os.environ[name] = before[name]
-
-
-# No process of an engine outlives the engine's owner: neither the engine core nor the processes that it starts.
-#
-# This file imports nothing slow, because the watch begins before the process does anything else.
-
-
-class OwnerBoundConfig(dict[str, Any]):
-    """A value for vLLM's `additional_config` that ends every process in which it is unpickled with process `owner_pid`.
-
-    vLLM hands its whole configuration to each process it spawns, before that process does anything else. A hook in
-    the worker would come too late: an owner that is killed during the start would leave its engine waiting.
-    """
-
-    def __init__(self, owner_pid: int, values: Mapping[str, Any] | None = None):
-        super().__init__(values or {})
-        self.owner_pid = owner_pid
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _restore_owner_bound, (self.owner_pid, dict(self))
-
-
-def _restore_owner_bound(owner_pid: int, values: dict[str, Any]) -> OwnerBoundConfig:
-    if owner_pid != os.getpid():
-        exit_with_owner(owner_pid)
-        name_shared_memory()
-        from r3async.rollout.vllm.core import patch_vllm_for_cpu
-
-        patch_vllm_for_cpu()
-    return OwnerBoundConfig(owner_pid, values)

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import vllm
-from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
-from transformers import AutoTokenizer
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.tool_parsers import ToolParserManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -40,87 +31,11 @@ from r3async.config.vllm_arguments import declare_engine_args
 from r3async.data.supports import SupportSets
 from r3async.rollout.engine import EngineError
 from r3async.rollout.vllm import messages as vllm_messages
-from r3async.rollout.vllm.messages import STOP_STRINGS_KEY
+from r3async.rollout.vllm.cpu_patches import patch_vllm_for_cpu
 from r3async.rollout.vllm.names import SUPPORTED_VERSIONS
+from r3async.rollout.vllm.stop_strings import StopStringsMixin
+from r3async.rollout.vllm.tool_parser import VllmToolParser
 from r3async.world.processes import pause_garbage_collector
-
-# Stop strings in vLLM's engine core: an answer ends with the token that completes one.
-#
-# vLLM looks for them when it detokenises, outside the core, which has continued meanwhile. Here whole answers leave the
-# core, so the core itself looks for them. All tokens up to and including the last one were sampled, and stay.
-
-
-class StopStringMatcher:
-    """A matcher of stop strings in one answer. It keeps only the end of the text that may begin a stop string."""
-
-    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str]):
-        self._tokenizer, self._stop_strings = tokenizer, tuple(stop_strings)
-        self._tail_length = max(map(len, self._stop_strings)) - 1
-        self._stream = DecodeStream(skip_special_tokens=False)
-        self._tail = ""
-
-    def add_token(self, token_id: int) -> str | None:
-        """Add the next token and return the stop string that it completes, or None.
-
-        A character of several tokens counts with its last token.
-        """
-        try:
-            piece = self._stream.step(self._tokenizer, token_id)
-        except Exception:  # tokens that do not decode to text together
-            self._stream, piece = DecodeStream(skip_special_tokens=False), None
-        text = self._tail + (piece or "")
-        self._tail = text[len(text) - self._tail_length :] if len(text) > self._tail_length else text
-        return next((stop for stop in self._stop_strings if stop in text), None) if piece else None
-
-
-class StopStringsMixin:
-    """A mixin of vLLM's scheduler that ends answers at stop strings."""
-
-    vllm_config: Any = None
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._stop_matchers: dict[str, StopStringMatcher] = {}
-        self._tokenizer: Tokenizer | None = None
-
-    def _update_request_with_output(self, request: Any, *args: Any, **kwargs: Any) -> tuple[list[int], bool]:
-        tokens, stopped = super()._update_request_with_output(request, *args, **kwargs)  # type: ignore[misc]
-        extra = request.sampling_params.extra_args
-        stop = extra.get(STOP_STRINGS_KEY) if extra else None
-        if not stop:
-            return tokens, stopped
-        text = self._stop_matchers.get(request.request_id)
-        if text is None:
-            text = self._stop_matchers[request.request_id] = StopStringMatcher(self._load_tokenizer(), stop)
-        # The token at the length limit may complete a stop string too: then the string ended the answer, as in vLLM.
-        for token in tokens if not stopped or request.status == RequestStatus.FINISHED_LENGTH_CAPPED else ():
-            found = text.add_token(token)
-            if found is not None:
-                # As vLLM does with a stop token. A step samples one token, so none follows.
-                request.status, request.stop_reason, stopped = RequestStatus.FINISHED_STOPPED, found, True
-        if stopped:
-            del self._stop_matchers[request.request_id]
-        return tokens, stopped
-
-    def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
-        finished = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
-        for request in finished:
-            self._stop_matchers.pop(request.request_id, None)
-        return finished
-
-    def _load_tokenizer(self) -> Tokenizer:
-        if self._tokenizer is None:
-            self._tokenizer = Tokenizer.from_file(str(Path(self.vllm_config.model_config.model) / "tokenizer.json"))
-        return self._tokenizer
-
-
-# vLLM's engine core, driven directly: the part that runs in its process. `vllm.client` has the other side.
-#
-# `AsyncLLM` handles every token of every request in the caller's process: it decodes, counts and copies it, and keeps
-# statistics. Here an answer stays in the engine's process until it ends (`AnswerBufferingMixin`), and crosses the
-# boundary as arrays, in one message. `check_vllm_interface` reports what another version of vLLM has otherwise, and
-# `names.VLLM_NAMES` has every name of vLLM that is used.
-
 
 LOAD_INTERVAL_SECONDS = 0.1
 """Seconds between two reports of a busy engine's load."""
@@ -237,7 +152,7 @@ def extract_step_supports(runner_output: ModelRunnerOutput, vocab_size: int) -> 
     """Return the supports of the tokens that a step sampled, one per row; None if they are not recorded.
 
     In `runner_output` each request gets the number of its row in their place. vLLM's second model runner returns ids;
-    the first one returns the bits that `worker.MaskRecordingSampler` put beside the sampled tokens.
+    the first one returns the bits that `sampling_masks.MaskRecordingSampler` put beside the sampled tokens.
     """
     masks, logprobs = runner_output.sampling_masks, runner_output.logprobs
     if masks is not None:
@@ -364,156 +279,3 @@ def run_core(
         executor_class=executor,
         log_stats=True,
     )
-
-
-# vLLM's tool parsers, by name. They run in the engine's process, where vLLM is imported already.
-
-
-class VllmToolParser:
-    """A callable `(parser, text, tools)` that returns an answer's content and its calls.
-
-    A call is `id, name, arguments` (JSON as text). Text that cannot be parsed is content. Raises `ValueError` for an
-    unknown parser, and the parser's own error if it does not fit the tokenizer of the model at `model_path`.
-    """
-
-    def __init__(self, model_path: str):
-        self._model_path = model_path
-
-    @functools.cached_property
-    def _tokenizer(self) -> Any:
-        return AutoTokenizer.from_pretrained(self._model_path)
-
-    def __call__(
-        self, parser: str, text: str, tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[str, list[tuple[str, str, str]]]:
-        try:
-            kind = ToolParserManager.get_tool_parser(parser)
-        except KeyError as error:
-            raise ValueError(f"vLLM has no tool parser {parser!r}") from error
-        request = ChatCompletionRequest(messages=[{"role": "user", "content": ""}], tools=list(tools) or None)
-        # A parser has state, so each answer gets a new one.
-        reading = kind(self._tokenizer, request.tools)
-        if not text:
-            return "", []
-        try:
-            read = reading.extract_tool_calls(text, request)
-        except NotImplementedError:
-            raise
-        except Exception:
-            return text, []
-        return read.content or "", [(c.id, c.function.name, c.function.arguments) for c in read.tool_calls]
-
-
-# Patches of vLLM's CPU engine: experts are packed again after a reload, small matrices are not packed at all, and
-# rotary embeddings apply to all heads.
-
-
-SMALL_MATRIX_ELEMENTS = 2**18
-"""Number of elements from which packed matrices are multiplied faster. An unpacked 1024 x 1024 matrix takes 1.2 times
-as long as a packed one with 64 rows, and 3 times as long with 4."""
-
-
-def repack_cpu_experts(model: torch.nn.Module) -> int:
-    """Convert reloaded expert weights to the packed layout of vLLM's CPU kernels and return the number of layers.
-
-    vLLM (0.30 to 0.32) packs experts for the CPU on the first load only; after a reload the kernels would read
-    checkpoint layout as packed layout and give wrong outputs without an error. Returns 0 on other devices.
-    """
-    repacked = 0
-    for module in model.modules():
-        if needs_cpu_repack(module):
-            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
-            repacked += 1
-    return repacked
-
-
-def find_tied_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules that have only weights of an earlier module, such as an output layer tied to the embedding.
-
-    A loader loads nothing into them.
-    """
-    seen: set[int] = set()
-    tied = []
-    for module in model.modules():
-        own = [id(p) for p in module.parameters(recurse=False)]
-        if own and seen.issuperset(own):
-            tied.append(module)
-        seen.update(own)
-    return tied
-
-
-def repack_cpu_tied_layers(model: torch.nn.Module) -> None:
-    """Make tied layers compute with the current weights of the module that they are tied to.
-
-    vLLM packs the weights that it loads, and it loads nothing into these layers. Does nothing on other devices than
-    CPU.
-    """
-    from vllm.model_executor.layers import utils
-
-    for module in find_tied_modules(model):
-        if hasattr(module, "cpu_linear"):
-            utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)
-
-
-def needs_cpu_repack(module: torch.nn.Module) -> bool:
-    """Return True if `repack_cpu_experts` must pack the experts of this module."""
-    kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-    weight = getattr(module, "w13_weight", None)
-    return kernel is not None and weight is not None and bool(weight.device.type == "cpu")
-
-
-def is_unpacked_linear(module: torch.nn.Module) -> bool:
-    """Return True if a linear layer on CPU computes with its `weight` itself, and not with a packed copy."""
-    return getattr(module, "cpu_linear", None) is torch.nn.functional.linear
-
-
-def patch_vllm_for_cpu() -> None:
-    """Apply all patches for a process that runs vLLM on CPU. Call it before a model is loaded. Idempotent."""
-    patch_small_matrices()
-    patch_rotary_embedding()
-
-
-def patch_rotary_embedding() -> None:
-    """Make vLLM in this process rotate all heads of a query that has a dimension for heads.
-
-    Its kernel for the CPU (0.30) infers the number of heads from the last dimension: for queries `[tokens, heads, D]`,
-    as latent attention passes them, it rotates only the first head, without an error. Only YaRN does not use that
-    kernel.
-    """
-    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-
-    kernel = RotaryEmbedding.forward_cpu
-
-    def forward(self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
-        if query.dim() == 3:
-            return self.forward_native(positions, query, key)
-        return kernel(self, positions, query, key)
-
-    if kernel.__module__ != __name__:
-        RotaryEmbedding.forward_cpu = forward
-
-
-def patch_small_matrices() -> None:
-    """Keep vLLM in this process from packing small float32 matrices. Call it before a model is loaded. Idempotent.
-
-    vLLM packs every matrix for oneDNN, which compiles a kernel for each number of rows that it meets, and evicts the
-    oldest. For a small matrix this takes longer than all products with it between two versions of the weights; so does
-    packing each version.
-    """
-    from vllm.model_executor.layers import utils
-
-    pack = utils.dispatch_cpu_unquantized_gemm
-
-    def dispatch(layer: Any, remove_weight: bool) -> None:
-        if _is_small_matrix(layer.weight):
-            layer.cpu_linear = torch.nn.functional.linear
-        else:
-            pack(layer, remove_weight)
-
-    if pack.__module__ != __name__:
-        utils.dispatch_cpu_unquantized_gemm = dispatch
-
-
-def _is_small_matrix(weight: torch.Tensor) -> bool:
-    """Return True for a small float32 matrix; oneDNN multiplies other dtypes in either case."""
-    return bool(weight.dtype == torch.float32 and weight.ndim == 2 and weight.numel() < SMALL_MATRIX_ELEMENTS)

@@ -381,7 +381,7 @@ def _is_unprocessed(module: torch.nn.Module) -> bool:
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-    from r3async.rollout.vllm.core import is_unpacked_linear, needs_cpu_repack
+    from r3async.rollout.vllm.cpu_patches import is_unpacked_linear, needs_cpu_repack
 
     method = getattr(module, "quant_method", None)
     if not isinstance(method, QuantizeMethodBase):

@@ -196,7 +196,7 @@ class VersionWriter:
         """Write a version whose file is on the learner's hosts as a model directory, with the configuration and
         tokenizer of the start `model`. Raises `OSError` or `TimeoutError`."""
         # Loads torch, which this process has by now.
-        from r3async.learner.state import copy_version_file, save_version_as_model
+        from r3async.learner.model_directory import copy_version_file, save_version_as_model
 
         copy_version: Callable[[Path], None]
         if self.remote_ranks is None:

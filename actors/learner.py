@@ -29,7 +29,7 @@ from r3async.data.versions import FIRST_LINEAGE, Lineage
 from r3async.data.write_sizes import read_write_sizes
 from r3async.learner import LearnerError, RejectedTrajectory
 from r3async.learner.advantages import group_has_variance
-from r3async.learner.batch import CostModel, build_cost_model
+from r3async.learner.packing_plan import CostModel, build_cost_model
 from r3async.record.events import open_event_log
 from r3async.record.recording import StepRecorder
 from r3async.record.routes import RouteFileTracer
@@ -77,7 +77,8 @@ from .process import ActorNotLoaded, describe_process, prepare_process, wait_for
 from .ranks import LocalRank, RemoteRanks, load_learner
 
 if TYPE_CHECKING:
-    from r3async.learner.trainer import PreparedStep, StepOutcome, Trainer
+    from r3async.learner.prepare import PreparedStep
+    from r3async.learner.trainer import StepOutcome, Trainer
 
 
 # The learner's inbox: trajectories are checked on arrival, kept until a checkpoint has trained them, gathered into

@@ -20,7 +20,7 @@ from r3async.checkpoint import FileEntry, open_checkpoint
 from r3async.config import Config, config_from_dict, config_to_dict
 from r3async.data.write_sizes import UNKNOWN_SIZES, WriteSizes, read_write_sizes
 from r3async.learner import LearnerError, MinibatchResult, sum_stage_digests
-from r3async.learner.batch import MicroBatch
+from r3async.learner.micro_batches import MicroBatch
 from r3async.weights.host_weights import HostWeights, SafetensorsEncoder, copy_share_to_host, copy_to_host
 from r3async.weights.manifest import TensorEntry, WeightManifest
 from r3async.weights.sharded_store import (

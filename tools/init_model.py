@@ -238,7 +238,7 @@ def warm_up_model(
     learner: TorchLearner, data: OracleDemonstrations, init: InitConfig, progress: ShowProgress
 ) -> tuple[int, float]:
     """Train supervised steps until the mean sampled reward is `init.warm_reward`. Returns steps and reward reached."""
-    from r3async.learner.batch import pack_samples
+    from r3async.learner.micro_batches import pack_samples
     from r3async.learner.supervised import run_supervised_step
 
     def sampled_reward() -> float:

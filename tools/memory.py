@@ -32,7 +32,7 @@ token and layer, in the compute dtype:
 
 Tensor parallelism includes sequence parallelism, and divides all of it. 1F1B keeps `pp - stage` micro-batches of
 `layers / pp` layers at stage `stage`. A micro-batch has at most `learner.max_tokens_per_micro_batch` tokens. Logits: two
-fp32 tensors and a mask of at most `learner.kernels.LOGIT_CHUNK_ELEMENTS`; in the backward pass, one of them in fp32
+fp32 tensors and a mask of at most `learner.token_logprobs.LOGIT_CHUNK_ELEMENTS`; in the backward pass, one of them in fp32
 and in the compute dtype, and the gradient of the output matrix, summed in fp32.
 
 **Temporary copies**: one bucket of gradients in fp32 while ranks sum it, and one of moments with `offload_moments`; with
@@ -67,7 +67,7 @@ GIB = 2**30
 GPU_PARAMETERS = 10**9
 """Number of parameters above which a model is planned for GPUs."""
 CHUNK_ELEMENTS = 2**25
-"""Copy of `learner.kernels.LOGIT_CHUNK_ELEMENTS`, whose import would import torch."""
+"""Copy of `learner.token_logprobs.LOGIT_CHUNK_ELEMENTS`, whose import would import torch."""
 BUCKET_ELEMENTS = 2**26
 """Copy of `COLLECTIVE_BUCKET_ELEMENTS` and the equal `OFFLOAD_BUCKET_ELEMENTS` of `learner.optimizer`."""
 CONTEXT_BYTES = 1.5 * GIB
@@ -337,7 +337,7 @@ def count_layer_activations(shape: ModelShape, index: int, *, own_kernels: bool 
     The first number is for attention and norms, the second for what `recompute = "selective"` recomputes.
 
     Args:
-        own_kernels: Experts are ours (`learner.kernels`), not those of transformers.
+        own_kernels: Experts are ours (`learner.stacked_experts`), not those of transformers.
     """
     a, g, d, h = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.hidden_size
     attention = 2 * h + (a + 2 * g) * d + 2 * (a + g) * d + a * d

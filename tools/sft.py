@@ -45,7 +45,7 @@ from .train import (
 if TYPE_CHECKING:
     from r3async.actors.driver import RunDirectory
     from r3async.data.versions import Lineage
-    from r3async.learner.batch import MicroBatch
+    from r3async.learner.micro_batches import MicroBatch
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -209,7 +209,7 @@ class SupervisedRun:
         }
 
     def _pack_for_ranks(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
-        from r3async.learner.batch import pack_for_ranks
+        from r3async.learner.micro_batches import pack_for_ranks
 
         learner = self._config.learner
         return pack_for_ranks(

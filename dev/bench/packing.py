@@ -19,7 +19,7 @@ import numpy as np
 
 from dev.bench.report import Measurements
 from r3async.config import ConfigError
-from r3async.learner.batch import CostModel, build_cost_model, find_round_levels, plan_micro_batches
+from r3async.learner.packing_plan import CostModel, build_cost_model, find_round_levels, plan_micro_batches
 from r3async.tools.memory import PUBLISHED_CONFIGS
 
 LENGTH_CAPS = {"lognormal": 32768, "bimodal": 32768, "pareto": 65536, "groups": 32768, "cut": 32768}

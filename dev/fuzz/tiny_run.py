@@ -19,10 +19,11 @@ from r3async.checkpoint import (
 )
 from r3async.checkpoint.tensors import TensorSlice, write_rank_file
 from r3async.config import Config, config_from_dict, config_to_dict
-from r3async.learner.backend import LearnerBackend, RankGroup
+from r3async.learner.backend import LearnerBackend
 from r3async.learner.optimizer import MasterAdamW
+from r3async.learner.rank_group import RankGroup
 from r3async.learner.replay import RoutingReplay
-from r3async.learner.state import ShardSlice
+from r3async.learner.shard_slice import ShardSlice
 from r3async.schedule.admission import AdmissionController
 from r3async.schedule.groups import GroupBuffer
 

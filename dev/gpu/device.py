@@ -624,8 +624,8 @@ def compute_as_cuda() -> None:
     """
     import torch.nn.attention.varlen
 
-    from r3async.learner import kernels
-    from r3async.learner.megatron import layers
+    from r3async.learner import packed_attention
+    from r3async.learner.megatron import attention
 
     def normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
@@ -634,8 +634,8 @@ def compute_as_cuda() -> None:
         size = query.shape[-1]
         return query.dtype in (torch.bfloat16, torch.float16) and size == value.shape[-1] and size % 8 == 0
 
-    kernels._has_unpadded_kernel = has_unpadded_kernel
-    layers._RMSNormFunction = SimpleNamespace(apply=normalize)  # type: ignore[misc, assignment]
+    packed_attention._has_unpadded_kernel = has_unpadded_kernel
+    attention._RMSNormFunction = SimpleNamespace(apply=normalize)  # type: ignore[misc, assignment]
     for name in ("_varlen_attn", "_varlen_attn_backward"):
         _CPU_ATTENTION_LIBRARY.impl(name, ONLY_ON_CUDA[f"torch_attn.{name}.default"], "CPU")
     for name in ("_fused_rms_norm", "_fused_rms_norm_backward"):

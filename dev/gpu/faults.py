@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from r3async.learner.backend import TokenScores
-from r3async.learner.batch import MicroBatch
 from r3async.learner.megatron.backend import MegatronLearner
+from r3async.learner.micro_batches import MicroBatch
 
 
 def leave_index_on_host() -> None:

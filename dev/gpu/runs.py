@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from r3async.learner.backend import LearnerBackend
-    from r3async.learner.batch import MicroBatch
+    from r3async.learner.micro_batches import MicroBatch
 
 DeviceName = Literal["emulated", "cpu"]
 LENGTHS = (9, 60, 33, 100, 64, 77, 5, 90)
@@ -152,7 +152,7 @@ def _run_rank(case: Case, rank: int, model: Path, out: Path) -> None:
 
     from dev.gpu import faults
     from r3async.learner import build_learner
-    from r3async.learner.batch import pack_for_ranks
+    from r3async.learner.micro_batches import pack_for_ranks
     from r3async.tools.gpu_check.place import make_config, make_samples
 
     # A forked process makes torch's pool of threads again, which two threads at once do not survive: before there are any.

@@ -77,7 +77,8 @@ from r3async.data.model_shape import RoutingShape
 from r3async.data.versions import Lineage
 from r3async.data.wire import decode_trajectory, decoded_bytes
 from r3async.data.wire_frames import WireError
-from r3async.learner.trainer import PreparedStep, StepOutcome, Trainer
+from r3async.learner.prepare import PreparedStep
+from r3async.learner.trainer import StepOutcome, Trainer
 from r3async.rollout.engine import EngineLostError
 from r3async.rollout.renderer import ChatRenderer
 from r3async.rollout.scripted import DIGEST_TENSOR, read_weights_key

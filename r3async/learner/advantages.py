@@ -288,7 +288,7 @@ def compute_baseline_and_scale(
 
     Fewer than two scores, or equal ones, have nothing to compare: their advantages are exactly 0, except under
     `reinforce_pp`, which compares with the whole batch. So a batch has variance exactly where a trained token's
-    advantage is not 0, and this decides whether an update is made (`trainer.Minibatch.skip_cause`).
+    advantage is not 0, and this decides whether an update is made (`minibatch.Minibatch.skip_cause`).
     """
     values = np.asarray(scores, np.float64)
     n = len(values)

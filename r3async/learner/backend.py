@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -18,16 +17,20 @@ from r3async.checkpoint.tensors import LearnerStateReader, RankState
 from r3async.config import Config
 from r3async.data.routes import route_dtype
 from r3async.data.tokens import Sample, TokenTable
-from r3async.learner.batch import MicroBatch, collate_samples, pad_to_multiple
 from r3async.learner.digests import StageDigests
-from r3async.learner.drift import TrustRegion
+from r3async.learner.expert_biases import ExpertBias, check_expert_biases, update_expert_biases
 from r3async.learner.lora import LoraAdapters
-from r3async.learner.optimizer import ExpertBias, MasterAdamW, check_expert_biases, update_expert_biases
+from r3async.learner.micro_batches import MicroBatch, collate_samples, pad_to_multiple
+from r3async.learner.model_directory import save_model
+from r3async.learner.optimizer import MasterAdamW
+from r3async.learner.rank_group import RankGroup
+from r3async.learner.reference_weights import ReferenceWeights
 from r3async.learner.replay import MicroBatchRoutes, RouteBinder, RoutingReplay
 from r3async.learner.results import LearnerError
-from r3async.learner.state import ReferenceWeights, ShardSlice, capture_learner_state, restore_learner_state, save_model
+from r3async.learner.shard_slice import ShardSlice
+from r3async.learner.state import capture_learner_state, restore_learner_state
+from r3async.learner.trust_region import TrustRegion
 
-_Value = TypeVar("_Value")
 TokenScores = tuple[Tensor, Tensor]
 """Log-probs of some tokens, and the entropies of the distributions that they come from: float32 `[M]` each."""
 ScoreCallback = Callable[[int, Tensor, Tensor], Tensor | None]
@@ -36,60 +39,13 @@ RoutesCallback = Callable[[int, MicroBatchRoutes], object]
 """The callback `visit(index, routes)`, called with the choices of this rank's routers."""
 
 
-@dataclass(frozen=True)
-class RankGroup:
-    """This process among the ranks that train together: `rank` of `world_size`, all in the default process group.
-
-    Figures are reduced on `device`.
-    """
-
-    rank: int
-    world_size: int
-    device: torch.device
-
-    @property
-    def is_batch_reporter(self) -> bool:
-        """True if this rank counts the micro-batches, among the ranks that are given the same ones."""
-        return True
-
-    @property
-    def is_loss_reporter(self) -> bool:
-        """True if this rank reports the losses, among the ranks that compute the same ones."""
-        return True
-
-    def all_reduce(self, values: np.ndarray, op: Literal["sum", "max"]) -> np.ndarray:
-        """Reduce `values`, float64 `[n]`, over all ranks, and return the result on every rank. Collective."""
-        if self.world_size == 1:
-            return values
-        # A copy: gloo reduces in place.
-        total = torch.from_numpy(np.array(values, np.float64)).to(self.device)
-        dist.all_reduce(total, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op])
-        return total.cpu().numpy()
-
-    def all_gather(self, value: _Value) -> list[_Value]:
-        """Return every rank's `value`, in the order of the ranks. Collective."""
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
-
-    def barrier(self) -> None:
-        """Wait for the other ranks."""
-        if self.world_size > 1:
-            dist.barrier()
-
-
-SINGLE_RANK = RankGroup(0, 1, torch.device("cpu"))
-
-
 class LearnerBackend:
     """A model and its optimizer, or this process's part of them. `trainer.py` runs training steps on it.
 
     A backend builds the model (in its `from_pretrained`, which is collective; constructors are not), runs its forward
     passes and exports it; the rest is implemented here. With several ranks (`learner.parallel`), every call is
     collective: all ranks have to make it, in the same order. Ranks that share a data-parallel index are given the same
-    micro-batches; data-parallel ranks are given the same *number* of them (`batch.make_padding_batch` provides the
+    micro-batches; data-parallel ranks are given the same *number* of them (`micro_batches.make_padding_batch` provides the
     missing ones).
 
     Every call must come from the thread that built the backend. It need not be the main thread, but it has to be a
@@ -397,7 +353,7 @@ class LearnerBackend:
         """Write the weights as a Hugging Face model directory, on a file system that all ranks share.
 
         Configuration and tokenizer are those of the source model. The directory is written aside and renamed:
-        `directory` is complete or absent. An existing one is replaced. Raises what `state.save_model` raises.
+        `directory` is complete or absent. An existing one is replaced. Raises what `model_directory.save_model` raises.
         """
         try:
             save_model(

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 import xxhash
 
-from r3async.learner.optimizer import to_local
+from r3async.learner.row_shares import to_local
 
 if TYPE_CHECKING:
     from r3async.data.tokens import Sample
     from r3async.learner.backend import LearnerBackend
-    from r3async.learner.batch import MicroBatch
+    from r3async.learner.micro_batches import MicroBatch
 
 ScoreCallback = Callable[[int, torch.Tensor, torch.Tensor], Any]
 DIGEST_MODULUS = 2**64

@@ -26,8 +26,9 @@ from r3async.learner.results import LearnerError
 from r3async.untrusted import decode_json_object
 
 if TYPE_CHECKING:
-    from r3async.learner.backend import LearnerBackend, RankGroup
-    from r3async.learner.batch import MicroBatch
+    from r3async.learner.backend import LearnerBackend
+    from r3async.learner.micro_batches import MicroBatch
+    from r3async.learner.rank_group import RankGroup
 
 TOKENIZER_FILE = "tokenizer.json"
 

@@ -29,8 +29,8 @@ from torch.nn import Parameter
 
 from r3async.checkpoint.tensors import TensorSlice
 from r3async.config import LoraConfig
-from r3async.learner.optimizer import to_local
-from r3async.learner.state import ShardSlice
+from r3async.learner.row_shares import to_local
+from r3async.learner.shard_slice import ShardSlice
 
 ADAPTER_NAMES = ("lora_A", "lora_B")
 ShardedDim = Literal["rows", "columns", "matrices"] | None
@@ -201,7 +201,7 @@ class LoraAdapters:
     def use_reference_weights(self) -> Iterator[None]:
         """Make the model the start model inside this block, and restore it bit by bit afterwards.
 
-        The counterpart of `state.ReferenceWeights`.
+        The counterpart of `reference_weights.ReferenceWeights`.
         """
         with torch.no_grad():
             for candidate, base, _ in self._adapted:

@@ -34,7 +34,7 @@ from r3async.learner.drift import (
     k3,
     tangent_k3,
 )
-from r3async.learner.metrics import LossSums
+from r3async.learner.loss_sums import LossSums
 from r3async.learner.policy_loss import (
     BY_TOKEN_ATTRIBUTE,
     LossInputs,

@@ -1,4 +1,4 @@
-"""AdamW with warm-up, global-norm clipping and fp32 master weights, sharded and offloaded; and expert biases."""
+"""AdamW with warm-up, global-norm clipping and fp32 master weights, sharded and offloaded."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from r3async.config import Config, LearnerConfig
-from r3async.learner.replay import RoutingReplay
-from r3async.learner.results import LearnerError
+from r3async.learner.host_moments import HostMoments
+from r3async.learner.row_shares import UNSHARDED, RowShare, to_local
 
 SkipCause = Literal["", "zero_variance", "not_finite", "trust_region"]
 """The reason why a step made no update: no trained token has an advantage, a number was not finite, or the drift was
@@ -57,11 +54,6 @@ def compute_squared_norm(gradients: Gradients) -> float:
 
 ADAM_STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
 """Names of Adam's state of a parameter; the moments have its shape, the step is one number."""
-
-
-def to_local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, which shares its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def compute_learning_rate(config: LearnerConfig, updates_done: int, updates_total: int) -> float:
@@ -320,271 +312,3 @@ def _scatter_gradient(
         summed.grad = torch.zeros_like(share.select_rows(parameter.detach()), dtype=torch.float32)
     add(summed.grad, parameter.grad)
     parameter.grad = None
-
-
-# Rows of a parameter, divided among the ranks that hold copies of it: each keeps the optimizer's state of its own rows
-# only, and updates these (ZeRO stage 1, arXiv 1910.02054).
-#
-# A gradient is summed into the share of each rank, and the updated shares are gathered. Rows stay whole, so a share of
-# a tensor of a checkpoint is a box of it, and any other layout can read what such ranks wrote.
-
-
-SHARE_ALIGNMENT = 16
-"""Alignment of the beginnings of shares, in values: torch's AdamW on CPU rounds values that do not fill a vector
-differently from the others."""
-COLLECTIVE_BUCKET_ELEMENTS = 2**26
-"""Elements in one collective: for gradients, 256 MiB in float32."""
-SCATTER_ELEMENTS = 2**24
-"""Elements in one collective within a backward pass, where activations are in memory, too."""
-
-# The names since torch 2.13, and the earlier ones.
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def view_rows(tensor: Tensor) -> Tensor:
-    """Return a view `[rows, columns]` of a contiguous tensor of two dimensions or more; a vector is its own rows."""
-    return tensor if tensor.ndim < 2 else tensor.view(-1, tensor.shape[-1])
-
-
-class RowShare(NamedTuple):
-    """The share of rank `rank`, where `num_ranks` divide a parameter."""
-
-    rank: int = 0
-    num_ranks: int = 1
-
-    def row_range(self, shape: Sequence[int]) -> slice:
-        """Return the rows of this share of a parameter of that shape.
-
-        Shares begin at multiples of `SHARE_ALIGNMENT` values, and are almost equal; small parameters are not on every
-        rank.
-        """
-        columns = shape[-1] if len(shape) > 1 else 1
-        count, step = math.prod(shape) // max(columns, 1), SHARE_ALIGNMENT // math.gcd(columns, SHARE_ALIGNMENT)
-        blocks = -(-count // step)
-        start, stop = (min(count, rank * blocks // self.num_ranks * step) for rank in (self.rank, self.rank + 1))
-        return slice(start, stop)
-
-    def select_rows(self, tensor: Tensor) -> Tensor:
-        """Return a view: the tensor itself, or its rows of this share, see `view_rows`."""
-        return tensor if self.num_ranks == 1 else view_rows(tensor)[self.row_range(tensor.shape)]
-
-    def list_shares(self) -> list[RowShare]:
-        """Return the shares of all ranks, in order."""
-        return [RowShare(rank, self.num_ranks) for rank in range(self.num_ranks)]
-
-
-UNSHARDED = RowShare()
-
-
-def reduce_scatter_shares(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum gradients over the group, in place: for each gradient the rows of this rank's share.
-
-    The other rows are undefined afterwards. Collective.
-    """
-    for bucket in iter_buckets(gradients):
-        sent = _flatten_shares(bucket, group)
-        got = torch.empty_like(sent[0])
-        _REDUCE_SCATTER(got, sent.view(-1), group=group)
-        _copy_into_share(bucket, _share_in_group(group), got)
-
-
-def add_summed_share(total: Tensor, gradient: Tensor, group: dist.ProcessGroup) -> None:
-    """Add to `total`, the rows of this rank's share, the sum in float32 of all ranks' gradients of these rows.
-
-    A bucket of rows at a time, so that a large gradient is not held twice. Collective.
-    """
-    own = _share_in_group(group)
-    parts = [share.select_rows(gradient) for share in own.list_shares()]
-    columns = total.shape[1:]
-    longest, step = max(len(part) for part in parts), max(1, SCATTER_ELEMENTS // (len(parts) * math.prod(columns)))
-    for begin in range(0, longest, step):
-        sent = total.new_zeros(len(parts), min(step, longest - begin), *columns)
-        for row, part in zip(sent, parts, strict=True):
-            piece = part[begin : begin + step]
-            row[: len(piece)].copy_(piece)
-        got = torch.empty_like(sent[0])
-        _REDUCE_SCATTER(got.view(-1), sent.view(-1), group=group)
-        mine = total[begin : begin + step]
-        mine.add_(got[: len(mine)])
-
-
-def all_gather_shares(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Gather every rank's share of each tensor, in place, on every rank of the group.
-
-    All tensors have one dtype. Collective.
-    """
-    for bucket in iter_buckets(tensors):
-        mine = _flatten_shares(bucket, group, local_only=True)[0]
-        got = mine.new_empty(dist.get_world_size(group), len(mine))
-        _ALL_GATHER(got.view(-1), mine, group=group)
-        for share, values in zip(_share_in_group(group).list_shares(), got, strict=True):
-            _copy_into_share(bucket, share, values)
-
-
-def _share_in_group(group: dist.ProcessGroup) -> RowShare:
-    return RowShare(dist.get_rank(group), dist.get_world_size(group))
-
-
-def _flatten_shares(tensors: Sequence[Tensor], group: dist.ProcessGroup, *, local_only: bool = False) -> Tensor:
-    """Return every rank's shares of the tensors, one after the other, or this rank's alone: `[ranks, n]`.
-
-    `n` is the size of the largest.
-    """
-    mine = _share_in_group(group)
-    parts = [[share.select_rows(t) for t in tensors] for share in mine.list_shares()]
-    longest = max(sum(p.numel() for p in some) for some in parts)
-    chosen = [parts[mine.rank]] if local_only else parts
-    out = tensors[0].new_zeros(len(chosen), longest)
-    for row, some in zip(out, chosen, strict=True):
-        torch.cat([p.reshape(-1) for p in some], out=row[: sum(p.numel() for p in some)])
-    return out
-
-
-def _copy_into_share(tensors: Sequence[Tensor], share: RowShare, values: Tensor) -> None:
-    parts = [share.select_rows(t) for t in tensors]
-    sizes = [p.numel() for p in parts]
-    for part, some in zip(parts, values[: sum(sizes)].split(sizes), strict=True):
-        part.copy_(some.view_as(part))
-
-
-def iter_buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the tensors in order, in buckets of at most `COLLECTIVE_BUCKET_ELEMENTS`, or one larger tensor."""
-    bucket: list[Tensor] = []
-    held = 0
-    for tensor in tensors:
-        if bucket and held + tensor.numel() > COLLECTIVE_BUCKET_ELEMENTS:
-            yield bucket
-            bucket, held = [], 0
-        bucket.append(tensor)
-        held += tensor.numel()
-    if bucket:
-        yield bucket
-
-
-# Moments of the optimizer in host memory, except for those that an update is using.
-
-
-OFFLOAD_BUCKET_ELEMENTS = 2**26
-"""Elements whose moments are on the device at once; a larger parameter is alone in its bucket."""
-OFFLOADED_MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-class HostMoments:
-    """Steps `adam` through its parameters, a bucket at a time.
-
-    A moment's tensor stays where Adam created it, without memory; its values are in host memory, pinned where there is
-    CUDA. Every parameter is updated by the same kernel, and from the same numbers, as without offloading.
-    """
-
-    def __init__(self, adam: torch.optim.Optimizer, bucket_elements: int = OFFLOAD_BUCKET_ELEMENTS):
-        self._adam, self._bucket_elements = adam, bucket_elements
-        self._host_values: dict[Tensor, dict[str, Tensor]] = {}
-
-    def step(self, parameters: Sequence[Tensor]) -> None:
-        """Make one step of the parameters that have a gradient."""
-        gradients = [(p, p.grad) for p in parameters if p.grad is not None]
-        for parameter, _ in gradients:
-            parameter.grad = None
-        for bucket in self._iter_buckets(gradients):
-            for parameter, gradient in bucket:
-                self._load_to_device(parameter)
-                parameter.grad = gradient
-            self._adam.step()
-            for parameter, _ in bucket:
-                self.offload_moments(parameter)
-                parameter.grad = None
-
-    def get_moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the values of a parameter's moments, in host memory; none before its first update."""
-        return self._host_values.get(parameter, {})
-
-    @contextlib.contextmanager
-    def moments_on_device(self, parameter: Tensor) -> Iterator[None]:
-        """Load a parameter's moments to the device inside this block, for reading only."""
-        self._load_to_device(parameter)
-        try:
-            yield
-        finally:
-            for name in OFFLOADED_MOMENTS:
-                to_local(self._adam.state[parameter][name]).untyped_storage().resize_(0)
-
-    def offload_moments(self, parameter: Tensor) -> None:
-        """Move a parameter's moments to the host."""
-        for name in OFFLOADED_MOMENTS:
-            moment = to_local(self._adam.state[parameter][name])
-            host = self._host_values.setdefault(parameter, {})
-            if name not in host:
-                host[name] = torch.empty(moment.shape, dtype=moment.dtype, pin_memory=moment.is_cuda)
-            host[name].copy_(moment)
-            moment.untyped_storage().resize_(0)
-
-    def clear_moments(self) -> None:
-        """Drop all moments."""
-        self._host_values.clear()
-
-    def _load_to_device(self, parameter: Tensor) -> None:
-        for name, values in self.get_moments(parameter).items():
-            moment = to_local(self._adam.state[parameter][name])
-            moment.untyped_storage().resize_(values.numel() * values.element_size())
-            moment.copy_(values)
-
-    def _iter_buckets(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        bucket: list[tuple[Tensor, Tensor]] = []
-        held = 0
-        for parameter, gradient in gradients:
-            if bucket and held + parameter.numel() > self._bucket_elements:
-                yield bucket
-                bucket, held = [], 0
-            bucket.append((parameter, gradient))
-            held += parameter.numel()
-        if bucket:
-            yield bucket
-
-
-# Load balancing without a loss term (arXiv 2408.15664; DeepSeek-V3, Moonlight, GLM-4.5): experts are chosen by their
-# score and a bias, which follows the tokens that the expert got.
-#
-# The tokens are those of the step's own counts (`RoutingCounts.expert_load`), over all ranks: replayed experts count as
-# replayed, padding is left out, and a row of several samples counts once for each. Megatron's own update counts padding
-# and shared rows once, so neither backend uses it.
-
-
-@dataclass(frozen=True)
-class ExpertBias:
-    """The biases of one router, float32 `[experts]`, on its device.
-
-    Attributes:
-        name: Name in checkpoints.
-        moe_layer_index: Index of the router's MoE layer.
-        tensor: The tensor that the router reads.
-        is_writer: True on the one rank, among those that hold it, that writes it to checkpoints.
-    """
-
-    name: str
-    moe_layer_index: int
-    tensor: Tensor
-    is_writer: bool
-
-
-def check_expert_biases(biases: Sequence[ExpertBias], learner: LearnerConfig, replay: RoutingReplay) -> None:
-    """Raise `LearnerError` if biases have to be updated and the model has none."""
-    elsewhere = replay.num_moe_layers and not replay.moe_layer_indices
-    if learner.expert_bias_rate and not biases and not elsewhere:
-        raise LearnerError(
-            f"learner.expert_bias_rate = {learner.expert_bias_rate:g}, but no bias decides which experts this model chooses: set "
-            "it to 0"
-        )
-
-
-@torch.no_grad()
-def update_expert_biases(biases: Sequence[ExpertBias], expert_load: np.ndarray, rate: float) -> None:
-    """Raise by `rate` the biases of experts that got fewer tokens than their layer's mean, and lower the others'.
-
-    A bias stays if its expert got exactly the mean. `expert_load` `[layers, experts]` counts the tokens of a step over
-    all ranks.
-    """
-    for bias in biases:
-        tokens = expert_load[bias.moe_layer_index].astype(np.float64)
-        step = torch.from_numpy(np.sign(tokens.mean() - tokens).astype(np.float32))
-        bias.tensor.add_(step.to(bias.tensor.device), alpha=rate)

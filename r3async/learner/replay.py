@@ -23,8 +23,8 @@ from torch import Tensor
 
 from r3async.data.model_shape import RoutingShape
 from r3async.data.routes import RoutingError, iter_sorted_columns, validate_routes
-from r3async.learner.batch import MicroBatch
-from r3async.learner.kernels import upload_array
+from r3async.learner.device_upload import upload_array
+from r3async.learner.micro_batches import MicroBatch
 from r3async.learner.results import RouteTrace
 
 

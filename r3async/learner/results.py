@@ -49,7 +49,7 @@ class RouteTrace(msgspec.Struct, frozen=True):
 
 
 class DriftSums(NamedTuple):
-    """Drift summed over tokens, by bin or by episode: float64 `[n, 2]`, with the columns of `metrics.sum_drift`.
+    """Drift summed over tokens, by bin or by episode: float64 `[n, 2]`, with the columns of `drift_metrics.sum_drift`.
 
     Attributes:
         trained: Of all trained tokens.

@@ -22,11 +22,12 @@ from torch.nn import Parameter
 from r3async.checkpoint.tensors import TensorSlice
 from r3async.config import Config
 from r3async.data.model_shape import read_moe_layers
-from r3async.learner.backend import SINGLE_RANK, LearnerBackend, ScoreCallback
-from r3async.learner.batch import MicroBatch
+from r3async.learner.backend import LearnerBackend, ScoreCallback
+from r3async.learner.micro_batches import MicroBatch
 from r3async.learner.optimizer import MasterAdamW, OptimizerUpdate, count_updates
+from r3async.learner.rank_group import SINGLE_RANK
 from r3async.learner.replay import RoutingReplay, count_recorded_load
-from r3async.learner.state import ShardSlice
+from r3async.learner.shard_slice import ShardSlice
 from r3async.rollout.scripted import DIGEST_TENSOR, UINT32_MASK, scripted_logprobs
 from r3async.untrusted import decode_python_json
 from r3async.world import Files

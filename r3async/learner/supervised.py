@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from r3async.learner.backend import find_predicted_rows
-from r3async.learner.batch import MicroBatch
+from r3async.learner.micro_batches import MicroBatch
 
 if TYPE_CHECKING:
     from r3async.learner.backend import LearnerBackend

@@ -1,353 +1,155 @@
-"""Served drift: the learner's drift from the rollout policy with the routers' own choice, as engines will serve it.
-
-A step computes its tokens with the routes of the rollout (R3), so the drift that its loss sees, `rollout_kl`, is that
-of the weights behind frozen routers. An engine that is given these weights uses its routers' own choice.
-`rollout_kl/served_k3` is the drift then.
-
-It is measured in one of `probe_every` steps on a sample, the *probed* episodes (column `probed`, by
-`trainer.prepare_minibatches`), by one more forward pass without replay and without gradient. The estimate for all
-trained tokens is `replayed + (served - replayed of the probed tokens)`: the difference, whose mean is the effect of
-routes, scatters less than the drift of a few tokens, and the estimate is unbiased. It has an interval: episodes are the
-sampled units. In the steps between, nothing is published under the name of a measurement; the trust region is given an
-estimate, from that difference as it was last measured at each age (`TrustRegion.extrapolate_served_drift`).
-
-With `rollout_kl.limit` the drift of the probed episodes is measured again after every update. It says how far the step
-went, and so how far the next step's tokens will have drifted (`compute_drift_carryover`). If that is too far, the step
-is shortened before anything is published (`limit_update`). This is measured in every step, so the hard bound does not
-depend on an older figure. The step trains these episodes like all others; how that changes the prediction was measured
-(D-184 in docs/decisions/).
+"""The trust region of a run: the coefficient of its KL term, which follows the drift, and the limit
+that refuses a step.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-import zlib
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-import torch
-from torch import Tensor
+from r3async.checkpoint.state import TrustRegionState
+from r3async.config import RolloutKLConfig
 
-from r3async.config import Config
-from r3async.data.tokens import Sample, TokenTable
-from r3async.learner.batch import MicroBatch, make_padding_batch, pack_samples
-from r3async.learner.metrics import (
-    DRIFT_BINS,
-    REPLAYED_DRIFT_METRIC,
-    STALENESS_BINS,
-    TOKEN_COUNT,
-    LossSums,
-    compute_gap_variance,
-    compute_served_gaps,
-    count_served_tokens,
-    estimate_served_drift,
-)
-from r3async.learner.optimizer import OptimizerUpdate
-from r3async.learner.results import DriftSums, GapMoments
-
-if TYPE_CHECKING:
-    from r3async.learner.backend import LearnerBackend
-    from r3async.learner.trainer import Minibatch
-
-MAX_PROBED_SHARE = 1 / 4
-"""Largest share of a step's tokens that are probed for `rollout_kl.probe_tokens`."""
-MIN_STEP_SHARE = 1 / 32
-"""Least share of a step that is made, however far it goes: `rollout_kl.max` skips a step before it is made."""
-LINE_SEARCH_TRIES = 5
-"""Shares of one step that are tried after the whole step: each takes one forward pass over the probed episodes."""
-LINE_SEARCH_MARGIN = 0.9
-"""Factor of the share at which the drift would be at the limit, if it grew with the square of the share."""
+MAX_SHARE_DECAY, MAX_SHARE_GROWTH = 0.7, 1.15
+"""The least factor of `max_share` after a step that was shortened, and its factor after one that was not. It settles
+where about one step in four is shortened."""
+MAX_SHARE_FLOOR = 1 / 32
+VARIANCE_HISTORY = 4
+"""Number of measurements that define the usual variance of the gap. With more of them, intervals hold the true value no
+more often, and are wider where drift falls."""
+MAX_DRIFT_ERROR = 3.0
+"""The largest error that counts: one wild step moves the coefficient no further than drift of 4 times the target."""
 
 
-# -- choice of episodes: on the host, from the step's groups alone ------------------------------------------------------
+class TrustRegion:
+    """The coefficient of one run's KL term, and the limit that refuses a step.
 
+    The same measurements give the same coefficients.
 
-def needs_probes(config: Config) -> bool:
-    """Return True if served drift has to be measured.
+    After each step, the mean of k3 over its trained tokens is measured, served or replayed (`measure`), whatever
+    estimator the loss uses. With a `target`, after each step, for the error `e = min(measured / target - 1, 3)` and
+    `v = e + e - e_before`:
 
-    It has to where replay makes it differ from the replayed drift, or if a limit is set.
-    """
-    region = config.algorithm.rollout_kl
-    return region.probe_share > 0 and (config.routing.replay != "off" or region.update_limit is not None)
+        log coef += (gain if v > 0 else gain_down) * v, within log of the configured coef .. log coef_max
 
+    This is a proportional-integral controller of log coef in velocity form, so that a bound does not wind it up. It has
+    one side: the coefficient of the configuration is its floor, so calm steps do not disarm it. With a floor of 1e-4, a
+    hundred calm steps lowered it by two decades, and a burst then ran unopposed for 30 to 40 steps. It rises faster
+    than it falls. As single steps scatter by a factor of two, mostly upwards, the mean of the drift then settles below
+    the target, at 0.7 to 0.95 of it: the target is a bound of the mean, not its value.
 
-def choose_probes(names: Sequence[str], tokens: Sequence[int], config: Config) -> list[int]:
-    """Return the indices of the episodes to probe, from their `names` and their `tokens` to compute.
-
-    The choice is the same for the same names. In the order of a checksum of their names, as many episodes are probed as
-    have no more than `rollout_kl.probe_share` of all tokens, or than the smaller of `probe_tokens` and a quarter of
-    all, if that is more. If the first has more, it is probed in every step if a bound needs it; otherwise in such a
-    fraction of all steps that the share is kept on average.
-    """
-    region = config.algorithm.rollout_kl
-    if not needs_probes(config):
-        return []
-    keys = [zlib.crc32(name.encode()) for name in names]
-    order = sorted(range(len(names)), key=lambda i: (keys[i], names[i]))
-    budget = max(region.probe_share * sum(tokens), min(region.probe_tokens, MAX_PROBED_SHARE * sum(tokens)))
-    ends = np.cumsum([tokens[i] for i in order])
-    within = int(np.searchsorted(ends, budget, side="right"))
-    if not within and order:
-        first = order[0]
-        # A fair draw needs another digest than the order's: a CRC of the name with a prefix differs by a constant only.
-        draw = int.from_bytes(hashlib.blake2b(names[first].encode(), digest_size=4).digest()) / 2**32
-        within = int(region.needs_served_drift or draw < budget / max(tokens[first], 1))
-    return sorted(order[:within])
-
-
-def is_measurement_due(config: Config, version: int) -> bool:
-    """Return True if served drift is measured before the update of weights of `version`.
-
-    It is the same on every rank, and in a replay.
-    """
-    return version % config.algorithm.rollout_kl.measurement_interval == 0
-
-
-def drop_probe_column(micro_batches: Sequence[MicroBatch], config: Config, version: int) -> list[MicroBatch]:
-    """Remove the column `probed` in a step that neither measures served drift nor predicts it."""
-    if is_measurement_due(config, version) or config.algorithm.rollout_kl.update_limit is not None:
-        return list(micro_batches)
-    return [replace(m, table=m.table.without_columns("probed")) for m in micro_batches]
-
-
-def mark_probed_samples(
-    samples: Sequence[Sample], trained: Sequence[np.ndarray], episodes: Sequence[int], config: Config
-) -> list[bool]:
-    """Return, for each sample of a minibatch, True if its episode is probed.
-
-    `choose_probes` chooses among the episodes that have trained tokens, by the name of their first sample.
-
-    Args:
-        trained: bool `[T_i]`: the trained tokens of each sample.
-        episodes: The episode of each sample.
-    """
-    named: dict[int, str] = {}
-    tokens: dict[int, int] = {}
-    for sample, mask, episode in zip(samples, trained, episodes, strict=True):
-        if mask.any():
-            named.setdefault(episode, sample.sample_id)
-        tokens[episode] = tokens.get(episode, 0) + len(sample.table)
-    numbers = list(named)
-    found = choose_probes([named[n] for n in numbers], [tokens[n] for n in numbers], config)
-    chosen = {numbers[i] for i in found}
-    return [episode in chosen for episode in episodes]
-
-
-# -- on every rank -------------------------------------------------------------------------------------------------------
-
-
-class ProbeBatches(NamedTuple):
-    """The probed episodes of a minibatch on this rank, in separate micro-batches, as many on every rank.
-
-    `trained_rows` are the rows of trained tokens in each, int64 `[M]`. Either all ranks have micro-batches, or none
-    has.
+    Drift falls by a power (0 to 2, roughly) of the coefficient, some steps late: staleness delays what a step changes
+    until its tokens are trained. (PPO's penalty, arXiv 1707.06347, eq. 8, doubles or halves its coefficient instead,
+    and oscillates.)
     """
 
-    micro_batches: list[MicroBatch]
-    trained_rows: list[np.ndarray]
+    def __init__(self, config: RolloutKLConfig):
+        self._config = config
+        self._last_error: float | None = None
+        self._served_gaps: list[float | None] = []
+        """The gap by which served drift exceeded the replayed one when it was last measured, by age."""
+        self._gap_variances: list[float] = []
+        """The variance of the gap over episodes, from the last measurements."""
+        self.coef = config.coef
+        """The coefficient of the next step."""
+        self.max_share = 1.0
+        """The share of the next step that is tried first, with a `limit`."""
 
+    def record_step_share(self, share: float) -> None:
+        """Record that this share of `max_share` was made; call once after each step with a `limit`.
 
-def build_probes(
-    backend: LearnerBackend, minibatch: Minibatch, all_micro_batches: Sequence[MicroBatch]
-) -> ProbeBatches:
-    """Build the probes from all of this rank's micro-batches, before any was left out. Collective."""
-    if not all_micro_batches or "probed" not in all_micro_batches[0].table:
-        return ProbeBatches([], [])
-    samples = [sample for m in all_micro_batches for sample in _extract_probed_samples(m)]
-    made = pack_samples(samples, backend.config.learner.max_tokens_per_micro_batch) if samples else []
-    count = int(backend.ranks.all_reduce(np.asarray([len(made)], np.float64), "max")[0])
-    made += [make_padding_batch(_without_routes(all_micro_batches[0]))] * (count - len(made))
-    made = backend.pad_for_parallel(made)
-    return ProbeBatches(made, [_find_measured_rows(m) for m in made])
+        The tokens that a step is judged by are of versions before it, and the next ones of versions that are in flight.
+        So a whole step after a short one is noticed too late: with step lengths that go up and down, an oscillation
+        appeared. After a step that went too far, the share grows back step by step.
+        """
+        self.max_share = min(
+            1.0, max(MAX_SHARE_FLOOR, self.max_share * (max(share, MAX_SHARE_DECAY) if share < 1 else MAX_SHARE_GROWTH))
+        )
 
+    def record_served_gaps(self, gaps: Sequence[float | None], variance: float | None) -> None:
+        """Record a measurement of served drift, from which other steps are estimated; call once after each.
 
-def _find_measured_rows(micro_batch: MicroBatch) -> np.ndarray:
-    table = micro_batch.table
-    return np.flatnonzero(table["loss_mask"] & np.isfinite(table["rollout_logprobs"]))
+        Args:
+            gaps: How far served drift is above the replayed one, by age; None for an age without probed tokens.
+            variance: The result of `compute_gap_variance`; None if too few episodes were probed.
+        """
+        before = self._served_gaps or [None] * len(gaps)
+        self._served_gaps = [
+            new if new is not None and math.isfinite(new) else old for new, old in zip(gaps, before, strict=True)
+        ]
+        if variance is not None and math.isfinite(variance):
+            self._gap_variances = [*self._gap_variances, variance][-VARIANCE_HISTORY:]
 
+    @property
+    def mean_gap_variance(self) -> float:
+        """The mean of the last variances of the gap; 0 before the first measurement."""
+        return sum(self._gap_variances) / max(len(self._gap_variances), 1)
 
-def _without_routes(micro_batch: MicroBatch) -> MicroBatch:
-    return replace(micro_batch, table=micro_batch.table.without_columns("routed_experts", "routing_recorded"))
+    def update_coefficient(self, drift: float) -> None:
+        """Update the coefficient from the measured drift, once after each step.
 
+        A drift that is not finite changes nothing.
+        """
+        target = self._config.target
+        if target is None or not math.isfinite(drift):
+            return
+        error = min(max(drift, 0.0) / target - 1, MAX_DRIFT_ERROR)
+        speed = error + error - (error if self._last_error is None else self._last_error)
+        gain = self._config.gain if speed > 0 else self._config.gain_down
+        self.coef, self._last_error = self._clamp_coefficient(self.coef * math.exp(gain * speed)), error
 
-def _extract_probed_samples(micro_batch: MicroBatch) -> list[Sample]:
-    """Return the probed samples, whole and without routes.
+    def select_drift(self, replayed: float, served: float | None) -> float:
+        """Select which of a step's two drifts goes to `update_coefficient` and `exceeds_max_drift`.
 
-    A token that a sample shares with one before it is trained there.
-    """
-    bare = _without_routes(micro_batch)
-    rows, edges = micro_batch.expanded_samples
-    probed, out = bare.table["probed"], []
-    for index, name in enumerate(micro_batch.sample_ids):
-        start, stop = int(micro_batch.cu_seqlens[index]), int(micro_batch.cu_seqlens[index + 1])
-        if not probed[start:stop].any():
-            continue
-        taken = rows[edges[index] : edges[index + 1]]
-        parts = np.split(taken, np.flatnonzero(np.diff(taken) != 1) + 1)
-        table = TokenTable.concat([bare.table.slice_rows(int(part[0]), int(part[-1]) + 1) for part in parts])
-        mask = np.array(table["loss_mask"])
-        mask[: len(mask) - (stop - start)] = False
-        out.append(Sample(name, table.with_columns(loss_mask=mask), float(micro_batch.temperatures[index])))
-    return out
+        `served` is measured or estimated; None if it is unknown.
+        """
+        return replayed if served is None or self._config.measure == "replayed" else served
 
+    def extrapolate_served_drift(self, replayed: float, tokens_by_staleness: Sequence[float]) -> float | None:
+        """Estimate the served drift of a step that did not measure it, from its replayed drift and its tokens' ages.
 
-def sum_served_drift(backend: LearnerBackend, minibatch: Minibatch, probes: ProbeBatches) -> np.ndarray:
-    """Return `sum_drift`, float64 `[drift_bin_count, 2]`, of this rank's probed tokens with the routers' own choice.
+        At each age it is as far above the replayed drift as when that age, or the nearest measured one, was last
+        measured. The measurement at age 0 is used for age 0 alone: there engine and learner have the same weights, so
+        it says nothing about the effect of updates on routers. Returns None if the measurements do not cover all
+        tokens.
+        """
+        measured = {age: gap for age, gap in enumerate(self._served_gaps) if gap is not None}
+        if not measured:
+            return None
+        above = 0.0
+        for age, tokens in enumerate(tokens_by_staleness):
+            if not tokens:
+                continue
+            near = {abs(other - age): gap for other, gap in measured.items() if other == age or other > 0}
+            if not near:
+                return None
+            above += tokens * near[min(near)]
+        return max(replayed + above / max(sum(tokens_by_staleness), 1.0), 0.0)
 
-    It uses the weights as they are. It is 0 where another rank has them. Collective. With FSDP, gradients in progress
-    are lost: there must be none.
-    """
-    found: list[Tensor] = [torch.zeros(minibatch.drift_bin_count, 2, dtype=torch.float64)]
+    def exceeds_max_drift(self, measured: float) -> bool:
+        """Return True if a step with that drift must make no optimizer update: above `max`, or not finite.
 
-    def finish(index: int, logprobs: Tensor, _: Tensor) -> None:
-        found.append(minibatch.measure_drift(probes.micro_batches[index], probes.trained_rows[index], logprobs).cpu())
+        Never without `max`.
+        """
+        limit = self._config.max
+        return limit is not None and not (math.isfinite(measured) and measured <= limit)
 
-    try:
-        with torch.no_grad():
-            backend.run_micro_batches(probes.micro_batches, probes.trained_rows, finish, replay=False)
-    finally:
-        backend.reset_forward_state()
-    total = torch.stack(found).sum(dim=0).numpy()
-    return total if backend.ranks.is_loss_reporter else np.zeros_like(total)
+    def state_dict(self) -> TrustRegionState:
+        """Return the state that `load_state_dict` reads."""
+        return {
+            "coef": self.coef,
+            "error": self._last_error,
+            "gaps": self._served_gaps,
+            "variances": self._gap_variances,
+            "reach": self.max_share,
+        }
 
+    def load_state_dict(self, state: TrustRegionState) -> None:
+        """Continue from a `state`, within the bounds of this configuration; without a `target`, its coefficient stays."""
+        self._served_gaps, self.max_share = list(state.get("gaps", [])), state.get("reach", 1.0)
+        self._gap_variances = list(state.get("variances", []))
+        if self._config.target is not None:
+            self.coef, self._last_error = self._clamp_coefficient(state["coef"]), state["error"]
 
-def apply_update(
-    backend: LearnerBackend,
-    minibatch: Minibatch,
-    probes: ProbeBatches,
-    total: np.ndarray,
-    drift: DriftSums,
-    moments: GapMoments,
-) -> OptimizerUpdate:
-    """Clip and make the optimizer's step, unless there is a cause not to or the drift is beyond `rollout_kl.max`.
-
-    Then shorten the step if the drift after it is beyond `rollout_kl.limit`. The coefficient of the next step follows
-    from the drift measured in this one, unless this one has zero variance. Collective.
-
-    `total`, `drift`: see `Minibatch.reduce_loss_sums`, `Minibatch.reduce_drift`; `moments`: `compute_gap_moments`.
-    """
-    optimizer, trust_region = backend.optimizer, backend.trust_region
-    replayed = LossSums.compute_metrics(total)[REPLAYED_DRIFT_METRIC]
-    served, extrapolated = None, None
-    if count_served_tokens(drift):
-        served = estimate_served_drift(drift)
-    else:
-        tokens_by_staleness = drift.trained[:STALENESS_BINS, TOKEN_COUNT].tolist()
-        extrapolated = trust_region.extrapolate_served_drift(replayed, tokens_by_staleness)
-    judged = trust_region.select_drift(replayed, extrapolated if served is None else served)
-    if minibatch.skip_cause:
-        cause = minibatch.skip_cause if math.isfinite(judged) else "not_finite"
-        return replace(optimizer.skip_step(cause), served_drift_estimate=extrapolated)
-    if trust_region.exceeds_max_drift(judged):
-        update = optimizer.skip_step("trust_region")
-    else:
-        update = limit_update(backend, minibatch, probes, drift, optimizer.step())
-    trust_region.update_coefficient(judged)
-    if served is not None:
-        trust_region.record_served_gaps(compute_served_gaps(drift), compute_gap_variance(drift, moments))
-    return replace(update, served_drift_estimate=extrapolated)
-
-
-def limit_update(
-    backend: LearnerBackend, minibatch: Minibatch, probes: ProbeBatches, drift: DriftSums, update: OptimizerUpdate
-) -> OptimizerUpdate:
-    """Shorten the update that the optimizer has just made until the drift that it leads to is within the limit.
-
-    The least share is made whatever its drift (`OptimizerUpdate.is_beyond_limit`). What is above the limit then is the
-    drift of versions in flight, which no shorter step lowers; the moments move on, and so does a term of the loss that
-    lowers drift.
-
-    A step is first shortened to `TrustRegion.max_share` of it. Collective: the figures that decide are reduced over all
-    ranks, so every rank makes the same share of the step.
-
-    `drift` is from before the update, over all ranks. What is limited is the drift of the tokens of the next update, a
-    share of the drift of these tokens under the new weights (`compute_drift_carryover`).
-    """
-    limit = backend.config.algorithm.rollout_kl.update_limit
-    if limit is None or update.cause or not probes.micro_batches or not drift.probed_replayed[:, TOKEN_COUNT].any():
-        return update
-    carryover = compute_drift_carryover(drift.probed_replayed, backend.config.schedule.updates_per_version)
-    max_share = backend.trust_region.max_share
-    trial = TrialStep(backend, minibatch, probes, drift)
-    predicted = shorten_to_limit(trial, limit / carryover, max_share)
-    backend.trust_region.record_step_share(trial.share / max_share)
-    ahead = predicted * carryover
-    return replace(
-        update, step_share=trial.share, predicted_drift=ahead, is_beyond_limit=not predicted <= limit / carryover
-    )
-
-
-class TrialStep:
-    """The update that the optimizer has just made, any share of which can be made instead. All methods are collective.
-
-    Attributes:
-        share: The share that the weights have now.
-    """
-
-    def __init__(self, backend: LearnerBackend, minibatch: Minibatch, probes: ProbeBatches, drift: DriftSums):
-        self._backend, self._minibatch, self._probes, self._drift = backend, minibatch, probes, drift
-        self.share = 1.0
-
-    def set_share(self, share: float) -> None:
-        """Make `share` of the update."""
-        if share != self.share:
-            self._backend.optimizer.shorten_step(self.share, share)
-            self.share = share
-
-    def predict_drift(self) -> float:
-        """Return the served drift of this minibatch's tokens under the weights as they are."""
-        served = sum_served_drift(self._backend, self._minibatch, self._probes)
-        total = self._backend.ranks.all_reduce(served.reshape(-1), "sum").reshape(served.shape)
-        return estimate_served_drift(self._drift._replace(probed_served=total[:DRIFT_BINS]))
-
-    def drift_without_step(self) -> float:
-        """Return the served drift before the update, which stays as it is."""
-        if count_served_tokens(self._drift):
-            return estimate_served_drift(self._drift)
-        share = self.share
-        self.set_share(0.0)
-        drift = self.predict_drift()
-        self.set_share(share)
-        return drift
-
-
-def shorten_to_limit(trial: TrialStep, limit: float, max_share: float = 1.0) -> float:
-    """Shorten the step to `max_share` of it, and on until its drift is within `limit`. Returns that drift.
-
-    It is a line search: drift grows with the square of a step, or more slowly, which gives the next share to try. After
-    `LINE_SEARCH_TRIES`, or if the drift was beyond the limit before, only `MIN_STEP_SHARE` is made.
-    """
-    trial.set_share(max_share)
-    drift = trial.predict_drift()
-    if drift <= limit:
-        return drift
-    before = trial.drift_without_step()
-    if drift <= before:  # the step lowers it
-        return drift
-    for _ in range(LINE_SEARCH_TRIES if before < limit else 0):
-        growth = (limit - before) / (drift - before) if math.isfinite(drift) and drift > before else 0.0
-        factor = LINE_SEARCH_MARGIN * math.sqrt(max(growth, 0.0))
-        trial.set_share(max(MIN_STEP_SHARE, trial.share * min(max(factor, 0.1), LINE_SEARCH_MARGIN)))
-        drift = trial.predict_drift()
-        if drift <= limit or trial.share == MIN_STEP_SHARE:
-            return drift
-    trial.set_share(MIN_STEP_SHARE)
-    return trial.predict_drift()
-
-
-def compute_drift_carryover(replayed: np.ndarray, updates: int) -> float:
-    """Return the share of the drift that tokens have after an update which the tokens of the next update will have.
-
-    `replayed` are sums by age, as in `sum_drift`, and a version is made by `updates` updates.
-
-    An update leaves these tokens up to a version older than tokens are when they are trained: with a mean age of a,
-    those have been through a + 1 - 1/updates versions at most, these through a + 1. Drift grows about linearly with the
-    updates between two policies (docs/trust-region.md), so the share is that of the versions. At an age below 1 a share
-    of 1/2 is the least: a bound should bound a single step, too.
-    """
-    tokens = replayed[:STALENESS_BINS, TOKEN_COUNT]
-    age = max(1.0, float(tokens @ np.arange(STALENESS_BINS)) / max(float(tokens.sum()), 1.0))
-    return (age + 1 - 1 / updates) / (age + 1)
+    def _clamp_coefficient(self, coef: float) -> float:
+        return min(max(coef, self._config.coef), self._config.coef_max)

@@ -29,7 +29,7 @@ from r3async.data.routes import RoutingError, route_dtype
 from r3async.data.tokens import UNSAMPLED_VERSION, Sample
 from r3async.data.versions import expand_version_spans
 from r3async.data.wire_frames import array_bytes, compute_checksum
-from r3async.learner.batch import expand_prefixes
+from r3async.learner.shared_prefixes import expand_prefixes
 from r3async.rollout.engine import Engine, Generation, GenerationRequest
 from r3async.untrusted import decode_msgpack, format_value
 from r3async.world import EventReporter, File, Files, World

@@ -10,7 +10,7 @@ import torch
 
 from r3async.config import AlgorithmConfig, ClipConfig, config_from_dict
 from r3async.learner.loss import TokenBatch, compute_loss
-from r3async.learner.metrics import LossSums
+from r3async.learner.loss_sums import LossSums
 
 REDUCTIONS = get_args(get_type_hints(AlgorithmConfig)["reduction"])
 

@@ -8,7 +8,7 @@ import torch
 
 from r3async.data.tokens import Sample
 from r3async.learner.backend import LearnerBackend
-from r3async.learner.batch import MicroBatch, collate_samples
+from r3async.learner.micro_batches import MicroBatch, collate_samples
 from tests.helpers import architectures as ha
 from tests.helpers import models as hm
 

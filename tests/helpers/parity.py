@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from r3async.config import Config
-from r3async.learner.batch import MicroBatch, make_padding_batch, pack_samples
 from r3async.learner.loss import TokenBatch, compute_loss
+from r3async.learner.micro_batches import MicroBatch, make_padding_batch, pack_samples
 from tests.helpers import architectures as ha
 from tests.helpers import models as hm
 from tests.helpers.learner import settings
@@ -39,9 +39,10 @@ def of_rank(micro_batches: list[MicroBatch], dp_rank: int, dp: int) -> list[Micr
 def gradients_of_rank(model_path: str, settings: Config, micro_batches: list[MicroBatch]) -> dict[str, Any]:
     """Return one step's loss, its reduced gradients under checkpoint names (on rank 0), and what the step left
     behind."""
+    from r3async.learner.drift_metrics import compute_gap_moments
     from r3async.learner.megatron.backend import MegatronLearner
     from r3async.learner.megatron.weights import gather_weights
-    from r3async.learner.metrics import build_minibatch_result, compute_gap_moments
+    from r3async.learner.metrics import build_minibatch_result
     from r3async.learner.trainer import accumulate_gradients, begin_minibatch
 
     learner = MegatronLearner.from_pretrained(settings, Path(model_path))

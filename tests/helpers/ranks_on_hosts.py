@@ -96,7 +96,7 @@ def digest_of_one_host(config: Config, model: Path) -> int:
 
 
 async def run(model: Path, run_dir: Path) -> dict[str, Any]:
-    from r3async.learner.batch import pack_samples
+    from r3async.learner.micro_batches import pack_samples
     from tests.helpers import models as hm
     from tests.helpers.learner import settings
     from tests.helpers.parity import LENGTHS, of_rank

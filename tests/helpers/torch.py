@@ -11,7 +11,7 @@ from transformers import MixtralConfig, OlmoeConfig, PreTrainedConfig, Qwen3MoeC
 from r3async.config import Config
 from r3async.data.tokens import Sample
 from r3async.learner import MinibatchResult
-from r3async.learner.batch import MicroBatch
+from r3async.learner.micro_batches import MicroBatch
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.torch.model import PackedInputs
 from r3async.learner.trainer import train_minibatch

@@ -104,6 +104,6 @@ def updated(optimizer: Any) -> dict[str, int]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    from r3async.learner.optimizer import to_local
+    from r3async.learner.row_shares import to_local
 
     return to_local(tensor.detach())

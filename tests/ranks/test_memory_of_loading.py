@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers as tf
 
-from r3async.learner import LearnerError, build_learner, state
-from r3async.learner.optimizer import to_local
+from r3async.learner import LearnerError, build_learner, model_directory
+from r3async.learner.row_shares import to_local
 from tests.helpers import learner
 from tests.helpers import models as hm
 from tests.helpers.ranks import Ranks
@@ -63,7 +63,7 @@ def _load_and_save(path: Path, backend: str) -> tuple[int, int, int]:
     Path("/proc/self/clear_refs").write_text("5")
     before = _read_memory("VmRSS")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state, "MODEL_FILE_BYTES", FILE_BYTES)
+        patch.setattr(model_directory, "MODEL_FILE_BYTES", FILE_BYTES)
         made.save_pretrained(path.with_name(f"saved-{path.name}"))
     saving = _read_memory("VmHWM") - before
     made.close()
@@ -97,7 +97,7 @@ def _fail_to_save(path: Path, out: Path, rank: int, call: str) -> str:
     try:
         with pytest.MonkeyPatch.context() as patch:
             if made.ranks.rank == rank:
-                patch.setattr(state, call, Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+                patch.setattr(model_directory, call, Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
             made.save_pretrained(out)
     except (OSError, LearnerError) as error:
         return f"{type(error).__name__}: {error}"

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from r3async.data.routes import RoutingError
 from r3async.learner import LearnerError
-from r3async.learner.batch import collate_samples, pack_samples
 from r3async.learner.megatron.backend import MegatronLearner
+from r3async.learner.micro_batches import collate_samples, pack_samples
 from r3async.learner.trainer import train_minibatch
 from r3async.record.routes import merge_traces
 from tests.helpers import models as hm

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from r3async.config import Config, config_from_dict, config_to_dict
 from r3async.data.tokens import Trajectory
-from r3async.learner.batch import MicroBatch, pack_samples
+from r3async.learner.micro_batches import MicroBatch, pack_samples
+from r3async.learner.prepare import prepare_minibatches
 from r3async.learner.torch.backend import TorchLearner
-from r3async.learner.trainer import prepare_minibatches
 from tests.helpers import torch as ht
 from tests.helpers.parity import gradients_of_rank, of_rank
 from tests.helpers.stepwise import EPISODES, VOCABULARY, play

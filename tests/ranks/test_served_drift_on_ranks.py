@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from r3async.config import Config, config_from_dict
-from r3async.learner.batch import MicroBatch, pack_samples
 from r3async.learner.megatron.backend import MegatronLearner
+from r3async.learner.micro_batches import MicroBatch, pack_samples
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import models as hm
 from tests.helpers.learner import fully_recorded, replace_columns

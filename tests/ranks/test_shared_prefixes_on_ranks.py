@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from r3async.config import Config, config_from_dict
-from r3async.learner.batch import MicroBatch, pack_for_ranks, pack_samples
+from r3async.learner.micro_batches import MicroBatch, pack_for_ranks, pack_samples
 from r3async.learner.torch.backend import TorchLearner
 from tests.helpers import models as hm
 from tests.helpers import torch as ht

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from r3async.data.supports import SupportSets
-from r3async.learner.kernels import token_logprobs
+from r3async.learner.token_logprobs import token_logprobs
 
 VOCABULARY, TOKENS = 11, 7
 

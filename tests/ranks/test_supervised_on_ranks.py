@@ -2,7 +2,7 @@
 
 import pytest
 
-from r3async.learner.batch import pack_samples
+from r3async.learner.micro_batches import pack_samples
 from tests.helpers import lora as hl
 from tests.helpers import models as hm
 from tests.helpers.parity import BUDGET, LENGTHS

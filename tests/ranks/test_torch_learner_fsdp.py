@@ -10,7 +10,7 @@ import torch.distributed as dist
 import transformers as tf
 
 from r3async.learner import LearnerError
-from r3async.learner.batch import MicroBatch, collate_samples, make_padding_batch, pack_samples
+from r3async.learner.micro_batches import MicroBatch, collate_samples, make_padding_batch, pack_samples
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import torch as ht

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from r3async.config import EnvConfig, InitConfig, ServingConfig, config_from_dict, load_config
 from r3async.envs.factory import build_environment_factory
-from r3async.learner.batch import pack_samples
+from r3async.learner.micro_batches import pack_samples
 from r3async.learner.supervised import run_supervised_step
 from r3async.learner.torch.backend import TorchLearner
 from r3async.record.reading import read_json_objects

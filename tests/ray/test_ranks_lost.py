@@ -77,7 +77,7 @@ def model_path(tmp_path_factory):
 
 
 def shares(step):
-    from r3async.learner.batch import pack_samples
+    from r3async.learner.micro_batches import pack_samples
 
     packed = pack_samples(hm.make_samples(step, LENGTHS, temperature=0.8), BUDGET)
     return [of_rank(packed, rank, 2) for rank in range(2)]

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from r3async.learner.batch import pack_samples
+from r3async.learner.micro_batches import pack_samples
 from r3async.tools.gpu_check import command
 from r3async.tools.gpu_check.learner import count_training_flops, find_peak_flops
 from r3async.tools.gpu_check.part import RESULT

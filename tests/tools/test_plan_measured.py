@@ -9,9 +9,9 @@ from torch.profiler import ProfilerActivity, profile
 from r3async.config import config_from_dict, load_config
 from r3async.data.model_shape import parse_model_shape
 from r3async.learner import build_learner
-from r3async.learner.batch import pack_samples
-from r3async.learner.kernels import LOGIT_CHUNK_ELEMENTS, token_logprobs
-from r3async.learner.optimizer import COLLECTIVE_BUCKET_ELEMENTS
+from r3async.learner.micro_batches import pack_samples
+from r3async.learner.row_shares import COLLECTIVE_BUCKET_ELEMENTS
+from r3async.learner.token_logprobs import LOGIT_CHUNK_ELEMENTS, token_logprobs
 from r3async.learner.trainer import train_minibatch
 from r3async.tools import memory
 from r3async.tools.adapted import count_adapters
@@ -104,9 +104,9 @@ def test_log_probs_take_the_memory_of_the_plan(monkeypatch, dtype, chunks):
 
 
 def test_the_plan_knows_the_buckets_and_chunks_of_the_learner():
-    from r3async.learner import optimizer as offload
+    from r3async.learner import host_moments
 
-    assert memory.BUCKET_ELEMENTS == COLLECTIVE_BUCKET_ELEMENTS == offload.OFFLOAD_BUCKET_ELEMENTS
+    assert memory.BUCKET_ELEMENTS == COLLECTIVE_BUCKET_ELEMENTS == host_moments.OFFLOAD_BUCKET_ELEMENTS
     assert memory.CHUNK_ELEMENTS == LOGIT_CHUNK_ELEMENTS
 
 

@@ -10,7 +10,7 @@ import pytest
 from r3async.config import AlgorithmConfig, OverlongPenaltyConfig, config_from_dict
 from r3async.data.tokens import Sample, TokenTable, Trajectory, Turn
 from r3async.learner.advantages import assign_advantages, compute_overlong_penalty, group_has_variance
-from r3async.learner.trainer import prepare_minibatches
+from r3async.learner.prepare import prepare_minibatches
 from tests.helpers.algorithms import algorithm
 
 ESTIMATORS = ["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline"]

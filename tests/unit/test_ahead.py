@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from r3async.actors.learner import NextStep, TrajectoryInbox
 from r3async.actors.ranks import LocalRank
 from r3async.config import config_from_dict
-from r3async.learner.batch import CostModel
+from r3async.learner.packing_plan import CostModel
 from r3async.learner.trainer import StepOutcome, Trainer
 from r3async.record.writer import checksum_tokens
 from r3async.schedule.groups import GroupBuffer

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.learner.kernels import attend_padded, attend_unpadded, packed_attention, plan_attention
+from r3async.learner.packed_attention import attend_padded, attend_unpadded, packed_attention, plan_attention
 
 HEADS, GROUPS, SIZE = 4, 2, 8
 

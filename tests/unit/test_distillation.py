@@ -11,8 +11,8 @@ from r3async.actors.ranks import LocalRank
 from r3async.config import config_from_dict
 from r3async.data.tokens import Sample, TokenTable
 from r3async.learner import LearnerError
-from r3async.learner.batch import pack_samples
 from r3async.learner.distillation import add_teacher_advantages, check_same_vocabulary
+from r3async.learner.micro_batches import pack_samples
 from r3async.tools.memory import estimate_rank_memory, find_model_shape
 from tests.helpers import models as hm
 from tests.helpers import torch as ht

@@ -8,14 +8,8 @@ from hypothesis import strategies as st
 
 from r3async.data.metrics import find_metric
 from r3async.learner import MinibatchResult
-from r3async.learner.metrics import (
-    POSITION_BINS,
-    STALENESS_BINS,
-    TURN_BINS,
-    combine_results,
-    compute_drift_metrics,
-    sum_drift,
-)
+from r3async.learner.drift_metrics import POSITION_BINS, STALENESS_BINS, TURN_BINS, compute_drift_metrics, sum_drift
+from r3async.learner.metrics import combine_results
 from r3async.learner.results import DriftSums, GapMoments
 
 TOKENS = st.lists(

@@ -7,8 +7,8 @@ import torch
 from r3async.actors.ranks import LocalRank
 from r3async.config import config_from_dict, load_config
 from r3async.learner import MinibatchResult, build_learner
-from r3async.learner.batch import pack_for_ranks
 from r3async.learner.metrics import LAST_EPOCH_METRIC, combine_results
+from r3async.learner.micro_batches import pack_for_ranks
 from r3async.learner.optimizer import count_updates
 from r3async.learner.trainer import train_minibatch, train_minibatches
 from tests.helpers import models as hm

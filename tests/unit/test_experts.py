@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.config import config_from_dict, config_to_dict
-from r3async.learner.kernels import ExpertDispatch, WeightedSwiGLU, grouped_linear
-from r3async.learner.megatron.layers import order_by_expert
+from r3async.learner.megatron.experts import order_by_expert
 from r3async.learner.replay import RowExchange
+from r3async.learner.stacked_experts import ExpertDispatch, WeightedSwiGLU, grouped_linear
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import models as hm
 from tests.helpers.checkpoint import batches

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, Llama4Config
 
 from r3async.learner import LearnerError
-from r3async.learner.state import save_version_as_model
+from r3async.learner.model_directory import save_version_as_model
 from r3async.learner.torch.described import read_model_config
 from r3async.learner.torch.model import PackedModel
 

@@ -11,9 +11,10 @@ from r3async.config import EpisodeConfig
 from r3async.data.model_shape import RoutingShape
 from r3async.data.wire import decode_trajectory, encode_trajectory
 from r3async.envs import Message, StepResult
-from r3async.learner.batch import pack_samples
+from r3async.learner.micro_batches import pack_samples
+from r3async.learner.prepare import prepare_minibatches
 from r3async.learner.torch.backend import TorchLearner
-from r3async.learner.trainer import prepare_minibatches, train_minibatch
+from r3async.learner.trainer import train_minibatch
 from r3async.rollout.engine import EngineError, EngineLostError
 from r3async.rollout.episode import EngineAbortError, EpisodeError, EpisodeTask, build_failed_trajectory
 from r3async.rollout.lease_player import is_engine_failure

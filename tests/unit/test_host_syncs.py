@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from r3async.learner.batch import MicroBatch, pack_samples
+from r3async.learner.micro_batches import MicroBatch, pack_samples
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import models as hm
 from tests.helpers.checkpoint import settings

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from r3async.data.metrics import METRICS
-from r3async.learner.batch import pack_samples
 from r3async.learner.megatron.backend import MegatronLearner
+from r3async.learner.micro_batches import pack_samples
 from r3async.learner.trainer import train_minibatches
 from r3async.record.timeline import LagMeter, StageTimer
 from r3async.world.real import REAL_WORLD

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from r3async.data.supports import SupportSets
 from r3async.data.tokens import Sample
 from r3async.learner import build_learner
-from r3async.learner.batch import make_padding_batch, pack_samples, pad_to_multiple
-from r3async.learner.kernels import SupportMask, select_supports, token_logprobs
+from r3async.learner.micro_batches import make_padding_batch, pack_samples, pad_to_multiple
+from r3async.learner.token_logprobs import SupportMask, select_supports, token_logprobs
 from r3async.learner.torch.backend import TorchLearner
 from tests.helpers import models as hm
 from tests.helpers import torch as ht

@@ -10,13 +10,14 @@ import torch
 from r3async.config import ParallelConfig
 from r3async.data.tokens import Sample
 from r3async.learner import LearnerError
-from r3async.learner.batch import collate_samples, pack_samples
-from r3async.learner.kernels import plan_buckets, token_logprobs
 from r3async.learner.megatron import parallel
+from r3async.learner.megatron.attention import TorchRMSNorm
 from r3async.learner.megatron.backend import MegatronLearner
-from r3async.learner.megatron.layers import TorchRMSNorm
+from r3async.learner.micro_batches import collate_samples, pack_samples
 from r3async.learner.model import read_model_shape
 from r3async.learner.optimizer import MasterAdamW
+from r3async.learner.packed_attention import plan_buckets
+from r3async.learner.token_logprobs import token_logprobs
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import architectures as ha
 from tests.helpers import models as hm

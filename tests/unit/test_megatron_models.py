@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from r3async.data.model_shape import parse_model_shape
 from r3async.data.models import ARCHITECTURES
-from r3async.learner.batch import pack_samples
 from r3async.learner.megatron.backend import MegatronLearner
+from r3async.learner.micro_batches import pack_samples
 from r3async.learner.trainer import train_minibatch
 from tests.helpers import architectures as ha
 from tests.helpers import models as hm

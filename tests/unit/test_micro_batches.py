@@ -19,15 +19,12 @@ from dev.bench.packing import (
     read_model_shape,
 )
 from r3async.data.tokens import Sample
-from r3async.learner.batch import (
+from r3async.learner.micro_batches import collate_samples, make_padding_batch, pack_for_ranks, pack_samples
+from r3async.learner.packing_plan import (
     CostModel,
     PackingError,
     build_cost_model,
-    collate_samples,
     find_round_levels,
-    make_padding_batch,
-    pack_for_ranks,
-    pack_samples,
     plan_micro_batches,
 )
 from tests.helpers.wire import make_table

@@ -13,12 +13,12 @@ import torch
 from hypothesis import given, settings
 
 from r3async.config import AlgorithmConfig, RolloutKLConfig, config_from_dict
-from r3async.learner.batch import pack_samples
-from r3async.learner.drift import TrustRegion
 from r3async.learner.loss import compute_loss, compute_loss_weights
-from r3async.learner.metrics import LossSums
+from r3async.learner.loss_sums import LossSums
+from r3async.learner.micro_batches import pack_samples
+from r3async.learner.minibatch import build_minibatch
 from r3async.learner.policy_loss import POLICY_LOSSES
-from r3async.learner.trainer import build_minibatch
+from r3async.learner.trust_region import TrustRegion
 from tests.helpers import models as hm
 from tests.helpers.algorithms import (
     REDUCTIONS,

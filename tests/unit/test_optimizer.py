@@ -13,8 +13,10 @@ from torch.nn import Parameter
 
 from r3async.checkpoint.tensors import TensorSlice
 from r3async.config import LearnerConfig, config_from_dict
-from r3async.learner.optimizer import SHARE_ALIGNMENT, HostMoments, MasterAdamW, RowShare, view_rows
-from r3async.learner.state import ShardSlice
+from r3async.learner.host_moments import HostMoments
+from r3async.learner.optimizer import MasterAdamW
+from r3async.learner.row_shares import SHARE_ALIGNMENT, RowShare, view_rows
+from r3async.learner.shard_slice import ShardSlice
 
 NORMS = (0.3, 5.0, 0.02, 40.0, 0.999, 1.001, 2.0)
 """Of the gradients of each step: below, about and far above the default of `max_grad_norm`."""

@@ -14,8 +14,8 @@ from r3async.data.model_shape import RoutingShape
 from r3async.data.tokens import SCHEMA, Column, Sample, TokenSchema, TokenTable, Trajectory, Turn
 from r3async.data.versions import VersionSpan
 from r3async.data.wire import decode_trajectory, encode_trajectory
-from r3async.learner.batch import MicroBatch, collate_samples, make_padding_batch, pack_samples
 from r3async.learner.megatron.backend import MegatronLearner
+from r3async.learner.micro_batches import MicroBatch, collate_samples, make_padding_batch, pack_samples
 from r3async.learner.replay import RoutingReplay
 from r3async.learner.trainer import accumulate_gradients, begin_minibatch
 from r3async.rollout.engine import Generation
@@ -306,7 +306,8 @@ def test_routers_of_multi_token_prediction_are_not_replayed(build):
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.spec_utils import build_module
 
-    from r3async.learner.megatron.layers import attach_replay, build_layer_spec
+    from r3async.learner.megatron.model import build_layer_spec
+    from r3async.learner.megatron.routers import attach_replay
 
     learner = build()
     model = learner.model

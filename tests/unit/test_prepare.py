@@ -12,9 +12,10 @@ from r3async.actors.ranks import LocalRank
 from r3async.config import ConfigError, config_from_dict
 from r3async.data.tokens import Sample, TokenTable, Trajectory, Turn
 from r3async.learner import MinibatchResult, build_learner
-from r3async.learner.batch import pack_for_ranks
 from r3async.learner.metrics import combine_results
-from r3async.learner.trainer import prepare_minibatches, train_minibatch
+from r3async.learner.micro_batches import pack_for_ranks
+from r3async.learner.prepare import prepare_minibatches
+from r3async.learner.trainer import train_minibatch
 from tests.helpers import models as hm
 from tests.helpers.learner import settings
 from tests.helpers.parity import batch

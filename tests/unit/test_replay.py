@@ -14,8 +14,8 @@ from r3async.data.routes import RoutingError, route_dtype
 from r3async.data.tokens import Sample, Trajectory
 from r3async.data.wire import decode_trajectory, encode_trajectory
 from r3async.learner import LearnerError
-from r3async.learner.batch import collate_samples, pack_samples
 from r3async.learner.megatron.backend import MegatronLearner
+from r3async.learner.micro_batches import collate_samples, pack_samples
 from r3async.learner.replay import RoutingReplay
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.trainer import train_minibatch

@@ -12,7 +12,7 @@ from r3async.config import Config, ConfigError, EpisodeConfig, config_from_dict
 from r3async.data.tokens import Sample, TokenTable
 from r3async.envs.builtin import ReverseText
 from r3async.learner import MinibatchResult, RouteTrace
-from r3async.learner.batch import pack_samples, pad_to_multiple
+from r3async.learner.micro_batches import pack_samples, pad_to_multiple
 from r3async.learner.replay import RoutingReplay
 from r3async.record.reading import read_json_objects
 from r3async.record.routes import (

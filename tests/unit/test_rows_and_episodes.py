@@ -19,11 +19,12 @@ from r3async.config import BUILTIN_POLICY_LOSSES, AlgorithmConfig, Config, Corre
 from r3async.data.tokens import Trajectory
 from r3async.data.versions import VersionSpan
 from r3async.learner import LearnerError
-from r3async.learner.backend import RankGroup
-from r3async.learner.batch import MicroBatch, pack_for_ranks, pack_samples
-from r3async.learner.metrics import LossSums
+from r3async.learner.loss_sums import LossSums
+from r3async.learner.micro_batches import MicroBatch, pack_for_ranks, pack_samples
+from r3async.learner.minibatch import build_minibatch
 from r3async.learner.policy_loss import LossInputs, PolicyLoss
-from r3async.learner.trainer import build_minibatch, prepare_minibatches
+from r3async.learner.prepare import prepare_minibatches
+from r3async.learner.rank_group import RankGroup
 from r3async.rollout.engine import Generation
 from r3async.rollout.samples import EpisodeSamples
 from tests.helpers.algorithms import distance

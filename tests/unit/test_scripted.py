@@ -20,7 +20,7 @@ from r3async.data.routes import validate_routes
 from r3async.data.versions import expand_version_spans
 from r3async.learner import LearnerError, build_learner
 from r3async.learner.backend import LearnerBackend
-from r3async.learner.batch import MicroBatch
+from r3async.learner.micro_batches import MicroBatch
 from r3async.learner.trainer import train_minibatch
 from r3async.rollout import build_engine
 from r3async.rollout.engine import EngineError, GenerationRequest, sample_probe

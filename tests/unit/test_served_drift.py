@@ -15,33 +15,33 @@ from hypothesis import strategies as st
 
 from r3async.config import Config, LearnerConfig, RolloutKLConfig
 from r3async.data.tokens import Sample, TokenTable
-from r3async.learner import build_learner, trust_region
-from r3async.learner.backend import SINGLE_RANK
-from r3async.learner.batch import CostModel, pack_samples
-from r3async.learner.drift import TrustRegion
-from r3async.learner.metrics import (
+from r3async.learner import build_learner, limited_update
+from r3async.learner.drift_metrics import (
     DRIFT_BINS,
     STALENESS_BINS,
-    combine_results,
     compute_gap_moments,
     compute_gap_variance,
     compute_served_interval,
     estimate_served_drift,
 )
-from r3async.learner.optimizer import MasterAdamW, OptimizerUpdate
-from r3async.learner.results import DriftSums, GapMoments
-from r3async.learner.trainer import Trainer, prepare_minibatches, train_minibatch, train_minibatches
-from r3async.learner.trust_region import (
+from r3async.learner.limited_update import (
     LINE_SEARCH_TRIES,
     MIN_STEP_SHARE,
-    ProbeBatches,
     TrialStep,
-    build_probes,
-    choose_probes,
     compute_drift_carryover,
     limit_update,
     shorten_to_limit,
 )
+from r3async.learner.metrics import combine_results
+from r3async.learner.micro_batches import pack_samples
+from r3async.learner.optimizer import MasterAdamW, OptimizerUpdate
+from r3async.learner.packing_plan import CostModel
+from r3async.learner.prepare import prepare_minibatches
+from r3async.learner.rank_group import SINGLE_RANK
+from r3async.learner.results import DriftSums, GapMoments
+from r3async.learner.served_drift import ProbeBatches, build_probes, choose_probes
+from r3async.learner.trainer import Trainer, train_minibatch, train_minibatches
+from r3async.learner.trust_region import TrustRegion
 from tests.helpers import models as hm
 from tests.helpers.learner import fully_recorded, replace_columns, settings
 from tests.helpers.parity import of_rank
@@ -314,7 +314,7 @@ def test_a_step_that_lowers_a_drift_that_was_not_measured_is_made_as_far_as_it_r
         sums[0] = 10 * (2 - shares[-1]), 10
         return sums
 
-    monkeypatch.setattr(trust_region, "sum_served_drift", served_drift)
+    monkeypatch.setattr(limited_update, "sum_served_drift", served_drift)
     region = TrustRegion(RolloutKLConfig())
     region.max_share = 0.5
     backend: Any = SimpleNamespace(

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from r3async.data.tokens import Sample, TokenTable, Trajectory, Turn
-from r3async.learner.batch import pack_samples
+from r3async.learner.micro_batches import pack_samples
+from r3async.learner.prepare import prepare_minibatches
 from r3async.learner.torch.backend import TorchLearner
-from r3async.learner.trainer import prepare_minibatches
 from tests.helpers import torch as ht
 from tests.helpers.stepwise import EPISODES, SHAPE, TURNS, VOCABULARY, Sampler, play
 

@@ -13,7 +13,7 @@ from r3async.envs.row_conversations import parse_conversation
 from r3async.envs.row_tasks import parse_tools
 from r3async.envs.rows import LocatedRow
 from r3async.learner import build_learner
-from r3async.learner.batch import pack_samples
+from r3async.learner.micro_batches import pack_samples
 from r3async.learner.supervised import compute_supervised_loss, run_supervised_step
 from r3async.rollout.demonstrations import build_demonstration
 from r3async.rollout.renderer import ChatRenderer

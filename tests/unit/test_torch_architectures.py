@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from r3async.data.model_shape import RoutingShape, parse_model_shape
 from r3async.data.models import RECURRENT_MODEL_TYPES, TORCH_ONLY_ARCHITECTURES
 from r3async.learner import LearnerError
-from r3async.learner.batch import pack_samples
+from r3async.learner.micro_batches import pack_samples
 from r3async.learner.torch.backend import TorchLearner
 from r3async.learner.torch.model import ATTENTION_NAME, PackedModel
 from r3async.learner.trainer import train_minibatch

@@ -15,9 +15,10 @@ from r3async.actors.generator import EngineAndRenderer, GeneratorActor, LearnerC
 from r3async.config import Config, config_from_dict, config_to_dict
 from r3async.data.tokens import Sample, Trajectory, Turn
 from r3async.data.wire import encode_trajectory
-from r3async.learner import trainer
-from r3async.learner.batch import CostModel
-from r3async.learner.trainer import PreparedStep, Trainer, prepare_minibatches
+from r3async.learner import prepare, trainer
+from r3async.learner.packing_plan import CostModel
+from r3async.learner.prepare import PreparedStep, prepare_minibatches
+from r3async.learner.trainer import Trainer
 from r3async.schedule.tasks import TrajectoryQuarantine
 from r3async.schedule.validation import (
     InvalidTrajectory,
@@ -128,6 +129,7 @@ def test_a_group_that_fails_though_nobody_in_it_is_to_blame_is_skipped_and_a_def
         return prepare_minibatches(some, config)
 
     monkeypatch.setattr(trainer, "prepare_minibatches", refuse_first_group)
+    monkeypatch.setattr(prepare, "prepare_minibatches", refuse_first_group)
     prepared = prepare_step(groups)
     reasons = {u.trajectory.trajectory_id: u.reason for u in prepared.rejected}
     assert len(prepared.rejected) == 2
@@ -140,6 +142,7 @@ def test_a_group_that_fails_though_nobody_in_it_is_to_blame_is_skipped_and_a_def
         raise RuntimeError("a defect")
 
     monkeypatch.setattr(trainer, "prepare_minibatches", broken)
+    monkeypatch.setattr(prepare, "prepare_minibatches", broken)
     with pytest.raises(RuntimeError, match="a defect"):
         prepare_step(groups)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from r3async.config import RolloutKLConfig
-from r3async.learner.drift import MAX_DRIFT_ERROR, TrustRegion
+from r3async.learner.trust_region import MAX_DRIFT_ERROR, TrustRegion
 
 TARGET = 0.02
 WITHIN = 1.5

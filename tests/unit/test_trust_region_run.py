@@ -18,9 +18,10 @@ from r3async.config import AlgorithmConfig, Config, ConfigError, config_from_dic
 from r3async.data.tokens import Sample, Trajectory, Turn
 from r3async.learner import build_learner
 from r3async.learner.advantages import assign_advantages, has_variance
-from r3async.learner.batch import MicroBatch, pack_for_ranks, pack_samples
 from r3async.learner.metrics import combine_results
-from r3async.learner.trainer import prepare_minibatches, train_minibatch
+from r3async.learner.micro_batches import MicroBatch, pack_for_ranks, pack_samples
+from r3async.learner.prepare import prepare_minibatches
+from r3async.learner.trainer import train_minibatch
 from r3async.record.reading import read_json_objects
 from r3async.world.real import REAL_WORLD
 from tests.helpers import models as hm

@@ -28,8 +28,9 @@ from r3async.actors.process import RunFailed
 from r3async.actors.ranks import LocalRank
 from r3async.config import config_to_dict, load_config
 from r3async.learner import LearnerError
-from r3async.learner.batch import CostModel
-from r3async.learner.trainer import PreparedStep, StepOutcome, Trainer
+from r3async.learner.packing_plan import CostModel
+from r3async.learner.prepare import PreparedStep
+from r3async.learner.trainer import StepOutcome, Trainer
 from r3async.record.reading import read_json_objects
 from r3async.record.timeline import Timeline
 from r3async.schedule.groups import GroupBuffer

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from r3async.data.model_shape import ModelShapeError, RoutingShape, read_moe_layers
 from r3async.learner import LearnerError
 from r3async.learner.torch.described import read_model_config
-from r3async.learner.torch.model import TopKInterceptor, is_expert_choice
+from r3async.learner.torch.routers import TopKInterceptor, is_expert_choice
 
 
 @dataclass

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from r3async.data.tokens import Sample, TokenTable
-from r3async.learner.batch import collate_samples
+from r3async.learner.micro_batches import collate_samples
 from r3async.rollout.engine import Generation, GenerationRequest
 from r3async.rollout.vllm.engine import VllmEngine
 from r3async.weights.version_store import VersionStore

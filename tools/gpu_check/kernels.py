@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from r3async.learner.kernels import attend_padded, packed_attention, plan_attention
+from r3async.learner.packed_attention import attend_padded, packed_attention, plan_attention
 
 from .place import Place
 

@@ -18,35 +18,32 @@ from torch import Tensor
 from r3async.config import Config
 from r3async.data.model_shape import ModelShapeError
 from r3async.learner.backend import LearnerBackend, TokenScores
-from r3async.learner.batch import MicroBatch
-from r3async.learner.kernels import DeterministicGather, select_supports, token_logprobs, upload_array
+from r3async.learner.deterministic_gather import DeterministicGather
+from r3async.learner.device_upload import upload_array
+from r3async.learner.expert_biases import ExpertBias
 from r3async.learner.lora import LoraAdapters
 from r3async.learner.megatron import cpu, parallel
-from r3async.learner.megatron.layers import (
-    HiddenStatesModel,
-    attach_replay,
-    build_attention_params,
-    build_model,
-    freeze_padding_embedding,
-)
+from r3async.learner.megatron.attention import build_attention_params
+from r3async.learner.megatron.model import HiddenStatesModel, build_model, freeze_padding_embedding
+from r3async.learner.megatron.routers import attach_replay
+from r3async.learner.megatron.trained_part import build_adapter_mappings, build_adapters, select_trained_mappings
+from r3async.learner.megatron.transformer_config import build_transformer_config
 from r3async.learner.megatron.weights import (
     ParameterMapping,
-    build_adapter_mappings,
-    build_adapters,
-    build_transformer_config,
     gather_weights,
     iter_owned_weights,
     load_weights,
     locate_shard,
     map_expert_biases,
     map_parameters,
-    select_trained_mappings,
 )
+from r3async.learner.micro_batches import MicroBatch
 from r3async.learner.model import MegatronModelShape, open_model_files, read_model_shape
-from r3async.learner.optimizer import ExpertBias, MasterAdamW, count_updates
+from r3async.learner.optimizer import MasterAdamW, count_updates
 from r3async.learner.replay import MicroBatchRoutes, RouteBinder
 from r3async.learner.results import LearnerError
-from r3async.learner.state import ShardSlice
+from r3async.learner.shard_slice import ShardSlice
+from r3async.learner.token_logprobs import select_supports, token_logprobs
 
 
 class MegatronLearner(LearnerBackend):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from r3async.learner.backend import TokenScores
-from r3async.learner.kernels import upload_array
+from r3async.learner.device_upload import upload_array
 
 
 @dataclass(frozen=True)

@@ -15,19 +15,19 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 
 from r3async.config import ParallelConfig
-from r3async.learner.backend import RankGroup
 from r3async.learner.megatron.context_parallel import ContextParallelGroup
 from r3async.learner.megatron.weights import ParameterMapping
-from r3async.learner.optimizer import (
+from r3async.learner.optimizer import Gradients
+from r3async.learner.rank_group import RankGroup
+from r3async.learner.results import LearnerError
+from r3async.learner.row_shares import (
     UNSHARDED,
-    Gradients,
     RowShare,
     add_summed_share,
     all_gather_shares,
     iter_buckets,
     reduce_scatter_shares,
 )
-from r3async.learner.results import LearnerError
 
 
 @dataclass(frozen=True)

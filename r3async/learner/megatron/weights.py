@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,102 +11,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state as ps
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
 from r3async.checkpoint.tensors import TensorSlice
-from r3async.config import Config, LearnerConfig
 from r3async.data.models import EXPERT_BIAS_SUFFIX
-from r3async.learner.adapter_targets import select_targets
-from r3async.learner.lora import AdapterCandidate, LoraAdapters, ShardedDim
-from r3async.learner.megatron.layers import HiddenStatesModel
+from r3async.learner.megatron.model import HiddenStatesModel
 from r3async.learner.model import MegatronModelShape, check_tensor_shapes, read_tensor_shapes
 from r3async.learner.results import LearnerError
-from r3async.learner.state import ShardSlice
-
-# Megatron's configuration of a model.
-
-
-RECOMPUTE_SETTINGS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-}
-"""Megatron's settings for `learner.recompute`."""
-
-
-def build_transformer_config(shape: MegatronModelShape, learner: LearnerConfig) -> TransformerConfig:
-    """Return Megatron's configuration of that model.
-
-    Gates that are normalised over the chosen experts are Megatron's softmax *after* top-k, and their opposite is
-    `moe_router_pre_softmax`: softmax over all experts, then top-k. Megatron always normalises sigmoids.
-    """
-    parallel, dtype = learner.parallel, getattr(torch, learner.dtype)
-    groups, chosen = shape.expert_groups or (None, None)
-    return TransformerConfig(
-        tensor_model_parallel_size=parallel.tp,
-        sequence_parallel=parallel.tp > 1,
-        pipeline_model_parallel_size=parallel.pp,
-        expert_model_parallel_size=parallel.ep,
-        expert_tensor_parallel_size=1,
-        # Micro-batches are packed by tokens: each has a different length, which stages send on.
-        variable_seq_lengths=parallel.pp > 1,
-        # Losses are already divided by global denominators, not by the number of micro-batches.
-        calculate_per_token_loss=True,
-        **RECOMPUTE_SETTINGS[learner.recompute],
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_heads,
-        num_query_groups=shape.num_kv_heads,
-        kv_channels=shape.head_dim,
-        ffn_hidden_size=shape.mlp_width,
-        moe_ffn_hidden_size=shape.expert_width or None,
-        num_moe_experts=shape.num_experts or None,
-        moe_layer_freq=[int(moe) for moe in shape.moe_pattern] if shape.moe_layers else 1,
-        moe_router_topk=shape.top_k or 1,
-        moe_router_pre_softmax=not shape.normalizes_gates,
-        moe_router_score_function=shape.architecture.router_score,
-        moe_router_enable_expert_bias=shape.has_expert_biases,
-        moe_router_num_groups=groups,
-        moe_router_group_topk=chosen,
-        moe_router_topk_scaling_factor=shape.gate_scale if shape.gate_scale != 1 else None,
-        moe_shared_expert_intermediate_size=shape.shared_width or None,
-        moe_shared_expert_gate=shape.has_shared_gate,
-        moe_router_load_balancing_type="none",
-        moe_aux_loss_coeff=0.0,
-        moe_router_dtype="fp32",
-        # A fused router returns before it looks at recorded routes.
-        moe_router_fusion=False,
-        # With one rank the all-gather dispatcher gathers nothing; the all-to-all one keeps its bookkeeping. With several,
-        # only the all-to-all one allows ranks to have different numbers of tokens.
-        moe_token_dispatcher_type="allgather" if parallel.world_size == 1 else "alltoall",
-        add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        normalization="RMSNorm",
-        layernorm_epsilon=shape.norm_eps,
-        qk_layernorm=bool(shape.query_norm),
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        cuda_graph_scope=[],  # its default is deprecated, with a warning
-        # Weights are made on the host, uninitialised, and then loaded.
-        use_cpu_initialization=True,
-        perform_initialization=False,
-    )
-
-
-# Weights between a Hugging Face checkpoint and Megatron, both ways and on any number of ranks, from one list of
-# correspondences.
+from r3async.learner.shard_slice import ShardSlice
 
 
 @dataclass(frozen=True)
@@ -380,76 +293,3 @@ def _gather_to_first_rank(mine: dict[str, Tensor]) -> dict[str, Tensor]:
                 everything[name] = torch.empty(size, dtype=dtype)
                 dist.recv(everything[name], source)
     return everything
-
-
-# The trained part of a Megatron model: all of it, all but its routers, or adapters (`learner.lora`).
-
-
-def build_adapters(
-    model: HiddenStatesModel, mappings: Sequence[ParameterMapping], config: Config
-) -> LoraAdapters | None:
-    """Freeze what is not trained, and create the adapters, if there are any.
-
-    Collective. Raises `LearnerError` for targets that name nothing on any rank.
-    """
-    learner, routers = config.learner, _router_parameter_ids(model)
-    if learner.freeze_router:
-        for link in mappings:
-            link.parameter.requires_grad_(id(link.parameter) not in routers)
-    if not learner.lora.rank:
-        return None
-    matrices = [
-        AdapterCandidate(
-            link.parameter,
-            locate_shard(link, sharded=learner.shard_optimizer),
-            _sharded_dim(link),
-            id(link.parameter) in routers,
-        )
-        for link in mappings
-        # Only the vocabulary has padded rows.
-        if link.parameter.ndim >= 2 and link.unpadded_rows is None and link.parameter.requires_grad
-    ]
-    names = {(name, one.is_router) for one in matrices for name in one.module_names}
-    if learner.parallel.world_size > 1:  # a rank has the layers of its stage, and its experts
-        everywhere: list[set[tuple[str, bool]]] = [set()] * learner.parallel.world_size
-        dist.all_gather_object(everywhere, names)
-        names = set().union(*everywhere)
-    chosen = select_targets(learner, names)
-    adapted = {id(one.parameter) for one in matrices if chosen & set(one.module_names)}
-    for link in mappings:
-        link.parameter.requires_grad_(id(link.parameter) in adapted)
-    if model.pre_process:
-        # Recomputed layers run forward again only if their input has a gradient.
-        model.embedding.register_forward_hook(_require_gradient)
-    return LoraAdapters(matrices, chosen, learner.lora, seed=config.seed, dtype=getattr(torch, learner.dtype))
-
-
-def _require_gradient(module: torch.nn.Module, args: Any, output: Tensor) -> Tensor:
-    return output.detach().requires_grad_(torch.is_grad_enabled())
-
-
-def _router_parameter_ids(model: HiddenStatesModel) -> set[int]:
-    layers = [layer for layer in model.decoder.layers if isinstance(layer.mlp, MoELayer)]
-    return {id(p) for layer in layers for p in layer.mlp.router.parameters()}
-
-
-def _sharded_dim(link: ParameterMapping) -> ShardedDim:
-    return None if link.tp_dim is None else ("rows", "columns")[link.tp_dim]
-
-
-def select_trained_mappings(linked: Sequence[ParameterMapping]) -> list[ParameterMapping]:
-    """Return the mappings whose parameters are not frozen."""
-    return [link for link in linked if link.parameter.requires_grad]
-
-
-def build_adapter_mappings(adapters: LoraAdapters, linked: Sequence[ParameterMapping]) -> list[ParameterMapping]:
-    """Return mappings of the adapters as if they were parameters: they say over which ranks their gradients are summed.
-
-    A factor that all of a weight's ranks have whole is summed like a weight that is not divided.
-    """
-    of = {id(link.parameter): link for link in linked}
-    out = []
-    for parameter, _, candidate, shared in adapters.list_parameters():
-        link = of[id(candidate.parameter)]
-        out.append(replace(link, parameter=parameter, tp_dim=None if shared else link.tp_dim))
-    return out

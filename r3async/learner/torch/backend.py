@@ -19,25 +19,30 @@ from r3async.checkpoint.tensors import TensorSlice
 from r3async.config import Config, LearnerConfig
 from r3async.data.models import find_architecture
 from r3async.learner.adapter_targets import select_targets
-from r3async.learner.backend import SINGLE_RANK, LearnerBackend, RankGroup, TokenScores
-from r3async.learner.batch import MicroBatch
-from r3async.learner.kernels import DeterministicGather, select_supports, upload_array
+from r3async.learner.backend import LearnerBackend, TokenScores
+from r3async.learner.deterministic_gather import DeterministicGather
+from r3async.learner.device_upload import upload_array
+from r3async.learner.expert_biases import ExpertBias
 from r3async.learner.lora import AdapterCandidate, LoraAdapters, ShardedDim
+from r3async.learner.micro_batches import MicroBatch
 from r3async.learner.model import open_model_files, read_tensor_shapes
-from r3async.learner.optimizer import ExpertBias, Gradients, MasterAdamW, compute_squared_norm, count_updates, to_local
+from r3async.learner.optimizer import Gradients, MasterAdamW, compute_squared_norm, count_updates
+from r3async.learner.rank_group import SINGLE_RANK, RankGroup
 from r3async.learner.replay import MicroBatchRoutes, RoutingReplay
 from r3async.learner.results import LearnerError
-from r3async.learner.state import ShardSlice
+from r3async.learner.row_shares import to_local
+from r3async.learner.shard_slice import ShardSlice
+from r3async.learner.token_logprobs import select_supports
 from r3async.learner.torch.described import read_model_config
 from r3async.learner.torch.model import (
     PackedInputs,
     PackedModel,
-    attach_replay,
     build_empty_model,
     fill_sharded_model,
     load_model,
     return_freed_blocks,
 )
+from r3async.learner.torch.routers import attach_replay
 
 
 class TorchLearner(LearnerBackend):

@@ -30,11 +30,12 @@ from r3async.config import Config, config_from_dict
 from r3async.data.versions import FIRST_LINEAGE, Lineage
 from r3async.data.write_sizes import UNKNOWN_SIZES, WriteSizes
 from r3async.record.events import EVENTS_FILE, open_event_log
-from r3async.record.timeline import LagMeter, StageTimer, Timeline
+from r3async.record.process_time import LagMeter, StageTimer
+from r3async.record.timeline import Timeline
 from r3async.record.writer import DeviceCounts, StepWriter
 from r3async.schedule.admission import AdmissionController
-from r3async.schedule.health import UpdateMonitor
 from r3async.schedule.pace import PaceMonitor
+from r3async.schedule.update_monitor import UpdateMonitor
 from r3async.untrusted import decode_msgpack
 from r3async.world import ActorLostError, ActorRef, World
 from r3async.world.appending import AppendFile

@@ -21,12 +21,12 @@ from r3async.checkpoint import (
     open_checkpoint,
     rewind_records,
 )
-from r3async.checkpoint.directory import (
+from r3async.checkpoint.resume import fingerprint_model
+from r3async.checkpoint.run_lock import RunLock
+from r3async.checkpoint.run_starts import (
     RunIdentity,
-    RunLock,
     begin_lineage,
     describe_origin,
-    fingerprint_model,
     mark_run_directory,
     read_run_starts,
 )
@@ -36,7 +36,7 @@ from r3async.data.versions import Lineage
 from r3async.envs import EnvironmentFactory
 from r3async.record.events import EVENTS_FILE, open_event_log
 from r3async.record.reading import QUARANTINE_FILE, read_json_objects
-from r3async.schedule.health import Watchdog
+from r3async.schedule.watchdog import Watchdog
 from r3async.untrusted import MalformedError, decode_json, decode_toml
 from r3async.views.summary import NOT_TRAINED, UNFINISHED, get_status_change
 from r3async.weights.probe import FAILED_MODEL_DIRECTORY

@@ -24,9 +24,11 @@ from r3async.config import Config, EnvConfig, config_from_dict, config_to_dict, 
 from r3async.data.tokens import Trajectory
 from r3async.envs import EnvironmentFactory
 from r3async.envs.factory import build_environment_factory
+from r3async.record.engine_calls import time_engine_calls
 from r3async.record.events import open_event_log
+from r3async.record.process_time import LagMeter, StageTimer
 from r3async.record.routes import record_engine_routes
-from r3async.record.timeline import LagMeter, StageTimer, Timeline, time_engine_calls
+from r3async.record.timeline import Timeline
 from r3async.rollout import build_engine
 from r3async.rollout.agent_player import open_agent_player
 from r3async.rollout.agents import is_agent
@@ -37,7 +39,7 @@ from r3async.rollout.evaluation_results import Evaluation
 from r3async.rollout.lease_player import RetryingPlayer, find_cause
 from r3async.rollout.renderer import ChatRenderer
 from r3async.schedule.admission import GroupLease
-from r3async.schedule.tasks import EpisodeEnd
+from r3async.schedule.task_failures import EpisodeEnd
 from r3async.schedule.validation import find_invalid, validate_trajectories
 from r3async.transport.sender import TrajectorySender
 from r3async.weights.manifest import TensorMismatch, WeightError, WeightManifest

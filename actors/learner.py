@@ -4,7 +4,7 @@ publishes weights.
 `LearnerActor.train_step` is the step. A `TrajectoryInbox` here gathers what a `TrajectoryReceiver`
 (transport/receiver.py) takes in and a `Spool` (transport/spool.py) stores; `NextStep` prepares a step ahead; a `Trainer`
 (learner/trainer.py) makes it on all ranks; a `VersionWriter` (delivery.py) and a `CheckpointWriter`
-(checkpoint/directory.py) write what it made.
+(checkpoint/writer.py) write what it made.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from r3async.learner import LearnerError, RejectedTrajectory
 from r3async.learner.advantages import group_has_variance
 from r3async.learner.packing_plan import CostModel, build_cost_model
 from r3async.record.events import open_event_log
+from r3async.record.process_time import LagMeter, StageTimer
 from r3async.record.recording import StepRecorder
 from r3async.record.routes import RouteFileTracer
-from r3async.record.timeline import LagMeter, StageTimer, Timeline
-from r3async.record.writer import (
+from r3async.record.timeline import Timeline
+from r3async.record.trained_trajectories import (
     TRAINED_FILE,
     compute_environment_metrics,
     compute_episode_metrics,
@@ -43,17 +44,14 @@ from r3async.record.writer import (
 )
 from r3async.rollout.episode import EpisodeTask, build_failed_trajectory
 from r3async.schedule.admission import compute_staleness_bound, count_slots, max_groups_for_step
+from r3async.schedule.difficulty import TaskScore, score_groups
 from r3async.schedule.groups import GroupBuffer, max_trajectory_bytes
-from r3async.schedule.tasks import (
-    EpisodeEnd,
-    FailureSource,
-    TaskFailures,
-    TaskScore,
-    TrajectoryQuarantine,
-    score_groups,
-)
-from r3async.schedule.validation import check_staleness, compute_staleness_metrics, find_invalid, validate_trajectories
-from r3async.transport.receiver import RejectionError, TrajectoryConsumer, TrajectoryLedger, TrajectoryReceiver
+from r3async.schedule.staleness import check_staleness, compute_staleness_metrics
+from r3async.schedule.task_failures import EpisodeEnd, FailureSource, TaskFailures, TrajectoryQuarantine
+from r3async.schedule.validation import find_invalid, validate_trajectories
+from r3async.transport.intake import RejectionError, TrajectoryConsumer
+from r3async.transport.ledger import TrajectoryLedger
+from r3async.transport.receiver import TrajectoryReceiver
 from r3async.transport.spool import Spool
 from r3async.untrusted import decode_python_json
 from r3async.weights.manifest import WeightManifest

@@ -16,12 +16,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from r3async.config import Config
+from r3async.record.process_time import CounterGrowth, LagMeter
 from r3async.record.routes import parse_episode_id
-from r3async.record.timeline import CounterGrowth, LagMeter
 from r3async.rollout.engine import Engine, EngineLostError, Generation, GenerationRequest
 from r3async.schedule.admission import AdmissionController, GroupLease
-from r3async.schedule.pace import ConcurrencyLimiter, IdleTimeCounter, useful_concurrency
-from r3async.schedule.tasks import EpisodeEnd
+from r3async.schedule.concurrency import ConcurrencyLimiter, useful_concurrency
+from r3async.schedule.pace import IdleTimeCounter
+from r3async.schedule.task_failures import EpisodeEnd
 from r3async.untrusted import decode_msgpack
 from r3async.world import ActorRef
 from r3async.world.stages import stage

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from r3async.checkpoint.directory import read_run_starts
+from r3async.checkpoint.run_starts import read_run_starts
 from r3async.config import Config, ConfigError
 from r3async.rollout.engine import TENSOR_NAMES_FILE
 from r3async.world import (

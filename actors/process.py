@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
-from r3async.checkpoint.directory import RunLock
+from r3async.checkpoint.run_lock import RunLock
 from r3async.config import Config
-from r3async.record.sinks import serve_actor_metrics
+from r3async.record.prometheus import serve_actor_metrics
 from r3async.world import ActorLostError, ActorRef, World
 from r3async.world.files import make_directory
 from r3async.world.processes import add_user_module_path

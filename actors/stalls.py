@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from r3async.config import Config
-from r3async.schedule.health import HealthState, Stall, Watchdog
+from r3async.schedule.health import HealthState
+from r3async.schedule.watchdog import Stall, Watchdog
 from r3async.world import ActorRef, World
 
 from .fleet import Fleet, FleetGenerator, end_generator

@@ -14,24 +14,17 @@ from typing import Any
 import msgspec
 
 from r3async.checkpoint import CheckpointDirectory, RunState
-from r3async.checkpoint.directory import EvaluationFile, evaluation_path, read_evaluations, write_evaluation
+from r3async.checkpoint.evaluations import EvaluationFile, evaluation_path, read_evaluations, write_evaluation
 from r3async.config import Config, resolve_envs
 from r3async.envs.errors import summarize_error
 from r3async.record.reading import EVALUATION_FILE, QUARANTINE_FILE, QuarantinedTask, read_json_objects, read_quarantine
 from r3async.rollout.engine import EngineLostError
 from r3async.rollout.evaluation_results import flatten_evaluation
 from r3async.schedule.admission import count_slots
-from r3async.schedule.tasks import (
-    NO_SIZE_MESSAGE,
-    EpisodeEnd,
-    FailedTask,
-    FailureSource,
-    MixedTaskCursor,
-    TaskCursor,
-    TaskFailures,
-    TaskHistory,
-    TaskScore,
-)
+from r3async.schedule.difficulty import NO_SIZE_MESSAGE, TaskHistory, TaskScore
+from r3async.schedule.environment_mix import MixedTaskCursor
+from r3async.schedule.task_failures import EpisodeEnd, FailedTask, FailureSource, TaskFailures
+from r3async.schedule.tasks import TaskCursor
 from r3async.world import ActorLostError, World
 from r3async.world.appending import AppendFile
 from r3async.world.disk_retries import DiskRetrier

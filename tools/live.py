@@ -21,8 +21,10 @@ import typer
 from aiohttp import web
 
 from r3async.rollout.endpoint.connections import limit_connections, make_runner
-from r3async.views.live import EpisodeQuery, LiveRun
-from r3async.views.report import LivePage, make_names_distinct, render_comparison_page, render_run_page
+from r3async.views.episode_search import EpisodeQuery
+from r3async.views.live import LiveRun
+from r3async.views.report import LivePage, render_comparison_page, render_run_page
+from r3async.views.report_tables import make_names_distinct
 from r3async.views.templates import TEMPLATE_DIRECTORY
 
 LOOPBACK_HOST = "127.0.0.1"

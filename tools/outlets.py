@@ -11,7 +11,7 @@ from typing import Any
 from r3async.config import Config, config_to_dict
 from r3async.record.events import EVENTS_FILE
 from r3async.record.reading import EPISODES_FILE, EVALUATION_FILE
-from r3async.record.sinks import EpisodeExample, make_episode_example
+from r3async.record.sink_backends import EpisodeExample, make_episode_example
 from r3async.views.follow import FollowedFile
 from r3async.views.summary import RunHistory, get_failure_key
 
@@ -32,7 +32,8 @@ class MetricsForwarder:
     """
 
     def __init__(self, config: Config, run_dir: Path, print_line: Callable[[str], object]):
-        from r3async.record.sinks import open_sinks, serve_metrics
+        from r3async.record.prometheus import serve_metrics
+        from r3async.record.sinks import open_sinks
 
         self._sinks = open_sinks(config.log, run_dir, config_to_dict(config), print_line)
         self._run_dir, self._say = run_dir, print_line

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from r3async.actors.driver import ScaleRequest, write_scale_request
-from r3async.checkpoint.directory import is_run_in_use
+from r3async.checkpoint.run_lock import is_run_in_use
 from r3async.config import ConfigError
 from r3async.views.follow import FollowedFile, FollowedRun
 from r3async.world.real import REAL_WORLD

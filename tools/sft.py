@@ -18,7 +18,8 @@ from rich.console import Console
 
 from r3async.actors.process import StoppedBeforeStep
 from r3async.checkpoint import Checkpoint, CheckpointError, CheckpointSchedule, CheckpointWriter
-from r3async.checkpoint.directory import begin_lineage, fingerprint_model
+from r3async.checkpoint.resume import fingerprint_model
+from r3async.checkpoint.run_starts import begin_lineage
 from r3async.checkpoint.state import TrainingState
 from r3async.config import Config
 from r3async.data.tokens import Sample

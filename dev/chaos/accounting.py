@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from r3async.record.writer import TrainedStep
+from r3async.record.trained_trajectories import TrainedStep
 
 
 class SentRecord(msgspec.Struct, frozen=True, tag="sent", tag_field="kind"):

@@ -23,7 +23,7 @@ from r3async.data.control_messages import Ack, Deliver, decode_control, join_ite
 from r3async.data.tokens import Trajectory
 from r3async.data.wire import decode_trajectory
 from r3async.data.wire_frames import WireError
-from r3async.record.writer import checksum_tokens
+from r3async.record.trained_trajectories import checksum_tokens
 from r3async.rollout.engine import InstallReport
 from r3async.schedule.groups import GroupBuffer
 from r3async.transport import TrajectoryLedger

@@ -32,7 +32,7 @@ from dev.chaos.scenario import ChaosScenario, Role
 from dev.chaos.scenarios import SCENARIOS
 from r3async.config import Config, ConfigError, load_config
 from r3async.record.reading import read_json_objects
-from r3async.record.writer import TRAINED_FILE, TrainedStep
+from r3async.record.trained_trajectories import TRAINED_FILE, TrainedStep
 from r3async.schedule.admission import count_slots
 
 ENGINES = ("scripted", "vllm")

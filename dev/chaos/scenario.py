@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import psutil
 
 from r3async.record.reading import read_json_objects
-from r3async.record.writer import TRAINED_FILE
+from r3async.record.trained_trajectories import TRAINED_FILE
 
 Role = Literal["generator", "learner", "conductor", "environment"]
 WAIT_SECONDS = 0.05

@@ -19,7 +19,7 @@ from dev.chaos.filling import FillingScenario, mount_tmpfs
 from dev.chaos.scenario import TAIL_STEPS, ChaosScenario, Role
 from dev.chaos.weights import BlockedLine, CrowdOfStrangers, FullMemory
 from r3async.record.reading import read_json_objects
-from r3async.record.writer import TRAINED_FILE
+from r3async.record.trained_trajectories import TRAINED_FILE
 
 # -- kills: processes of every role, one after the other, by `kill -9` --------------------------------------------------
 

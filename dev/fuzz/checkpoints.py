@@ -14,7 +14,7 @@ from dev.fuzz.common import FuzzReport, InputMonitor, mutate_bytes
 from dev.fuzz.tiny_run import TinyRun
 from r3async.checkpoint import Checkpoint, CheckpointError
 from r3async.checkpoint.directory import STATE_FILE
-from r3async.checkpoint.state import MANIFEST_FILE
+from r3async.checkpoint.manifest import MANIFEST_FILE
 
 CheckpointFiles = dict[str, bytes | None]
 """The content of each file of a checkpoint, by name; None for a directory in place of the file."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from r3async.data.metrics import METRICS, Metric
-from r3async.record.sinks import to_prometheus_name
+from r3async.record.prometheus import to_prometheus_name
 from r3async.views.charts import CHARTS, Chart
 
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}

@@ -27,18 +27,21 @@ from r3async.actors.learner import LearnerActor, TrajectoryInbox
 from r3async.actors.leasing import LeaseDispatcher, VersionGate
 from r3async.actors.ranks import LocalRank
 from r3async.actors.tasks import Evaluator
-from r3async.checkpoint.directory import CheckpointDirectory, CheckpointWriter
+from r3async.checkpoint.directory import CheckpointDirectory
+from r3async.checkpoint.writer import CheckpointWriter
 from r3async.data import wire as wire_room
 from r3async.data.versions import Lineage
 from r3async.rollout.engine import EngineError, EngineLostError
 from r3async.rollout.lease_player import RetryingPlayer
 from r3async.rollout.scripted import ScriptedEngine
 from r3async.schedule.admission import AdmissionController, GroupLease
+from r3async.schedule.difficulty import TaskHistory
 from r3async.schedule.groups import GroupBuffer
 from r3async.schedule.health import GeneratorHealth
-from r3async.schedule.tasks import TaskHistory, TrajectoryQuarantine
-from r3async.transport.receiver import MemoryBudget
-from r3async.transport.sender import Outbox, TrajectorySender
+from r3async.schedule.task_failures import TrajectoryQuarantine
+from r3async.transport.memory_budget import MemoryBudget
+from r3async.transport.outbox import Outbox
+from r3async.transport.sender import TrajectorySender
 from r3async.transport.spool import Spool
 from r3async.untrusted import MalformedError
 from r3async.weights import delta, relay, tcp

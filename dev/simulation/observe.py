@@ -62,7 +62,7 @@ from r3async.actors.generator import GeneratorActor
 from r3async.actors.learner import LearnerActor
 from r3async.actors.leasing import LeaseAnswer, LeaseCall
 from r3async.checkpoint import RunState
-from r3async.checkpoint.directory import EvaluationFile, evaluation_path
+from r3async.checkpoint.evaluations import EvaluationFile, evaluation_path
 from r3async.data.control_messages import (
     Ack,
     ControlMessage,
@@ -82,7 +82,7 @@ from r3async.learner.trainer import StepOutcome, Trainer
 from r3async.rollout.engine import EngineLostError
 from r3async.rollout.renderer import ChatRenderer
 from r3async.rollout.scripted import DIGEST_TENSOR, read_weights_key
-from r3async.transport.receiver import NO_GROUP_LIMIT
+from r3async.transport.memory_budget import NO_GROUP_LIMIT
 from r3async.untrusted import MalformedError, decode_json, decode_msgpack
 from r3async.weights import relay
 from r3async.weights.manifest import WeightError

@@ -18,7 +18,8 @@ from dev.estimates import Estimate, estimate_mean
 from dev.sweep.plan import PlannedRun, SweepPlan, list_points, list_runs
 from r3async.data.metrics import LAST_STEPS, finite_or_none
 from r3async.record.reading import read_json_objects
-from r3async.views.summary import NOT_TRAINED, format_number, summarize_run
+from r3async.views.number_formats import format_number
+from r3async.views.summary import NOT_TRAINED, summarize_run
 
 FINISHED_FILE = "finished.jsonl"
 DRIFT_PREFIX = "rollout_kl/"

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from r3async.checkpoint.state import CheckpointError, FileEntry, TrustRegionState, make_read_error
+from r3async.checkpoint.manifest import CheckpointError, FileEntry, make_read_error
+from r3async.checkpoint.state import TrustRegionState
 from r3async.data.safetensors_header import (
     SAFETENSORS_DTYPES,
     SafetensorsEntry,

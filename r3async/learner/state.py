@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from r3async.checkpoint.state import CheckpointError
+from r3async.checkpoint.manifest import CheckpointError
 from r3async.checkpoint.tensors import LearnerMetadata, LearnerStateReader, RankState, SliceValues, TensorSlice
 from r3async.learner.expert_biases import ExpertBias
 from r3async.learner.row_shares import to_local

@@ -1,14 +1,15 @@
-"""Records of MoE routes: the experts that the engine returned and those that the learner used, and their comparison.
+"""Records of MoE routes: the experts that the engine returned, and those that the learner used.
 
-Each writing process appends records to its own files, `run_dir/routes/NAME.N.routes`: a generator (`engine-GENERATOR`)
-writes engine calls (`EngineCall`), the learner (`learner`) writes trained samples (`TrainedRoutes`). A record
-(`container.py`) has a msgpack header that ends with a crc32, followed by one frame per array. A file that a killed
-process left torn is read up to the tear, and the problem is reported.
+Each writing process appends records to its own files, `run_dir/routes/NAME.N.routes`: a generator
+(`engine-GENERATOR`) writes engine calls (`EngineCall`), the learner (`learner`) writes trained
+samples (`TrainedRoutes`). A record (`container.py`) has a msgpack header that ends with a crc32,
+followed by one frame per array. A file that a killed process left torn is read up to the tear, and
+the problem is reported.
 
-Size on disk, with L MoE layers and K experts per token (expert ids take one byte, two beyond 256 experts): the
-learner's record takes 29 bytes and 2 L K ids per token; the engine's takes 12 bytes per sampled token, L K ids per fed
-token, and 4 bytes per prompt token of every call. With 48 layers and 8 of 128 experts that is 0.8 + 0.4 kB per token,
-or 5 MB for a trajectory of 4,096 tokens.
+Size on disk, with L MoE layers and K experts per token (expert ids take one byte, two beyond 256
+experts): the learner's record takes 29 bytes and 2 L K ids per token; the engine's takes 12 bytes
+per sampled token, L K ids per fed token, and 4 bytes per prompt token of every call. With 48 layers
+and 8 of 128 experts that is 0.8 + 0.4 kB per token, or 5 MB for a trajectory of 4,096 tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import re
 import zlib
 from bisect import insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -26,10 +27,10 @@ import numpy as np
 from r3async.config import Config
 from r3async.data.container import FramedRecord, RecordFormat, TornRecord, map_file
 from r3async.data.routes import RoutingError, route_dtype
-from r3async.data.tokens import UNSAMPLED_VERSION, Sample
+from r3async.data.tokens import Sample
 from r3async.data.versions import expand_version_spans
 from r3async.data.wire_frames import array_bytes, compute_checksum
-from r3async.learner.shared_prefixes import expand_prefixes
+from r3async.record.merged_traces import merge_traces
 from r3async.rollout.engine import Engine, Generation, GenerationRequest
 from r3async.untrusted import decode_msgpack, format_value
 from r3async.world import EventReporter, File, Files, World
@@ -38,7 +39,7 @@ from r3async.world.files import make_directory
 from r3async.world.real import REAL_WORLD
 
 if TYPE_CHECKING:
-    from r3async.learner import MinibatchResult, RouteTrace
+    from r3async.learner import MinibatchResult
 
 
 ROUTES_CONTAINER = RecordFormat(b"r3route2")
@@ -479,287 +480,3 @@ class RouteFileTracer:
                         advantages=table["advantages"] if "advantages" in table else None,  # noqa: SIM401
                     )
                 )
-
-
-# Merging the traces of all ranks that computed a micro-batch.
-
-
-def merge_traces(traces: Iterable[RouteTrace], layers: int) -> list[RouteTrace]:
-    """Merge the traces of all ranks into one per micro-batch, with all its `N` tokens and all `layers`.
-
-    Parts may come in any order, and repeatedly if they are equal. Padding micro-batches are left out. Raises
-    `RoutingError` if a part is missing or parts contradict each other.
-    """
-    parts: dict[tuple[str, ...], list[RouteTrace]] = {}
-    for trace in traces:
-        if trace.sample_ids:
-            parts.setdefault(tuple(trace.sample_ids), []).append(trace)
-    return [_merge_parts(of_one, layers) for of_one in parts.values()]
-
-
-def _merge_parts(parts: list[RouteTrace], layers: int) -> RouteTrace:
-    tokens, top_k = int(parts[0].cu_seqlens[-1]), max(part.own.shape[-1] for part in parts)
-    merged = np.zeros((2, tokens, layers, top_k), np.uint16)
-    have = np.zeros((tokens, layers), bool)
-    for part in parts:
-        if not part.columns:
-            continue
-        here = np.ix_(range(part.first, part.first + len(part.own)), part.columns)
-        for whole, chosen in zip(merged, (part.own, part.used), strict=True):
-            if (whole[here] != chosen)[have[here]].any():
-                raise RoutingError(
-                    f"traces of two ranks contradict each other in the micro-batch of {part.sample_ids[0]}"
-                )
-            whole[here] = chosen
-        have[here] = True
-    if not have.all():
-        row, layer = np.argwhere(~have)[0]
-        raise RoutingError(
-            f"no trace has row {row} of MoE layer {layer} in the micro-batch of {parts[0].sample_ids[0]}: "
-            "the traces of all its ranks are needed"
-        )
-    own, used = merged
-    # All ranks that have log-probs computed the same ones.
-    logprobs = next((part.logprobs for part in parts if part.logprobs is not None), None)
-    joined = msgspec.structs.replace(
-        parts[0], first=0, columns=list(range(layers)), own=own, used=used, logprobs=logprobs
-    )
-    return joined if joined.prefixes is None else _unfold_prefixes(joined, joined.prefixes)
-
-
-def _unfold_prefixes(trace: RouteTrace, prefixes: np.ndarray) -> RouteTrace:
-    """Expand the trace to all rows of every sample, including the prefix rows that it shares.
-
-    A sample does not train its shared rows, so their log-probs are NaN.
-    """
-    rows, edges = expand_prefixes(trace.cu_seqlens, prefixes)
-    logprobs = trace.logprobs
-    if logprobs is not None:
-        shared = np.arange(len(rows)) - np.repeat(edges[:-1], np.diff(edges)) < np.repeat(
-            prefixes[:, 1], np.diff(edges)
-        )
-        logprobs = np.where(shared, np.float32(np.nan), logprobs[rows])
-    edges = edges.astype(np.int32)
-    return msgspec.structs.replace(
-        trace, cu_seqlens=edges, own=trace.own[rows], used=trace.used[rows], logprobs=logprobs, prefixes=None
-    )
-
-
-# Verification that training used the engine's routes, from two independent records.
-#
-# Nothing here depends on the code that carried the routes. The engine's record alone determines which call owns which
-# position; the rows that this call returned are compared with the experts that the learner's routers used.
-
-
-class RouteDifference(msgspec.Struct, frozen=True):
-    """A token that a router of the learner sent to other experts than expected.
-
-    Attributes:
-        recorded: False if the engine returned no row for the position.
-        expected: The engine's experts; if `recorded` is False, the router's own choice, which training has to use then.
-        used: Experts that training used.
-    """
-
-    step: int
-    sample_id: str
-    position: int
-    layer: int
-    recorded: bool
-    expected: list[int]
-    used: list[int]
-
-    def to_text(self) -> str:
-        whose = "the engine chose" if self.recorded else "the engine recorded nothing; the router itself chose"
-        return (
-            f"step {self.step}, sample {self.sample_id}, position {self.position}, MoE layer {self.layer}: "
-            f"{whose} {self.expected}, training used {self.used}"
-        )
-
-
-class RouteComparison(msgspec.Struct):
-    """The result of comparing the learner's routes with the engine's. Counts are rows: one position in one MoE layer.
-
-    Attributes:
-        unrecorded: Rows of positions for which the engine returned no row in the call that first fed them (the last
-            token, an aborted call); there the router's own choice is correct.
-    """
-
-    samples: int = 0
-    equal: int = 0
-    different: int = 0
-    unrecorded: int = 0
-    unmatched: list[str] = []
-    """Ids of samples that no attempt in the engine's record sampled."""
-    first: RouteDifference | None = None
-
-    @property
-    def is_verified(self) -> bool:
-        return self.equal > 0 and not self.different and not self.unmatched
-
-    def add(self, other: RouteComparison) -> None:
-        self.samples += other.samples
-        self.equal += other.equal
-        self.different += other.different
-        self.unrecorded += other.unrecorded
-        self.unmatched = [*self.unmatched, *other.unmatched]
-        self.first = self.first or other.first
-
-
-def find_engine_routes(trained: TrainedRoutes, calls: Sequence[EngineCall]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Find the engine's routes for a trained sample.
-
-    A failed episode is retried under the same ids; the trained attempt is the last one that sampled exactly these
-    tokens with exactly these log-probs. A position belongs to the first call *of this sample* that fed it; rows that
-    other calls returned for it do not count. Only rows that the sample's first call did not request come from an
-    earlier call, one that fed the same tokens under the same weights.
-
-    Args:
-        trained: The sample.
-        calls: Engine calls of the sample's trajectory, in order of time.
-
-    Returns:
-        The engine's experts `[T, L, K]` and a bool mask `[T]` of the positions that have them; None if no attempt
-        sampled these tokens.
-    """
-    for attempt in reversed(list(_split_attempts(calls))):
-        if _is_source_attempt(attempt, trained):
-            return _assign_rows(attempt, trained)
-    return None
-
-
-def _split_attempts(calls: Sequence[EngineCall]) -> Iterator[list[EngineCall]]:
-    # Calls are numbered in the order of their requests and written in the order of their answers. Concurrent calls of
-    # an agent may overtake each other, but a number is reused only by another attempt.
-    attempt: list[EngineCall] = []
-    for call in calls:
-        if any(call.turn == earlier.turn for earlier in attempt):
-            yield attempt
-            attempt = []
-        attempt.append(call)
-    if attempt:
-        yield attempt
-
-
-def _common_prefix_length(call: EngineCall, tokens: np.ndarray) -> int:
-    """Return the number of tokens that the call has in common with the beginning of `tokens`."""
-    mine = np.concatenate([call.prompt_ids, call.token_ids])
-    n = min(len(mine), len(tokens))
-    unlike = mine[:n] != tokens[:n]
-    return int(unlike.argmax()) if unlike.any() else n
-
-
-def _is_source_call(call: EngineCall, trained: TrainedRoutes) -> bool:
-    """Return True if this call sampled tokens of the sample, even if the algorithm left them out of its loss."""
-    rows = slice(len(call.prompt_ids), len(call.prompt_ids) + len(call.token_ids))
-    if not len(call.token_ids) or _common_prefix_length(call, trained.token_ids) != rows.stop:
-        return False
-    # Compare bits, so that NaN equals NaN.
-    same = call.logprobs.view(np.int32) == trained.rollout_logprobs[rows].view(np.int32)
-    return bool((same & _make_sampled_mask(trained)[rows]).all())
-
-
-def _is_source_attempt(attempt: Sequence[EngineCall], trained: TrainedRoutes) -> bool:
-    found, wanted = np.zeros(len(trained.token_ids), bool), _make_sampled_mask(trained)
-    for call in attempt:
-        if _is_source_call(call, trained):
-            found[len(call.prompt_ids) : len(call.prompt_ids) + len(call.token_ids)] = True
-    return bool(wanted.any() and found[wanted].all())
-
-
-def _make_sampled_mask(trained: TrainedRoutes) -> np.ndarray:
-    """Return the mask of sampled tokens, bool `[T]`.
-
-    The loss mask may have fewer tokens: an algorithm removes groups with zero variance and truncated episodes from it.
-    """
-    return trained.policy_version > UNSAMPLED_VERSION
-
-
-def _assign_rows(attempt: Sequence[EngineCall], trained: TrainedRoutes) -> tuple[np.ndarray, np.ndarray]:
-    rows = np.zeros_like(trained.used)
-    recorded = np.zeros(len(rows), bool)
-    own = [index for index, call in enumerate(attempt) if _is_source_call(call, trained)]
-    first = attempt[own[0]]
-    for call in attempt[: own[0]]:
-        if _find_first_version(call) == _find_first_version(first):
-            part, returned = _select_returned_rows(
-                call, trained, 0, min(first.routes_from, _count_first_version_tokens(call))
-            )
-            # Two calls of the same weights may have fed the same tokens in different batches: either row is correct.
-            new = ~recorded[part] | same_experts(returned, trained.used[part]).all(axis=-1)
-            rows[part][new] = returned[new]
-            recorded[part] = True
-    done = 0
-    for index in own:
-        call = attempt[index]
-        fed = len(call.prompt_ids) + len(call.token_ids) - 1  # the last sampled token was not fed
-        part, returned = _select_returned_rows(call, trained, done, fed)
-        rows[part] = returned
-        recorded[part] = True
-        done = fed
-    return rows, recorded
-
-
-def _find_first_version(call: EngineCall) -> int | None:
-    """Return the version of the weights and prefix cache that the call started with; None if it sampled nothing."""
-    versions = call.policy_version
-    return int(versions[0]) if len(versions) else None
-
-
-def _count_first_version_tokens(call: EngineCall) -> int:
-    """Return the number of positions that the call fed before newer weights arrived, or all if none arrived."""
-    versions, fed = call.policy_version, len(call.prompt_ids) + len(call.token_ids) - 1
-    if (versions == versions[:1]).all():
-        return fed
-    return len(call.prompt_ids) + int((versions != versions[0]).argmax()) - 1
-
-
-def _select_returned_rows(call: EngineCall, trained: TrainedRoutes, start: int, stop: int) -> tuple[slice, np.ndarray]:
-    """Return the slice of the sample's positions in `start..stop` that the call has rows for, and those rows.
-
-    Raises `RouteFileError` if the shape of the call's rows differs from the learner's.
-    """
-    first = max(start, call.routes_from)
-    stop = min(stop, call.routes_from + len(call.rows), _common_prefix_length(call, trained.token_ids))
-    if stop <= first:
-        return slice(0, 0), trained.used[:0]
-    if call.rows.shape[1:] != trained.used.shape[1:]:
-        raise RouteFileError(
-            f"the engine's rows for {trained.sample_id} have shape {call.rows.shape[1:]}, the learner's "
-            f"{trained.used.shape[1:]} (layers, experts a token): they are of different models"
-        )
-    return slice(first, stop), call.rows[first - call.routes_from : stop - call.routes_from]
-
-
-def same_experts(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return, for two arrays `[..., K]`, where they have the same experts in any order; bool `[...]`."""
-    return (np.sort(one, axis=-1) == np.sort(other, axis=-1)).all(axis=-1)
-
-
-def compare_routes(trained: TrainedRoutes, calls: Sequence[EngineCall]) -> RouteComparison:
-    """Compare the experts used in training with those the engine chose, for every position and MoE layer."""
-    found = find_engine_routes(trained, calls)
-    if found is None:
-        return RouteComparison(samples=1, unmatched=[trained.sample_id])
-    rows, recorded = found
-    expected = np.where(recorded[:, None, None], rows, trained.own)
-    same = same_experts(expected, trained.used)
-    result = RouteComparison(
-        samples=1,
-        equal=int(same[recorded].sum()),
-        different=int((~same).sum()),
-        unrecorded=int(same[~recorded].sum()),
-    )
-    if result.different:
-        at, layer = (int(i) for i in np.argwhere(~same)[0])
-        chosen, used = expected[at, layer].tolist(), trained.used[at, layer].tolist()
-        result.first = RouteDifference(trained.step, trained.sample_id, at, layer, bool(recorded[at]), chosen, used)
-    return result
-
-
-def verify_routes(index: RouteIndex) -> RouteComparison:
-    """Compare all samples whose routes the run kept, one at a time. Raises `RouteFileError` for a damaged record."""
-    total = RouteComparison()
-    for entry in index.trained_entries:
-        trained = load_route_record(entry, TrainedRoutes, files=index.files)
-        total.add(compare_routes(trained, index.load_calls(trained.trajectory_id)))
-    return total

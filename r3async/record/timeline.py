@@ -6,24 +6,19 @@ Each line is one object: `who` (`learner`, `generator-0`, `transport`, `weights`
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
 from r3async.record.reading import TIMELINE_FILE, convert_valid, read_json_objects
-from r3async.record.routes import EpisodeId, parse_episode_id
-from r3async.rollout.engine import Engine, Generation, GenerationRequest
-from r3async.world import Files, Processes, World
+from r3async.world import Files, World
 from r3async.world.appending import AppendFile
 from r3async.world.real import REAL_WORLD
 
 FILE = TIMELINE_FILE
-LAG_WINDOW_SAMPLES = 1200
-"""Number of event loop lag samples in the window of `LagMeter`: one minute."""
 
 
 class Span(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -134,168 +129,3 @@ def compute_busy_shares(spans: Sequence[Span]) -> dict[tuple[str, str], float]:
         totals[key] = totals.get(key, 0.0) + max(0.0, span.end - start)
         until[key] = max(until.get(key, span.end), span.end)
     return {key: total / whole if whole > 0 else 0.0 for key, total in totals.items()}
-
-
-# -- engine calls ------------------------------------------------------------------------------------------------------
-
-
-def time_engine_calls(engine: Engine, timeline: Timeline) -> Engine:
-    """Wrap `engine` to write its calls to the timeline, and when it has requests (`busy`).
-
-    In each group, the calls of one episode are measured. Returns `engine` itself if the timeline is not enabled.
-    """
-    return cast(Engine, _TimedEngine(engine, timeline)) if timeline.is_enabled else engine
-
-
-class _TimedEngine:
-    """An engine whose `generate` writes spans; every other attribute is the wrapped engine's."""
-
-    def __init__(self, engine: Engine, timeline: Timeline):
-        self._engine, self._timeline = engine, timeline
-        self._running = 0
-        self._busy_from = self._counted_until = timeline.now()
-        self._request_seconds = 0.0
-        """Integral of the number of running requests over time, in request-seconds, up to `_counted_until`."""
-        self._last_calls: dict[str, tuple[EpisodeId, float, int]] = {}
-        """Last call of each trajectory, the time of its answer, and the tokens that the engine had by then."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    async def generate(self, request: GenerationRequest) -> Generation:
-        which = parse_episode_id(request.request_id)
-        self._change_running(1)
-        try:
-            if which is None or which.episode_index:
-                return await self._engine.generate(request)
-            return await self._generate_timed(which, request)
-        finally:
-            self._change_running(-1)
-
-    def _change_running(self, delta: int) -> float:
-        """Add `delta` to the number of running requests, and return the current time."""
-        now = self._timeline.now()
-        self._request_seconds += self._running * (now - self._counted_until)
-        if not self._running:
-            self._busy_from = now
-        self._running, self._counted_until = self._running + delta, now
-        if not self._running:
-            self._timeline.add_span("busy", self._busy_from, now)
-        return now
-
-    async def _generate_timed(self, episode_id: EpisodeId, request: GenerationRequest) -> Generation:
-        began, fed = self._change_running(0), 0
-        beside = self._request_seconds
-        before = self._last_calls.pop(episode_id.trajectory_id, None)
-        if before is not None and before[0].sample_or_turn == episode_id.sample_or_turn - 1:
-            self._timeline.add_span("environment", before[1], began)
-            fed = before[2]
-        generation = await self._engine.generate(request)
-        ended, prompt, tokens = self._change_running(0), len(request.prompt_ids), len(generation.token_ids)
-        running = (self._request_seconds - beside) / (ended - began) if ended > began else self._running
-        self._timeline.add_span(
-            "call",
-            began,
-            ended,
-            turn=episode_id.sample_or_turn,
-            tokens=tokens,
-            prompt=max(0, prompt - fed),
-            running=running,
-        )
-        self._last_calls[episode_id.trajectory_id] = episode_id, ended, prompt + tokens
-        while len(self._last_calls) > 1024:  # nothing removes a trajectory after its last call
-            del self._last_calls[next(iter(self._last_calls))]
-        return generation
-
-
-# -- processor time ----------------------------------------------------------------------------------------------------
-
-
-class CounterGrowth:
-    """The growth of process counters since each was first read.
-
-    A counter that restarts with its process counts from the first value read after the restart.
-    """
-
-    def __init__(self) -> None:
-        self._last: dict[str, float] = {}
-        self.totals: dict[str, float] = {}
-
-    def add(self, name: str, value: float, role: str) -> None:
-        """Record that the counter `name` is now at `value`, and add its growth to the total of `role`."""
-        before = self._last.get(name, value)
-        self._last[name] = value
-        self.totals[role] = self.totals.get(role, 0.0) + max(0.0, value - before)
-
-
-class StageTimer:
-    """The time that this process spends in each stage (`world/stages.py`), as metrics of its `role`.
-
-    `cpu/ROLE_STAGE_seconds` add up to the processor time of the process; `wall/ROLE_STAGE_seconds` are wall times of
-    its event loop.
-    """
-
-    def __init__(self, role: str, processes: Processes = REAL_WORLD.processes):
-        self._role, self._processes = role, processes
-        self._last_totals: dict[str, float] = {}
-
-    def total_seconds(self) -> dict[str, float]:
-        """Return the seconds since the event loop was first measured; a simulated process has none."""
-        kinds = zip(("cpu", "wall"), self._processes.stage_seconds(), strict=True)
-        return {
-            f"{kind}/{self._role}_{name}_seconds": seconds for kind, spent in kinds for name, seconds in spent.items()
-        }
-
-    def read_increment(self) -> dict[str, float]:
-        """Return the seconds spent since the last call."""
-        before, self._last_totals = self._last_totals, self.total_seconds()
-        return {name: seconds - before.get(name, 0.0) for name, seconds in self._last_totals.items()}
-
-
-# -- event loops -------------------------------------------------------------------------------------------------------
-
-
-class LagMeter:
-    """A meter of event loop lag over the last minute: how late a sleeping task wakes up.
-
-    `own` lag is the part during which the loop's thread was computing. While it measures, the loop's time is also
-    booked to stages.
-    """
-
-    METRIC_NAMES = ("p50_ms", "p99_ms", "max_ms", "own_p99_ms", "own_max_ms")
-
-    def __init__(self, processes: Processes = REAL_WORLD.processes):
-        self._processes = processes
-        self._lags: deque[float] = deque(maxlen=LAG_WINDOW_SAMPLES)
-        self._computing: deque[float] = deque(maxlen=LAG_WINDOW_SAMPLES)
-        self._stop_measuring: Callable[[], None] | None = None
-
-    def start(self) -> None:
-        """Measure on the running event loop until `stop`. Idempotent."""
-        if self._stop_measuring is None:
-            self._stop_measuring = self._processes.measure_event_loop(self.add)
-
-    def stop(self) -> None:
-        if self._stop_measuring is not None:
-            self._stop_measuring()
-            self._stop_measuring = None
-
-    def add(self, seconds: float, computing_seconds: float = 0.0) -> None:
-        self._lags.append(max(0.0, seconds))
-        self._computing.append(max(0.0, computing_seconds))
-
-    def collect_metrics(self) -> dict[str, float]:
-        """Return the lag in milliseconds by `METRIC_NAMES`; zeros before the first measurement."""
-        lags, own = sorted(self._lags) or [0.0], sorted(self._computing) or [0.0]
-
-        def quantile(values: list[float], q: float) -> float:
-            return 1000 * values[round(q * (len(values) - 1))]
-
-        found = (
-            quantile(lags, 0.5),
-            quantile(lags, 0.99),
-            quantile(lags, 1.0),
-            quantile(own, 0.99),
-            quantile(own, 1.0),
-        )
-        return dict(zip(self.METRIC_NAMES, found, strict=True))

@@ -52,7 +52,8 @@ from r3async.rollout.evaluation_results import (
 )
 from r3async.rollout.lease_player import RetryingPlayer
 from r3async.rollout.renderer import ChatRenderer
-from r3async.schedule.tasks import NO_SIZE_MESSAGE, TaskCursor, evaluation_seed
+from r3async.schedule.difficulty import NO_SIZE_MESSAGE
+from r3async.schedule.tasks import TaskCursor, evaluation_seed
 from r3async.world import EventReporter, World, ignore_event
 from r3async.world.real import REAL_WORLD
 

@@ -22,7 +22,7 @@ from r3async.rollout.episode import (
     build_failed_trajectory,
 )
 from r3async.rollout.renderer import ChatRenderer
-from r3async.schedule.tasks import EpisodeEnd, FailureSource
+from r3async.schedule.task_failures import EpisodeEnd, FailureSource
 from r3async.world import EventReporter
 from r3async.world.real import REAL_WORLD
 

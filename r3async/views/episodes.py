@@ -14,17 +14,10 @@ import numpy as np
 
 from r3async.data.metrics import finite_or_none
 from r3async.record.reading import read_json_objects, read_run_config
-from r3async.record.routes import (
-    RouteEntry,
-    RouteFileError,
-    RouteIndex,
-    TrainedRoutes,
-    find_engine_routes,
-    load_route_record,
-    same_experts,
-)
+from r3async.record.route_verification import find_engine_routes, same_experts
+from r3async.record.routes import RouteEntry, RouteFileError, RouteIndex, TrainedRoutes, load_route_record
 from r3async.untrusted import MalformedError, decode_python_json
-from r3async.views.summary import format_number
+from r3async.views.number_formats import format_number
 from r3async.world.files import read_file
 
 MAX_EPISODES, MAX_TURNS, MAX_TEXT = 6, 8, 1200

@@ -23,11 +23,14 @@ from r3async.data.metrics import (
 from r3async.record.events import format_event_details
 from r3async.record.reading import EVALUATION_FILE, parse_schedule, read_run_config, read_run_files
 from r3async.schedule.admission import compute_staleness_bound
-from r3async.schedule.health import ALL_EPISODES_FAILED, ZERO_VARIANCE, explain_no_update
-from r3async.views.charts import EVALUATION_REWARD, parse_evaluations
+from r3async.schedule.update_monitor import ALL_EPISODES_FAILED, ZERO_VARIANCE, explain_no_update
+from r3async.views.charts import EVALUATION_REWARD
+from r3async.views.evaluation_charts import parse_evaluations
+from r3async.views.number_formats import format_number, format_percent, format_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
+
 
 DRIFT_TABLE_PARTS = 10
 """Number of parts of a run in the table of drift."""
@@ -405,42 +408,6 @@ def make_drift_table(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 def _format_step_range(part: Sequence[dict[str, Any]]) -> str:
     first, last = part[0].get("step", "?"), part[-1].get("step", "?")
     return f"{first}" if first == last else f"{first} – {last}"
-
-
-# -- formatting --------------------------------------------------------------------------------------------------------
-
-
-def format_seconds(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def format_number(value: float | None, digits: int = 3) -> str:
-    """Format a number with three significant digits, in plain notation where readable: 0.941, 1,234, 3.2e-05."""
-    if value is None:
-        return "-"
-    if value == 0 or 1e-3 <= abs(value) < 1000:
-        return f"{value:.{digits}g}"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.2g}"
-
-
-def format_percent(value: float | None) -> str:
-    return "-" if value is None else "100 %" if value >= 1 else f"{min(100 * value, 99.9):.1f} %"
-
-
-def format_metric(value: float | None, unit: str) -> str:
-    """Format the value of a metric with its unit."""
-    if value is None:
-        return "-"
-    if unit in ("fraction", "s"):
-        return format_percent(value) if unit == "fraction" else format_seconds(value)
-    return f"{format_number(value)} {unit}".rstrip()
 
 
 def format_summary(summary: RunSummary) -> Table:

@@ -9,7 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from r3async.data.metrics import find_metric
-from r3async.views.summary import format_number
+from r3async.views.number_formats import format_number
 
 TEMPLATE_DIRECTORY = Path(__file__).parent
 

@@ -9,8 +9,8 @@ from r3async.config import ScheduleConfig
 from r3async.data.tokens import SCHEMA, Sample, TokenTable, Trajectory
 from r3async.schedule.admission import AdmissionController, max_groups_for_step, worst_case_staleness
 from r3async.schedule.groups import GroupBuffer
+from r3async.schedule.staleness import check_staleness, compute_staleness
 from r3async.schedule.tasks import TaskCursor
-from r3async.schedule.validation import check_staleness, compute_staleness
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from r3async.learner.micro_batches import pack_samples
 from r3async.learner.supervised import run_supervised_step
 from r3async.learner.torch.backend import TorchLearner
 from r3async.record.reading import read_json_objects
-from r3async.record.routes import RouteIndex, verify_routes
+from r3async.record.route_verification import verify_routes
+from r3async.record.routes import RouteIndex
 from r3async.rollout.renderer import ChatRenderer
 from r3async.tools.init_model import OracleDemonstrations, build_byte_tokenizer, build_random_model
 from r3async.tools.train import train

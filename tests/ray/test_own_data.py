@@ -7,7 +7,7 @@ import json
 import pytest
 from rich.console import Console
 
-from r3async.checkpoint.state import CheckpointError
+from r3async.checkpoint.manifest import CheckpointError
 from r3async.config import load_config
 from r3async.record.reading import read_json_objects
 from r3async.tools.train import train

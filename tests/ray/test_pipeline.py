@@ -14,7 +14,8 @@ from rich.console import Console
 import r3async
 from r3async.config import load_config
 from r3async.record.reading import read_json_objects
-from r3async.record.routes import RouteIndex, verify_routes
+from r3async.record.route_verification import verify_routes
+from r3async.record.routes import RouteIndex
 from r3async.tools.inspect.routes import print_routes, print_verification
 from r3async.tools.train import train
 from r3async.views.episodes import RunTokenizer

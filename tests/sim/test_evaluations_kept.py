@@ -2,7 +2,7 @@
 
 import pytest
 
-from r3async.checkpoint.directory import read_evaluations
+from r3async.checkpoint.evaluations import read_evaluations
 from r3async.config import ConfigError
 from r3async.record.reading import EVALUATION_FILE, read_json_objects
 from r3async.views.summary import summarize_run

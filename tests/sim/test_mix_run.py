@@ -2,7 +2,7 @@
 
 from r3async.envs import Action, Message, StepResult
 from r3async.record.reading import read_json_objects
-from r3async.schedule.tasks import EnvironmentOrder
+from r3async.schedule.environment_mix import EnvironmentOrder
 from tests.sim.whole import SMALL, Game, Machine
 
 MIX = [

@@ -7,7 +7,7 @@ import pytest
 
 from r3async.data.control_messages import Ack
 from r3async.transport import TrajectoryLedger, TrajectoryReceiver
-from r3async.transport.receiver import MemoryBudget
+from r3async.transport.memory_budget import MemoryBudget
 from tests.sim.delivery import GROUPS, SAMPLES, Delivery
 
 SEEDS = int(os.environ.get("R3ASYNC_SEEDS", "30"))

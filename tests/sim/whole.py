@@ -15,7 +15,7 @@ from r3async.actors.generator import GeneratorActor, GeneratorFactories
 from r3async.config import load_config
 from r3async.envs import Action, Message, StepResult
 from r3async.record.reading import read_json_objects
-from r3async.record.writer import TRAINED_FILE
+from r3async.record.trained_trajectories import TRAINED_FILE
 from r3async.rollout.renderer import ChatRenderer
 from r3async.world import Files
 from r3async.world.files import make_directory

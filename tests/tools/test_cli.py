@@ -10,7 +10,7 @@ import pytest
 
 from r3async.actors.process import NotTrained, ProcessLost, RunFailed, StoppedBeforeStep
 from r3async.checkpoint import CheckpointError
-from r3async.checkpoint.state import CheckpointUnreadable
+from r3async.checkpoint.manifest import CheckpointUnreadable
 from r3async.config import ConfigError
 from r3async.tools.cli import main
 from r3async.tools.train import StoppedWhileLoading, StopRequest, handle_stop_signals

@@ -24,8 +24,9 @@ from r3async.tools.inspect.run import InspectError
 from r3async.tools.inspect.trajectories import TrajectoryFilter
 from r3async.tools.tail import view
 from r3async.tools.tail.lines import print_run_lines
+from r3async.views.episode_search import EpisodeQuery
 from r3async.views.follow import FollowedRun
-from r3async.views.live import EpisodeQuery, LiveRun
+from r3async.views.live import LiveRun
 from r3async.views.report import LivePage, render_comparison_page, render_run_page, write_report
 from r3async.views.summary import format_summary, summarize_run
 from tests.helpers.written_runs import write_run

@@ -9,7 +9,7 @@ import pytest
 from dev.pages.reference import DASHBOARD_FILE
 from r3async.config.observe import ObserveConfig
 from r3async.data.metrics import METRICS
-from r3async.record.sinks import MetricsEndpoint, to_prometheus_name
+from r3async.record.prometheus import MetricsEndpoint, to_prometheus_name
 from r3async.rollout.scripted import ScriptedEngine
 from r3async.views.charts import CHARTS
 

@@ -16,7 +16,9 @@ from r3async.record.timeline import FILE, Span, Timeline, compute_busy_shares, r
 from r3async.tools.cli import app
 from r3async.views.charts import CHARTS, build_other_charts
 from r3async.views.episodes import select_evenly
-from r3async.views.report import build_staleness_histogram, build_timeline, summarize_waits, write_report
+from r3async.views.report import write_report
+from r3async.views.report_drawings import build_staleness_histogram
+from r3async.views.report_timeline import build_timeline, summarize_waits
 from r3async.views.summary import make_drift_table
 from r3async.world.real import REAL_WORLD
 from tests.helpers.browser import browse, find_chromium

@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 
 from r3async.record.routes import RouteFile
+from r3async.views.episode_search import EpisodeIndex, EpisodeQuery, make_environment_lookup
 from r3async.views.episodes import StepVersions
-from r3async.views.live import EpisodeIndex, EpisodeQuery, make_environment_lookup
 from tests.helpers.routes import damage_last_record, episode
 from tests.tools.test_report_served import EVIL, append, said
 

@@ -10,7 +10,8 @@ import pytest
 from r3async.actors.driver import open_run_directory as open_run_of
 from r3async.actors.driver import restart_run
 from r3async.checkpoint import CheckpointDirectory, CheckpointError
-from r3async.checkpoint.directory import begin_lineage, describe_origin, fingerprint_model
+from r3async.checkpoint.resume import fingerprint_model
+from r3async.checkpoint.run_starts import begin_lineage, describe_origin
 from r3async.config import ConfigError, config_to_dict, load_config
 from r3async.data.versions import Lineage
 from r3async.record.events import open_event_log

@@ -15,7 +15,7 @@ from r3async.actors.generator import GeneratorActor
 from r3async.actors.learner import LearnerActor
 from r3async.actors.ranks import RankActor
 from r3async.checkpoint import CheckpointDirectory
-from r3async.checkpoint.directory import RunLock
+from r3async.checkpoint.run_lock import RunLock
 from r3async.config import BufferConfig, ConfigError, load_config
 from r3async.data.wire import encode_trajectory
 from r3async.tools.run_dir import explain_full_disk, open_named_run
@@ -28,7 +28,7 @@ from tests.unit.test_buffer import make_trajectory
 HOLD = """
 import sys, time
 from pathlib import Path
-from r3async.checkpoint.directory import RunLock
+from r3async.checkpoint.run_lock import RunLock
 RunLock(Path(sys.argv[1])).acquire_shared()
 print("held", flush=True)
 time.sleep(60)

@@ -14,7 +14,7 @@ from r3async.actors.driver import (
     write_scale_request,
 )
 from r3async.actors.placement import ResourceDemand, make_supposed_hosts, plan_engine, plan_layout
-from r3async.checkpoint.directory import RunLock
+from r3async.checkpoint.run_lock import RunLock
 from r3async.config import ConfigError, load_config
 from r3async.record.events import open_event_log
 from r3async.tools import scale

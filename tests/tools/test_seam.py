@@ -64,7 +64,7 @@ PLANTED = {
     "from r3async.record.events import open_event_log\nopen_event_log(1, 'learner')": "open_event_log(...) with the real world",
     "from r3async.transport.spool import Spool\nSpool(1, 2)": "Spool(...) with the real world",
     "from r3async.checkpoint import CheckpointDirectory\nCheckpointDirectory(1)": "CheckpointDirectory(...) with the real files",
-    "from r3async.record.timeline import LagMeter\nLagMeter()": "LagMeter(...) with the real processes",
+    "from r3async.record.process_time import LagMeter\nLagMeter()": "LagMeter(...) with the real processes",
     "from r3async.world import files\nfiles.replace_file(1, b'')": "replace_file(...) with the real files",
 }
 
@@ -80,7 +80,7 @@ import numpy as np
 if TYPE_CHECKING:
     import ray
 
-from r3async.record.timeline import LagMeter
+from r3async.record.process_time import LagMeter
 from r3async.record.events import open_event_log
 from r3async.world import World
 from r3async.world.real import REAL_WORLD

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from r3async.config import ConfigError, load_config
-from r3async.record.sinks import SINK_PACKAGES
+from r3async.record.sink_backends import SINK_PACKAGES
 from r3async.tools.init_model import build_byte_tokenizer
 from r3async.tools.machine_checks import has_gpu
 from r3async.tools.memory import PUBLISHED_CONFIGS

@@ -14,7 +14,7 @@ from r3async.actors.ranks import LocalRank
 from r3async.config import config_from_dict
 from r3async.learner.packing_plan import CostModel
 from r3async.learner.trainer import StepOutcome, Trainer
-from r3async.record.writer import checksum_tokens
+from r3async.record.trained_trajectories import checksum_tokens
 from r3async.schedule.groups import GroupBuffer
 from r3async.tools.replay import NullReporter
 from r3async.world.real import REAL_WORLD

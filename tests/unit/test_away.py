@@ -13,7 +13,7 @@ from r3async.actors.placement import (
     shares_run_directory,
 )
 from r3async.actors.process import RunFailed
-from r3async.checkpoint.directory import begin_lineage
+from r3async.checkpoint.run_starts import begin_lineage
 from r3async.record.events import EVENTS_FILE, open_event_log
 from r3async.record.reading import read_json_objects
 from r3async.rollout.engine import TENSOR_NAMES_FILE

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from r3async.actors.fleet import Fleet
 from r3async.config import load_config
-from r3async.schedule.health import HealthState, RestartsExhausted, Watchdog
+from r3async.schedule.health import HealthState, RestartsExhausted
+from r3async.schedule.watchdog import Watchdog
 from tests.helpers.world import Clock
 
 NAMES = ["generator-0", "generator-1", "generator-2"]

@@ -13,7 +13,7 @@ from r3async.data.metrics import find_metric
 from r3async.data.wire import decode_trajectory, encode_trajectory
 from r3async.envs import EnvironmentFailed, StepResult, sum_episode_metrics
 from r3async.envs.builtin_rewards import find_last_number
-from r3async.record.writer import compute_episode_metrics
+from r3async.record.trained_trajectories import compute_episode_metrics
 from r3async.rollout.episode import EpisodePlayer, EpisodeTask
 from r3async.rollout.evaluation import evaluate_without_model
 from r3async.tools.eval import describe_result

@@ -12,7 +12,9 @@ from r3async.config import ConfigError, load_config
 from r3async.config.schedule import DifficultyConfig
 from r3async.data.mixed import split_seed
 from r3async.rollout.episode import EpisodeTask, build_failed_trajectory
-from r3async.schedule.tasks import MixedTaskCursor, TaskCursor, TaskHistory, score_groups
+from r3async.schedule.difficulty import TaskHistory, score_groups
+from r3async.schedule.environment_mix import MixedTaskCursor
+from r3async.schedule.tasks import TaskCursor
 from tests.unit.test_buffer import make_trajectory
 
 FILTER = DifficultyConfig(groups=2, settled_share=0.1)

@@ -13,7 +13,7 @@ from r3async.actors.generator import GeneratorActor, GeneratorFactories
 from r3async.actors.leasing import LeaseAnswer, LeaseCall
 from r3async.actors.process import ActorNotLoaded
 from r3async.actors.tasks import Evaluator
-from r3async.checkpoint.directory import read_evaluations, write_evaluation
+from r3async.checkpoint.evaluations import read_evaluations, write_evaluation
 from r3async.config import config_from_dict, config_to_dict, load_config
 from r3async.schedule.admission import GroupLease
 from r3async.schedule.tasks import training_seed

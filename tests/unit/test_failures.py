@@ -20,8 +20,10 @@ from r3async.rollout.episode import EngineAbortError, EpisodeError, EpisodeTask,
 from r3async.rollout.lease_player import is_engine_failure
 from r3async.rollout.scripted import SCRIPTED_ROUTING, ScriptedEngine
 from r3async.schedule.groups import GroupBuffer
-from r3async.schedule.tasks import MIN_COUNTED_TASKS, RECENT_TASKS, EpisodeEnd, FailedTask, TaskCursor, TaskFailures
-from r3async.schedule.validation import check_staleness, compute_staleness_metrics, validate_trajectories
+from r3async.schedule.staleness import check_staleness, compute_staleness_metrics
+from r3async.schedule.task_failures import MIN_COUNTED_TASKS, RECENT_TASKS, EpisodeEnd, FailedTask, TaskFailures
+from r3async.schedule.tasks import TaskCursor
+from r3async.schedule.validation import validate_trajectories
 from tests.helpers import torch as ht
 from tests.helpers.playing import make_player, play_lease
 from tests.helpers.serving import ready, renderer

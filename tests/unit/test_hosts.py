@@ -23,7 +23,7 @@ from r3async.actors.delivery import (
 )
 from r3async.config import TransportConfig, config_from_dict, is_loopback_host
 from r3async.config.observe import ObserveConfig
-from r3async.record.sinks import MetricsEndpoint
+from r3async.record.prometheus import MetricsEndpoint
 from r3async.weights.nccl import (
     NcclReceiver,
     NcclSender,

@@ -9,7 +9,7 @@ from r3async.data.metrics import METRICS
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.micro_batches import pack_samples
 from r3async.learner.trainer import train_minibatches
-from r3async.record.timeline import LagMeter, StageTimer
+from r3async.record.process_time import LagMeter, StageTimer
 from r3async.world.real import REAL_WORLD
 from tests.helpers import models as hm
 from tests.helpers.learner import LENGTHS, settings

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3async.checkpoint import CheckpointDirectory, CheckpointError, open_checkpoint
-from r3async.checkpoint.directory import LINEAGES_FILE, begin_lineage, mark_run_directory, read_run_starts
-from r3async.checkpoint.state import CheckpointUnreadable
+from r3async.checkpoint.manifest import CheckpointUnreadable
+from r3async.checkpoint.run_starts import LINEAGES_FILE, begin_lineage, mark_run_directory, read_run_starts
 from r3async.data.versions import Lineage, RunStart
 from tests.helpers.checkpoint import write_checkpoint
 
@@ -145,7 +145,7 @@ def test_a_record_of_starts_that_the_system_does_not_return_now_is_not_called_da
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     begin_lineage(tmp_path, None, "m")
-    monkeypatch.setattr("r3async.checkpoint.directory.read_file", has_no_descriptor)
+    monkeypatch.setattr("r3async.checkpoint.run_starts.read_file", has_no_descriptor)
     with pytest.raises(CheckpointUnreadable, match="the same command tries again") as refused:
         begin_lineage(tmp_path, None, "m")
     assert "aside" not in str(refused.value)

@@ -14,9 +14,9 @@ from r3async.data.tokens import Sample, TokenTable, Trajectory, Turn
 from r3async.envs import Action, Message
 from r3async.envs.factory import build_environment_factory
 from r3async.envs.mix import MixedEnvironment, add_default_evaluation_sets
-from r3async.record.writer import compute_environment_metrics
+from r3async.record.trained_trajectories import compute_environment_metrics
 from r3async.rollout.evaluation import check_environment, count_tasks_by_part
-from r3async.schedule.tasks import MAX_PERIOD, EnvironmentOrder, MixedTaskCursor
+from r3async.schedule.environment_mix import MAX_PERIOD, EnvironmentOrder, MixedTaskCursor
 from r3async.tools.preflight import try_environments
 from r3async.tools.rows import add_row_digests
 

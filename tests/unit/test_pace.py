@@ -7,8 +7,9 @@ import time
 import pytest
 
 from r3async.config import ScheduleConfig
-from r3async.record.timeline import LAG_WINDOW_SAMPLES, LagMeter
-from r3async.schedule.pace import ConcurrencyLimiter, IdleShareMeter, PaceAnalyzer, StepPace, useful_concurrency
+from r3async.record.process_time import LAG_WINDOW_SAMPLES, LagMeter
+from r3async.schedule.concurrency import ConcurrencyLimiter, useful_concurrency
+from r3async.schedule.pace import IdleShareMeter, PaceAnalyzer, StepPace
 from r3async.schedule.tasks import TaskCursor
 
 

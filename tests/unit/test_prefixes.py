@@ -14,7 +14,7 @@ from r3async.learner.micro_batches import MicroBatch, pack_for_ranks, pack_sampl
 from r3async.learner.packing_plan import CostModel
 from r3async.learner.shared_prefixes import find_prefix_overlap
 from r3async.learner.trainer import train_minibatch
-from r3async.record.routes import merge_traces
+from r3async.record.merged_traces import merge_traces
 from tests.helpers import models as hm
 from tests.helpers import torch as ht
 from tests.helpers.learner import replace_columns

@@ -15,6 +15,7 @@ from r3async.learner import MinibatchResult, RouteTrace
 from r3async.learner.micro_batches import pack_samples, pad_to_multiple
 from r3async.learner.replay import RoutingReplay
 from r3async.record.reading import read_json_objects
+from r3async.record.route_verification import verify_routes
 from r3async.record.routes import (
     EXPERT_LOAD_EVERY,
     RouteFileTracer,
@@ -25,7 +26,6 @@ from r3async.record.routes import (
     parse_episode_id,
     record_engine_routes,
     scan_route_file,
-    verify_routes,
 )
 from r3async.rollout.engine import GenerationRequest
 from r3async.rollout.lease_player import RetryingPlayer

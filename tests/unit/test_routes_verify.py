@@ -13,6 +13,8 @@ from r3async.data.routes import RoutingError
 from r3async.data.tokens import UNSAMPLED_VERSION
 from r3async.learner import RouteTrace
 from r3async.record import routes
+from r3async.record.merged_traces import merge_traces
+from r3async.record.route_verification import compare_routes, find_engine_routes, verify_routes
 from r3async.record.routes import (
     ROUTES_CONTAINER,
     EngineCall,
@@ -20,12 +22,8 @@ from r3async.record.routes import (
     RouteFileError,
     RouteIndex,
     TrainedRoutes,
-    compare_routes,
-    find_engine_routes,
     load_route_record,
-    merge_traces,
     scan_route_file,
-    verify_routes,
 )
 from tests.helpers.routes import EXPERTS, ID, LAYERS, TOKENS, call, episode, experts
 

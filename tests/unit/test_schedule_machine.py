@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from r3async.data.consumed_groups import ConsumedGroups
 from r3async.schedule.admission import AdmissionController
 from r3async.schedule.groups import GroupBuffer
-from r3async.schedule.validation import StalenessError
+from r3async.schedule.staleness import StalenessError
 from tests.helpers.schedule import Run, Shape
 
 PLAYERS = ["p0", "p1", "p2"]

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 
 from r3async.config import EpisodeConfig
 from r3async.envs import Message
-from r3async.record.routes import EngineCall, TrainedRoutes, find_engine_routes, parse_episode_id
+from r3async.record.route_verification import find_engine_routes
+from r3async.record.routes import EngineCall, TrainedRoutes, parse_episode_id
 from r3async.rollout.endpoint.protocol import AgentRequest, ApiError
 from r3async.rollout.endpoint.session import AgentSession
 from r3async.rollout.scripted import SCRIPTED_ROUTING

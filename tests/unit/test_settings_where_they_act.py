@@ -12,8 +12,8 @@ from r3async.config.schedule import DifficultyConfig
 from r3async.learner.drift import compute_correction_weights
 from r3async.learner.loss import compute_reference_kl, compute_rollout_kl
 from r3async.learner.trust_region import TrustRegion
+from r3async.schedule.difficulty import TaskHistory
 from r3async.schedule.pace import PaceMonitor
-from r3async.schedule.tasks import TaskHistory
 from tests.helpers.algorithms import algorithm, make_samples, run
 
 

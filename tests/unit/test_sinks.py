@@ -16,19 +16,9 @@ import pytest
 
 from r3async.config import ConfigError, LogConfig, ObserveConfig, config_from_dict, config_to_toml, load_config
 from r3async.data.metrics import METRICS
-from r3async.record.sinks import (
-    SINK_BACKENDS,
-    SINK_PACKAGES,
-    EpisodeExample,
-    Sink,
-    SinkSet,
-    check_sinks,
-    make_episode_example,
-    open_sinks,
-    serve_actor_metrics,
-    serve_metrics,
-    to_prometheus_name,
-)
+from r3async.record.prometheus import serve_actor_metrics, serve_metrics, to_prometheus_name
+from r3async.record.sink_backends import SINK_BACKENDS, SINK_PACKAGES, EpisodeExample, make_episode_example
+from r3async.record.sinks import Sink, SinkSet, check_sinks, open_sinks
 from r3async.tools.outlets import MetricsForwarder
 
 

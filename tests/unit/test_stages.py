@@ -8,7 +8,7 @@ import time
 import pytest
 import uvloop
 
-from r3async.record.timeline import LagMeter, StageTimer
+from r3async.record.process_time import LagMeter, StageTimer
 from r3async.world import stages
 from r3async.world.real import REAL_WORLD
 from r3async.world.stack_dumps import dump_stacks

@@ -2,8 +2,8 @@
 
 import json
 
+from r3async.record.process_time import CounterGrowth
 from r3async.record.reading import read_json_objects
-from r3async.record.timeline import CounterGrowth
 from r3async.record.writer import StepWriter
 
 

@@ -8,7 +8,7 @@ import pytest
 from r3async.actors import driver
 from r3async.actors.driver import FleetScaler, RunHandle, RunLauncher, supervise_run
 from r3async.actors.process import ProcessLost, RunFailed
-from r3async.checkpoint.directory import mark_run_directory
+from r3async.checkpoint.run_starts import mark_run_directory
 from r3async.config import config_to_toml, load_config
 from r3async.record.reading import read_json_objects
 from r3async.world import ActorLostError

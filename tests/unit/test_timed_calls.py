@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from r3async.record.timeline import Timeline, read_timeline, time_engine_calls
+from r3async.record.engine_calls import time_engine_calls
+from r3async.record.timeline import Timeline, read_timeline
 from r3async.rollout.engine import GenerationRequest
 from r3async.rollout.scripted import ScriptedEngine
 

@@ -19,7 +19,7 @@ from r3async.learner import prepare, trainer
 from r3async.learner.packing_plan import CostModel
 from r3async.learner.prepare import PreparedStep, prepare_minibatches
 from r3async.learner.trainer import Trainer
-from r3async.schedule.tasks import TrajectoryQuarantine
+from r3async.schedule.task_failures import TrajectoryQuarantine
 from r3async.schedule.validation import (
     InvalidTrajectory,
     check_trajectories,
@@ -129,6 +129,7 @@ def test_a_group_that_fails_though_nobody_in_it_is_to_blame_is_skipped_and_a_def
         return prepare_minibatches(some, config)
 
     monkeypatch.setattr(trainer, "prepare_minibatches", refuse_first_group)
+    monkeypatch.setattr(trainer, "prepare_minibatches", refuse_first_group)
     monkeypatch.setattr(prepare, "prepare_minibatches", refuse_first_group)
     prepared = prepare_step(groups)
     reasons = {u.trajectory.trajectory_id: u.reason for u in prepared.rejected}
@@ -141,6 +142,7 @@ def test_a_group_that_fails_though_nobody_in_it_is_to_blame_is_skipped_and_a_def
     def broken(some: Any, config: Config) -> None:
         raise RuntimeError("a defect")
 
+    monkeypatch.setattr(trainer, "prepare_minibatches", broken)
     monkeypatch.setattr(trainer, "prepare_minibatches", broken)
     monkeypatch.setattr(prepare, "prepare_minibatches", broken)
     with pytest.raises(RuntimeError, match="a defect"):

@@ -11,15 +11,10 @@ from r3async.config import TransportConfig
 from r3async.data import control_messages, wire, wire_frames
 from r3async.data.tokens import SCHEMA
 from r3async.transport import TrajectoryConsumer, TrajectoryLedger, TrajectoryReceiver
-from r3async.transport.receiver import (
-    MAX_ACK_IDS,
-    NO_GROUP_LIMIT,
-    IncomingTrajectory,
-    IntakeOutcome,
-    MemoryBudget,
-    RejectionError,
-)
-from r3async.transport.sender import MAX_DAMAGED_DELIVERIES, MAX_IN_FLIGHT, Outbox, OutgoingTrajectory
+from r3async.transport.intake import IncomingTrajectory, IntakeOutcome, RejectionError
+from r3async.transport.memory_budget import NO_GROUP_LIMIT, MemoryBudget
+from r3async.transport.outbox import MAX_DAMAGED_DELIVERIES, MAX_IN_FLIGHT, Outbox, OutgoingTrajectory
+from r3async.transport.receiver import MAX_ACK_IDS
 from tests.helpers.transport import SERVER_KEYS, make_trajectory
 
 

@@ -13,16 +13,10 @@ from r3async.record.events import open_event_log
 from r3async.record.writer import MetricsFile
 from r3async.views.charts import CHARTS, build_charts
 from r3async.views.follow import FollowedRun
-from r3async.views.report import MAX_MAP_COLUMNS, build_route_maps, write_report
-from r3async.views.summary import (
-    format_number,
-    format_percent,
-    format_seconds,
-    format_summary,
-    make_headlines,
-    sum_restarting_counter,
-    summarize_run,
-)
+from r3async.views.number_formats import format_number, format_percent, format_seconds
+from r3async.views.report import write_report
+from r3async.views.report_drawings import MAX_MAP_COLUMNS, build_route_maps
+from r3async.views.summary import format_summary, make_headlines, sum_restarting_counter, summarize_run
 from r3async.views.templates import TEMPLATE_DIRECTORY
 from tests.helpers.cli import printed
 

@@ -9,14 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from r3async.checkpoint.directory import STATE_FILE, CheckpointDirectory, open_checkpoint
-from r3async.checkpoint.state import (
-    MANIFEST_FILE,
-    CheckpointError,
-    RunState,
-    decode_manifest,
-    decode_state,
-    verify_checkpoint_file,
-)
+from r3async.checkpoint.manifest import MANIFEST_FILE, CheckpointError, decode_manifest, verify_checkpoint_file
+from r3async.checkpoint.state import RunState, decode_state
 from r3async.data.versions import UNKNOWN_LINEAGE, Lineage
 from r3async.world.files import read_file
 

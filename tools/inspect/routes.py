@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.text import Text
 
 from r3async.record.reading import read_run_config
-from r3async.record.routes import RouteEntry, RouteIndex, verify_routes
+from r3async.record.route_verification import verify_routes
+from r3async.record.routes import RouteEntry, RouteIndex
 from r3async.views.episodes import RunTokenizer, TracedSample, label_token_roles
-from r3async.views.summary import format_percent
+from r3async.views.number_formats import format_percent
 
 from .run import InspectError, fit_to_cells, suggest_nearest
 from .show import make_printer, write_json_lines

@@ -9,7 +9,7 @@ import msgspec
 from rich.cells import cell_len
 from rich.console import Console
 
-from r3async.views.summary import format_number
+from r3async.views.number_formats import format_number
 from r3async.world.process_output import escape_control_characters
 
 from .run import fit_to_cells

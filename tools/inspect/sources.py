@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from r3async.checkpoint.directory import STATE_FILE
-from r3async.checkpoint.state import CheckpointError, decode_state
+from r3async.checkpoint.manifest import CheckpointError
+from r3async.checkpoint.state import decode_state
 from r3async.data.container import TornRecord, map_file
 from r3async.data.tokens import SCHEMA
 from r3async.data.wire_frames import WireError
@@ -25,7 +26,8 @@ from r3async.record.reading import (
     read_quarantine,
     read_run_config,
 )
-from r3async.record.routes import RouteFileError, RouteIndex, TrainedRoutes, find_engine_routes
+from r3async.record.route_verification import find_engine_routes
+from r3async.record.routes import RouteFileError, RouteIndex, TrainedRoutes
 from r3async.record.routes import load_route_record as load_route
 from r3async.transport.spool import SPOOL_FORMAT, load_record
 from r3async.world.files import read_file

@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 from rich.text import Text
 
-from r3async.views.summary import format_number
+from r3async.views.number_formats import format_number
 
 SPARK_BARS = "▁▂▃▄▅▆▇█"
 _BRAILLE_BITS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from r3async.data.metrics import finite_or_none
-from r3async.schedule.health import explain_no_update
-from r3async.views.summary import format_seconds
+from r3async.schedule.update_monitor import explain_no_update
+from r3async.views.number_formats import format_seconds
 
 PLAIN_EVERY_SECONDS = 5.0
 PACE_STEPS = 50

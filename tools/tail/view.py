@@ -12,10 +12,12 @@ import numpy as np
 from rich.text import Text
 
 from r3async.data.metrics import METRICS, Metric, sort_metrics
-from r3async.schedule.health import explain_no_update
-from r3async.views.charts import CHARTS, EVALUATION_REWARD, PASS_AT_PREFIX, Chart, find_number_suffixes
+from r3async.schedule.update_monitor import explain_no_update
+from r3async.views.charts import CHARTS, EVALUATION_REWARD, PASS_AT_PREFIX, Chart
+from r3async.views.evaluation_charts import find_number_suffixes
 from r3async.views.follow import FollowedRun
-from r3async.views.summary import KIND_COLORS, STATUS_KINDS, format_number, format_percent, format_seconds
+from r3async.views.number_formats import format_number, format_percent, format_seconds
+from r3async.views.summary import KIND_COLORS, STATUS_KINDS
 
 from .draw import draw_bar, draw_plot, draw_sparkline
 

@@ -4,12 +4,12 @@ versions of the weights and records each step. It never touches a payload.
 `Conductor.run` is the run. Its components do not know it; they return, or set an event that one of its loops awaits:
 
 * `AdmissionController` (schedule/admission.py) decides which groups may be leased with which version;
-* `LeaseDispatcher` (leasing.py) answers the calls of generators with leases;
+* `LeaseDispatcher` (lease_dispatcher.py) answers the calls of generators with leases;
 * `TaskSource` (tasks.py) chooses the task of each group, and quarantines those that always fail;
 * `Fleet` (fleet.py) knows the generators and their health;
 * `FleetMembership` (membership.py) restarts generators, adds and removes them;
 * `VersionInstaller` (installer.py) installs versions in engines, and probes them;
-* `Evaluator` (tasks.py) plays evaluations beside training;
+* `Evaluator` (evaluator.py) plays evaluations beside training;
 * `PaceMonitor` (schedule/pace.py) finds the side that waits for the other;
 * `StallMonitor` (stalls.py) notices a stage that makes no progress;
 * `StepWriter` (record/writer.py) writes the row of a step once its weights are delivered.
@@ -24,6 +24,13 @@ from typing import Any
 
 import msgspec
 
+from r3async.actors.delivery import zero_delivery_metrics
+from r3async.actors.evaluator import Evaluator
+from r3async.actors.lease_dispatcher import LeaseDispatcher
+from r3async.actors.leasing import LeaseAnswer, LeaseCall
+from r3async.actors.remote_generators import check_shares_run_directory
+from r3async.actors.tasks import TaskSource
+from r3async.actors.weight_transport import choose_weight_backend
 from r3async.checkpoint import CheckpointSchedule, RunState, restore_admission
 from r3async.checkpoint.state import CONDUCTOR_RECORD_FILES, ConductorState
 from r3async.config import Config, config_from_dict
@@ -42,13 +49,10 @@ from r3async.world.appending import AppendFile
 from r3async.world.disk_retries import RETRY_SECONDS, is_disk_error
 from r3async.world.stages import create_stage_task, stage
 
-from .delivery import choose_weight_backend, zero_delivery_metrics
 from .fleet import Fleet, LearnerAddress
 from .installer import VersionInstaller
 from .learner import TrainStepResult
-from .leasing import LeaseAnswer, LeaseCall, LeaseDispatcher
 from .membership import FleetMembership
-from .placement import check_shares_run_directory
 from .process import (
     RPC_SECONDS,
     ProcessLost,
@@ -60,7 +64,6 @@ from .process import (
     prepare_process,
 )
 from .stalls import StallMonitor
-from .tasks import Evaluator, TaskSource
 
 STOP_SECONDS_WHILE_LOADING = 5.0
 

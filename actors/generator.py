@@ -1,8 +1,8 @@
 """The generator actor: it plays many episodes at once on one engine, sends their trajectories to the learner, and
 installs new weights meanwhile.
 
-`GeneratorActor.run` is the loop. It gets episodes to play from a `LeaseClient` (leasing.py), has each played by a
-`RetryingPlayer` (rollout/lease_player.py) on an `Engine` (rollout/engine.py) behind a `VersionGate` (leasing.py), and gives
+`GeneratorActor.run` is the loop. It gets episodes to play from a `LeaseClient` (lease_client.py), has each played by a
+`RetryingPlayer` (rollout/lease_player.py) on an `Engine` (rollout/engine.py) behind a `VersionGate` (lease_client.py), and gives
 trajectories to a `TrajectorySender` (transport/sender.py). A `WeightReceiver` (weights/weight_transfer.py) fetches versions.
 """
 
@@ -20,6 +20,9 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
+from r3async.actors.lease_client import LeaseClient, VersionGate
+from r3async.actors.remote_generators import RemoteModelFiles, fetch_model_files, shares_run_directory
+from r3async.actors.weight_transport import build_weight_receiver
 from r3async.config import Config, EnvConfig, config_from_dict, config_to_dict, resolve_envs
 from r3async.data.tokens import Trajectory
 from r3async.envs import EnvironmentFactory
@@ -49,9 +52,6 @@ from r3async.world import ActorRef, World
 from r3async.world.curve_keys import ClientKeys, TransportError, resolve_generator_keys
 from r3async.world.stages import create_stage_task, stage
 
-from .delivery import build_weight_receiver
-from .leasing import LeaseClient, VersionGate
-from .placement import RemoteModelFiles, fetch_model_files, shares_run_directory
 from .process import (
     ActorNotLoaded,
     describe_process,
@@ -204,7 +204,7 @@ class GeneratorActor:
 
         Args:
             endpoint: Address at which the learner receives trajectories.
-            backend: Transport of the weights; see `delivery.build_weight_receiver`.
+            backend: Transport of the weights; see `weight_transport.build_weight_receiver`.
             keys: See `resolve_generator_keys`.
         """
         self._require_ready(self._loaded)

@@ -7,16 +7,16 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from r3async.actors.lease_dispatcher import LeaseDispatcher
+from r3async.actors.weight_transport import check_can_join
 from r3async.config import Config
 from r3async.rollout.engine import EngineLostError
 from r3async.schedule.health import HealthState, RestartsExhausted
 from r3async.world import ActorLostError, ActorRef, World
 from r3async.world.stages import create_stage_task
 
-from .delivery import check_can_join
 from .fleet import Fleet, FleetGenerator, end_generator
 from .installer import VersionInstaller
-from .leasing import LeaseDispatcher
 from .process import RPC_SECONDS, ProcessLost, RunFailed, end_process
 
 LEAVE_STOP_SECONDS = 10.0

@@ -2,46 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import msgspec
 
-from r3async.checkpoint.run_starts import read_run_starts
+from r3async.actors.weight_transport import check_learner_reachable, choose_weight_backend, with_loopback_host
 from r3async.config import Config, ConfigError
-from r3async.rollout.engine import TENSOR_NAMES_FILE
-from r3async.world import (
-    ActorOptions,
-    ClusterNode,
-    Files,
-    InsufficientResourcesError,
-    Reservation,
-    ResourceBundle,
-    World,
-)
-from r3async.world.files import make_directory, read_file, replace_file
-
-from .delivery import check_learner_reachable, choose_weight_backend, with_loopback_host
-from .process import RunFailed
-
-# The rules of placement: on which hosts the learner's ranks and the engines are, or why they cannot be placed.
-#
-# Pure. `--dry-run`, `r3async cluster` and the run call the same function, `plan_layout`: for supposed hosts, for the
-# hosts of a cluster, and for what is free on these.
-#
-# 1. A rank has a GPU of its own. An engine has as many GPUs as it is divided among, all on one host.
-# 2. Tensor-parallel ranks, which are neighbours, are on one host. Ranks are packed in their order on as few hosts as
-#    possible, so that the ranks of a pipeline stage are neighbours, too.
-# 3. Among hosts that serve the ranks equally well, those are preferred that leave every engine a place; then the host
-#    where the run is started, which has its directory; then those that leave most engines a place.
-# 4. Engines are first on the learner's hosts, where its weights are, then on the others, one host after the other.
-# 5. With `generator.colocate`, an engine is on a rank's GPU: "sleep" always, "share" if there are too few GPUs for
-#    both.
-# 6. Hosts without GPUs follow the same rules with CPUs, one for each process; engines are then spread.
-
+from r3async.world import ClusterNode, InsufficientResourcesError, ResourceBundle
 
 GPU_SHARE_UNITS = 10_000
 """Number of parts of a GPU in which Ray counts."""
@@ -374,7 +343,7 @@ def describe_free(node: ClusterNode) -> str:
 
 def with_transport_host(config: Config, layout: ProcessLayout) -> Config:
     """Return the configuration of a run with this layout: an unset `transport.host` stays unset if the run has several
-    hosts, where the learner takes the address of its own (`delivery.with_reachable_host`), and is loopback if it has
+    hosts, where the learner takes the address of its own (`weight_transport.with_reachable_host`), and is loopback if it has
     one."""
     return with_loopback_host(config) if len({bundle.node_id for bundle in layout.bundles}) == 1 else config
 
@@ -433,152 +402,3 @@ def find_smallest_layout(demand: ResourceDemand, gpus_per_node: int) -> tuple[Pr
         except PlacementError as error:
             refused = error
     raise refused
-
-
-# The places of a run's processes on a cluster: the rules above choose them, and the world reserves them.
-
-
-WRITE_LANE, CHECKPOINT_LANE = "write", "checkpoint"
-"""Names of a rank's own threads for `write_version` and `write_checkpoint`. Another thread makes every other call."""
-
-
-def rank_placement(config: Config) -> ActorOptions:
-    """Return the options of a rank that is an actor, on the node of the process that starts it."""
-    return ActorOptions(
-        config.learner.threads, max_concurrency=1, concurrency_groups=(WRITE_LANE, CHECKPOINT_LANE), same_node=True
-    )
-
-
-@dataclass(frozen=True)
-class RunPlacements:
-    """The reserved places of a run.
-
-    Attributes:
-        layout: Layout that was planned.
-        reservation: Reservation of its bundles.
-        learner: Options of the learner actor.
-        ranks: Options of the ranks, if they are actors of their own.
-        engines: Options of the generators.
-    """
-
-    layout: ProcessLayout
-    reservation: Reservation
-    learner: ActorOptions
-    ranks: list[ActorOptions]
-    engines: list[ActorOptions]
-
-
-def reserve_placements(world: World, config: Config, with_engines: bool = True) -> RunPlacements:
-    """Reserve the places of a run, within `cluster.wait_seconds`. Blocking. `with_engines` is False for supervised
-    training.
-
-    Raises `PlacementError` at once if the cluster cannot hold the run, `ConfigError` if its parts would not reach each
-    other there, and `RunFailed` if others use it.
-    """
-    demand = ResourceDemand.from_config(config, with_engines)
-    made: list[ProcessLayout] = []
-
-    def plan(nodes: Sequence[ClusterNode]) -> list[ResourceBundle]:
-        made.append(plan_free_layout(demand, nodes))
-        if with_engines:
-            check_transfers(config, made[-1])
-        return made[-1].bundles
-
-    seconds = config.cluster.wait_seconds
-    try:
-        reservation = world.actors.reserve_bundles(plan, seconds)
-    except InsufficientResourcesError as error:
-        raise RunFailed(f"{error} (waited {seconds:g} s, cluster.wait_seconds)") from error
-    layout = made[-1]
-
-    def at(placement: ActorOptions, seat: BundleShare) -> ActorOptions:
-        return replace(placement, gpus=seat.gpus, same_node=False, reserved_bundle=(reservation, seat.bundle))
-
-    generator = config.generator
-    playing = ActorOptions(generator.threads, max_restarts=generator.max_restarts)
-    return RunPlacements(
-        layout,
-        reservation,
-        at(ActorOptions(config.learner.threads), layout.learner),
-        [at(rank_placement(config), seat) for seat in layout.ranks],
-        [at(playing, seat) for seat in layout.engines],
-    )
-
-
-# Generators on a host that does not see the files of the run: which files of the model they get, and who gets their
-# events.
-#
-# A run needs no file system that its hosts share, except for what the learner writes if its ranks are on several hosts.
-# A host without the model's directory gets all files in it but the weights, which come like any version: the engine
-# begins with made-up weights, and plays when those of the run are installed and verified.
-
-
-WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
-"""Suffixes of the files that are not sent."""
-MAX_MODEL_FILES_BYTES = 512 * 2**20
-"""Maximum bytes of all files that are sent."""
-
-
-class RemoteModelFiles(NamedTuple):
-    """A model directory at `path` on the host where the run was started. `files_ref` is the reference that `Actors.put`
-    returned for the files in it that are not weights."""
-
-    path: str
-    files_ref: Any
-
-
-def publish_model_files(world: World, path: Path) -> RemoteModelFiles:
-    """Publish the files of a model directory, except its weights, for hosts that do not have it. Raises `RunFailed` if
-    they are too large for a model without its weights."""
-    files, given, total = world.files, dict[str, bytes](), 0
-    for name in files.list_names(path):
-        found = files.stat(path / name)
-        if found is None or found.is_directory or Path(name).suffix in WEIGHT_SUFFIXES:
-            continue
-        given[name] = read_file(path / name, files=files)
-        if (total := total + len(given[name])) > MAX_MODEL_FILES_BYTES:
-            raise RunFailed(
-                f"{path} has more than {MAX_MODEL_FILES_BYTES:,} bytes beside its weights: is it a model directory?"
-            )
-    if TENSOR_NAMES_FILE not in given and (names := _tensor_names(path, world)):
-        given[TENSOR_NAMES_FILE] = msgspec.json.encode(names)
-    return RemoteModelFiles(str(path), world.actors.put(given))
-
-
-def _tensor_names(path: Path, world: World) -> list[str]:
-    if not any(name.endswith(".safetensors") for name in world.files.list_names(path)):
-        return []
-    from r3async.rollout.vllm.engine import read_tensor_names
-
-    return sorted(read_tensor_names(path))
-
-
-def fetch_model_files(world: World, model: str | RemoteModelFiles, run_dir: Path) -> str:
-    """Return the directory of the model on this host. Its files are written there if the host does not have it.
-    Blocking."""
-    if isinstance(model, str):
-        return model
-    files, path = world.files, Path(model.path)
-    if files.stat(path / "config.json") is not None:
-        return model.path
-    here = run_dir / "model-of-the-run"
-    make_directory(here, files=files)
-    for name, data in world.actors.get(model.files_ref).items():
-        replace_file(here / name, data, files=files)
-    return str(here)
-
-
-def shares_run_directory(run_dir: Path, lineage: int, files: Files) -> bool:
-    """Return True if this host sees the run's directory: the start with this lineage was noted there before any of its
-    processes began."""
-    starts = read_run_starts(run_dir, files=files) or []
-    return starts[-1:] != [] and starts[-1].lineage == lineage
-
-
-def check_shares_run_directory(info: Mapping[str, Any], run_dir: Path) -> None:
-    """Raise `RunFailed` if the learner, by what it reported about itself, would write where nobody finds it."""
-    if not info.get("sees_run", True):
-        raise RunFailed(
-            f"the learner is on host {info['host']}, which does not see {run_dir.absolute()}, where the run was started and "
-            "its records and checkpoints are: start the run on that host, or put its directory where both see it (--runs)"
-        )

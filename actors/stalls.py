@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from r3async.actors.evaluator import Evaluator
+from r3async.actors.lease_dispatcher import LeaseDispatcher
 from r3async.config import Config
 from r3async.schedule.health import HealthState
 from r3async.schedule.watchdog import Stall, Watchdog
@@ -22,9 +24,7 @@ from r3async.world import ActorRef, World
 from .fleet import Fleet, FleetGenerator, end_generator
 from .installer import VersionInstaller
 from .learner import LearnerStatus
-from .leasing import LeaseDispatcher
 from .process import RPC_SECONDS, PolledCall, ProcessLost, RunFailed
-from .tasks import Evaluator
 
 STALL_CHECK_SECONDS = 2.0
 """Maximum seconds between two looks at all stages."""

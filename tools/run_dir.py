@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from r3async.actors import driver as run_dir
+from r3async.actors import run_directory
 from r3async.config import Config, ConfigError
 from r3async.world import EventReporter, ignore_event
 from r3async.world.files import DISK_FULL_ERRNOS
@@ -28,10 +28,10 @@ def open_named_run(
     print_line: Callable[[str], object],
     root: Path = Path("runs"),
     report_event: EventReporter = ignore_event,
-) -> run_dir.RunDirectory:
-    """Open `runs/NAME` with `r3async.actors.driver.open_run_directory`, and point `runs/latest` at it."""
+) -> run_directory.RunDirectory:
+    """Open `runs/NAME` with `r3async.actors.run_directory.open_run_directory`, and point `runs/latest` at it."""
     name = config.name or f"{Path(preset).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run = asyncio.run(run_dir.open_run_directory(config, root / name, print_line, report_event))
+    run = asyncio.run(run_directory.open_run_directory(config, root / name, print_line, report_event))
     try:
         _link_latest(root, name)
     except BaseException:
@@ -43,7 +43,7 @@ def open_named_run(
 def check_named_run(config: Config, root: Path) -> None:
     """Check that `runs/NAME`, if it exists, can be resumed with these settings; see `check_run_directory`."""
     if config.name:
-        run_dir.check_run_directory(config, root / config.name)
+        run_directory.check_run_directory(config, root / config.name)
 
 
 def _link_latest(root: Path, name: str) -> None:

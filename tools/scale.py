@@ -1,6 +1,6 @@
 """Change the number of generators of a running run: `r3async scale`.
 
-The request is a file in the run's directory (`actors/driver.py`), and the answer comes in the run's events.
+The request is a file in the run's directory (`actors/fleet_scaler.py`), and the answer comes in the run's events.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from r3async.actors.driver import ScaleRequest, write_scale_request
+from r3async.actors.fleet_scaler import ScaleRequest, write_scale_request
 from r3async.checkpoint.run_lock import is_run_in_use
 from r3async.config import ConfigError
 from r3async.views.follow import FollowedFile, FollowedRun

@@ -44,7 +44,7 @@ from .train import (
 )
 
 if TYPE_CHECKING:
-    from r3async.actors.driver import RunDirectory
+    from r3async.actors.run_directory import RunDirectory
     from r3async.data.versions import Lineage
     from r3async.learner.micro_batches import MicroBatch
 

@@ -29,7 +29,7 @@ from dev.simulation.loop import ProcessKilled
 from dev.simulation.network import ANY_NAME, MessagePath, SimulatedFrames
 from dev.simulation.observe import MEMORY_DIRECTORY, WatchedSimulation
 from dev.simulation.processes import HostProcess
-from r3async.actors.driver import ScaleRequest, write_scale_request
+from r3async.actors.fleet_scaler import ScaleRequest, write_scale_request
 from r3async.untrusted import MalformedError
 from r3async.weights import relay
 

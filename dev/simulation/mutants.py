@@ -18,15 +18,17 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dev.simulation.disk import SimulatedFile, SimulatedFiles
-from r3async.actors import learner as reception
+from r3async.actors import trajectory_inbox
 from r3async.actors.delivery import VersionWriter
+from r3async.actors.evaluator import Evaluator
 from r3async.actors.fleet import Fleet, FleetGenerator
 from r3async.actors.generator import GeneratorActor
 from r3async.actors.installer import VersionInstaller
-from r3async.actors.learner import LearnerActor, TrajectoryInbox
-from r3async.actors.leasing import LeaseDispatcher, VersionGate
-from r3async.actors.ranks import LocalRank
-from r3async.actors.tasks import Evaluator
+from r3async.actors.learner import LearnerActor
+from r3async.actors.lease_client import VersionGate
+from r3async.actors.lease_dispatcher import LeaseDispatcher
+from r3async.actors.rank_actor import LocalRank
+from r3async.actors.trajectory_inbox import TrajectoryInbox
 from r3async.checkpoint.directory import CheckpointDirectory
 from r3async.checkpoint.writer import CheckpointWriter
 from r3async.data import wire as wire_room
@@ -138,11 +140,11 @@ def part_plays_another_task(pose: Any) -> Any:
     return choose_each_time
 
 
-@register_mutant(reception.TrajectoryInbox, "_has_contrast")
+@register_mutant(trajectory_inbox.TrajectoryInbox, "_has_contrast")
 def groups_replaced_for_nothing(has_contrast: Any) -> Any:
     """A step also replaces groups whose rewards differ."""
 
-    def find_no_contrast(self: reception.TrajectoryInbox, group: Any) -> bool:
+    def find_no_contrast(self: trajectory_inbox.TrajectoryInbox, group: Any) -> bool:
         return False
 
     return find_no_contrast
@@ -386,7 +388,7 @@ register_combined(
         "rejection_reason",
         lambda refusal: lambda self, lineage, newest, learner, *, from_earlier_start=False: "",
     ),
-    (reception, "validate_trajectories", _unless_kept),
+    (trajectory_inbox, "validate_trajectories", _unless_kept),
 )
 
 

@@ -1,7 +1,7 @@
 """The learner's step, from top to bottom: groups of trajectories become updates of the weights, and metrics.
 
 In the learner actor, while the previous step trains, if the groups have arrived by then
-(`actors/learner.py`, `NextStep`):
+(`actors/trajectory_inbox.py`, `NextStep`):
 
 1. A trajectory that cannot be trained is replaced by a placeholder    `Trainer.prepare_step`, `replace_untrainable`
 2. Advantages, minibatches, the weight of every token in the loss      `prepare_minibatches`

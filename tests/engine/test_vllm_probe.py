@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from r3async.actors.installer import probe_generator
+from r3async.actors.generator_probe import probe_generator
 from r3async.actors.process import RunFailed
 from r3async.config import load_config
 from r3async.learner.torch.backend import TorchLearner

@@ -14,7 +14,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed.utils import StatelessProcessGroup
 
-from r3async.actors.delivery import choose_weight_backend
+from r3async.actors.weight_transport import choose_weight_backend
 from r3async.config import load_config
 from r3async.rollout.vllm import worker as vllm_worker
 from r3async.rollout.vllm.engine import _verify_manifest

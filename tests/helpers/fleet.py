@@ -7,7 +7,7 @@ import numpy as np
 from r3async.actors.delivery import Published
 from r3async.actors.fleet import Fleet, LearnerAddress
 from r3async.actors.installer import VersionInstaller
-from r3async.actors.leasing import LeaseDispatcher
+from r3async.actors.lease_dispatcher import LeaseDispatcher
 from r3async.actors.membership import FleetMembership
 from r3async.config import ScheduleConfig, load_config
 from r3async.rollout.engine import InstallReport

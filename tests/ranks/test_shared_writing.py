@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from r3async.actors.ranks import LocalRank
+from r3async.actors.rank_actor import LocalRank
 from r3async.config import Config
 from r3async.learner.megatron.backend import MegatronLearner
 from r3async.learner.torch.backend import TorchLearner

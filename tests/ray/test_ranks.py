@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from r3async.actors.placement import WRITE_LANE, rank_placement
-from r3async.actors.ranks import LocalRank, RankActor, RemoteRanks
+from r3async.actors.rank_actor import LocalRank, RankActor
+from r3async.actors.ranks import RemoteRanks
+from r3async.actors.reserved_places import WRITE_LANE, rank_placement
 from r3async.config import Config, config_to_dict
 from r3async.learner import LearnerError
 from r3async.weights.version_file import verify_version_file

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from r3async.actors.ranks import RankActor, RemoteRanks
+from r3async.actors.rank_actor import RankActor
+from r3async.actors.ranks import RemoteRanks
 from r3async.checkpoint.tensors import LearnerStateReader
 from tests.helpers import models as hm
 from tests.helpers.checkpoint import contents, paths, settings

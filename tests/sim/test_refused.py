@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from r3async.actors.learner import LearnerActor, TrajectoryInbox
+from r3async.actors.learner import LearnerActor
 from r3async.actors.process import RunFailed
+from r3async.actors.trajectory_inbox import TrajectoryInbox
 from r3async.envs import Message
 from r3async.record.reading import read_quarantine
 from r3async.tools.inspect.look import describe_run_contents

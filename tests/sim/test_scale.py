@@ -10,8 +10,8 @@ from dev.simulation.run import SimulatedRun as SimulatedRun
 from dev.simulation.run import tiny_model_directory
 from dev.simulation.shrink import SimulationCase
 from dev.simulation.workload import SimulatedWorkload
-from r3async.actors.driver import ScaleRequest, write_scale_request
-from r3async.actors.leasing import LeaseDispatcher
+from r3async.actors.fleet_scaler import ScaleRequest, write_scale_request
+from r3async.actors.lease_dispatcher import LeaseDispatcher
 from tests.sim.test_accounting import rehearse
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from dev.simulation.processes import HostProcess
 from dev.simulation.world import SimulatedHost, Simulation
-from r3async.actors.driver import RunLauncher, open_run_directory, supervise_run
+from r3async.actors.driver import RunLauncher, supervise_run
 from r3async.actors.generator import GeneratorActor, GeneratorFactories
+from r3async.actors.run_directory import open_run_directory
 from r3async.config import load_config
 from r3async.envs import Action, Message, StepResult
 from r3async.record.reading import read_json_objects

@@ -13,7 +13,7 @@ import pytest
 from r3async.actors.conductor import Conductor
 from r3async.actors.generator import GeneratorActor
 from r3async.actors.learner import LearnerActor
-from r3async.actors.ranks import RankActor
+from r3async.actors.rank_actor import RankActor
 from r3async.checkpoint import CheckpointDirectory
 from r3async.checkpoint.run_lock import RunLock
 from r3async.config import BufferConfig, ConfigError, load_config

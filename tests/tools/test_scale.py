@@ -5,8 +5,7 @@ import time
 
 import pytest
 
-from r3async.actors.delivery import check_can_join, check_learner_reachable, choose_weight_backend
-from r3async.actors.driver import (
+from r3async.actors.fleet_scaler import (
     SCALE_REQUEST_FILE,
     ScaleRequest,
     read_scale_request,
@@ -14,6 +13,7 @@ from r3async.actors.driver import (
     write_scale_request,
 )
 from r3async.actors.placement import ResourceDemand, make_supposed_hosts, plan_engine, plan_layout
+from r3async.actors.weight_transport import check_can_join, check_learner_reachable, choose_weight_backend
 from r3async.checkpoint.run_lock import RunLock
 from r3async.config import ConfigError, load_config
 from r3async.record.events import open_event_log

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3async.actors.learner import NextStep, TrajectoryInbox
-from r3async.actors.ranks import LocalRank
+from r3async.actors.rank_actor import LocalRank
+from r3async.actors.trajectory_inbox import NextStep, TrajectoryInbox
 from r3async.config import config_from_dict
 from r3async.learner.packing_plan import CostModel
 from r3async.learner.trainer import StepOutcome, Trainer

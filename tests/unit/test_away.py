@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from r3async.actors.placement import (
+from r3async.actors.process import RunFailed
+from r3async.actors.remote_generators import (
     check_shares_run_directory,
     fetch_model_files,
     publish_model_files,
     shares_run_directory,
 )
-from r3async.actors.process import RunFailed
 from r3async.checkpoint.run_starts import begin_lineage
 from r3async.record.events import EVENTS_FILE, open_event_log
 from r3async.record.reading import read_json_objects
@@ -55,7 +55,7 @@ def test_an_engine_without_weights_begins_with_made_up_ones(tiny_model, tmp_path
 
 
 def test_a_directory_that_is_no_model_is_not_sent(tmp_path, monkeypatch):
-    monkeypatch.setattr("r3async.actors.placement.MAX_MODEL_FILES_BYTES", 100)
+    monkeypatch.setattr("r3async.actors.remote_generators.MAX_MODEL_FILES_BYTES", 100)
     (tmp_path / "log").write_bytes(b"x" * 101)
     with pytest.raises(RunFailed, match="more than 100 bytes beside its weights"):
         publish_model_files(Shared(), tmp_path)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from r3async.actors.ranks import LocalRank
+from r3async.actors.rank_actor import LocalRank
 from r3async.config import config_from_dict
 from r3async.data.tokens import Sample, TokenTable
 from r3async.learner import LearnerError

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from r3async.actors.ranks import LocalRank
+from r3async.actors.rank_actor import LocalRank
 from r3async.config import config_from_dict, load_config
 from r3async.learner import MinibatchResult, build_learner
 from r3async.learner.metrics import LAST_EPOCH_METRIC, combine_results

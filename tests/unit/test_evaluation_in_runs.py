@@ -7,12 +7,12 @@ import json
 import msgspec
 import pytest
 
-from r3async.actors import tasks
+from r3async.actors import evaluator as evaluator_module
+from r3async.actors.evaluator import Evaluator
 from r3async.actors.fleet import Fleet
 from r3async.actors.generator import GeneratorActor, GeneratorFactories
 from r3async.actors.leasing import LeaseAnswer, LeaseCall
 from r3async.actors.process import ActorNotLoaded
-from r3async.actors.tasks import Evaluator
 from r3async.checkpoint.evaluations import read_evaluations, write_evaluation
 from r3async.config import config_from_dict, config_to_dict, load_config
 from r3async.schedule.admission import GroupLease
@@ -60,8 +60,8 @@ async def test_a_run_that_has_loaded_begins_evaluations_without_reading_files(tm
         raise OSError(errno.EMFILE, "Too many open files")
 
     it, _, _ = evaluator(tmp_path, at_start=True)
-    monkeypatch.setattr("r3async.actors.tasks.read_evaluations", no_descriptors)
-    monkeypatch.setattr("r3async.actors.tasks.read_json_objects", no_descriptors)
+    monkeypatch.setattr("r3async.actors.evaluator.read_evaluations", no_descriptors)
+    monkeypatch.setattr("r3async.actors.evaluator.read_json_objects", no_descriptors)
     it.resume_evaluations(0, 0)
     await settle(it)
     assert [line["step"] for line in lines(tmp_path)] == [0]
@@ -229,7 +229,7 @@ async def test_a_result_waits_for_a_disk_that_does_not_take_it(tmp_path, monkeyp
         return write_evaluation(directory, evaluation, **facts)
 
     refused = []
-    monkeypatch.setattr(tasks, "write_evaluation", write)
+    monkeypatch.setattr(evaluator_module, "write_evaluation", write)
     it, events, _ = evaluator(tmp_path)
     it._disk_wait._retry_seconds = 0.05
     it.evaluate_if_due(2, 0)

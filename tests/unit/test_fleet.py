@@ -10,9 +10,10 @@ import msgspec
 import pytest
 
 from r3async.actors.conductor import Conductor
-from r3async.actors.delivery import choose_weight_backend
-from r3async.actors.leasing import LeaseAnswer, LeaseCall, LeaseDispatcher
+from r3async.actors.lease_dispatcher import LeaseDispatcher
+from r3async.actors.leasing import LeaseAnswer, LeaseCall
 from r3async.actors.process import ActorNotLoaded, RunFailed
+from r3async.actors.weight_transport import choose_weight_backend
 from r3async.config import config_to_dict, load_config
 from r3async.rollout.engine import EngineLostError, InstallReport
 from r3async.weights.manifest import TensorEntry, TensorMismatch, WeightManifest

@@ -15,7 +15,7 @@ import pytest
 import torch
 import zmq
 
-from r3async.actors.delivery import (
+from r3async.actors.weight_transport import (
     build_part_server,
     build_weight_receiver,
     build_weight_sender,

@@ -10,7 +10,8 @@ import pytest
 
 import r3async.actors.conductor
 from r3async.actors.conductor import Conductor
-from r3async.actors.leasing import HEARTBEAT_SECONDS, LeaseAnswer, LeaseCall, LeaseClient, VersionGate
+from r3async.actors.lease_client import LeaseClient, VersionGate
+from r3async.actors.leasing import HEARTBEAT_SECONDS, LeaseAnswer, LeaseCall
 from r3async.config import config_to_dict, load_config
 from r3async.rollout.engine import EngineLostError
 from r3async.schedule.admission import GroupLease

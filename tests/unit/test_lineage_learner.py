@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from r3async.actors.learner import TrajectoryInbox
+from r3async.actors.trajectory_inbox import TrajectoryInbox
 from r3async.config import BufferConfig, config_from_dict
 from r3async.data import wire
 from r3async.data.model_shape import RoutingShape

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r3async.actors.ranks import LocalRank
+from r3async.actors.rank_actor import LocalRank
 from r3async.config import ConfigError, config_from_dict
 from r3async.data.tokens import Sample, TokenTable, Trajectory, Turn
 from r3async.learner import MinibatchResult, build_learner

@@ -8,7 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from r3async.actors.ranks import LocalRank, RankCall, RankCalls, RankLost, RecoveryLog, RemoteRanks
+from r3async.actors.rank_actor import LocalRank
+from r3async.actors.rank_calls import RankCalls, RankLost
+from r3async.actors.rank_recovery import RankCall, RecoveryLog
+from r3async.actors.ranks import RemoteRanks
 from r3async.config import load_config
 from r3async.learner import LearnerError
 from r3async.world import ActorLostError, ClusterNode

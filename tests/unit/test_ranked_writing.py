@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from r3async.actors.ranks import LocalRank, RankCalls, RankProcesses, RemoteRanks
+from r3async.actors.rank_actor import LocalRank
+from r3async.actors.rank_calls import RankCalls, RankProcesses
+from r3async.actors.ranks import RemoteRanks
 from r3async.config import load_config
 from r3async.learner import LearnerError
 from r3async.weights.delta import digest_version

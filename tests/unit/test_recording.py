@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from r3async.actors.ranks import LocalRank
+from r3async.actors.rank_actor import LocalRank
 from r3async.config import config_to_dict
 from r3async.config.load import config_from_dict
 from r3async.data.versions import Lineage

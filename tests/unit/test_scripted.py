@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from r3async.actors.ranks import LocalRank
+from r3async.actors.rank_actor import LocalRank
 from r3async.checkpoint.tensors import LearnerStateReader, write_rank_file
 from r3async.config import ConfigError, load_config
 from r3async.data.model_shape import RoutingShape

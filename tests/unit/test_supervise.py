@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from r3async.actors import driver
-from r3async.actors.driver import FleetScaler, RunHandle, RunLauncher, supervise_run
+from r3async.actors.driver import RunHandle, RunLauncher, supervise_run
+from r3async.actors.fleet_scaler import FleetScaler
 from r3async.actors.process import ProcessLost, RunFailed
 from r3async.checkpoint.run_starts import mark_run_directory
 from r3async.config import config_to_toml, load_config

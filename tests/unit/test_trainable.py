@@ -130,6 +130,7 @@ def test_a_group_that_fails_though_nobody_in_it_is_to_blame_is_skipped_and_a_def
 
     monkeypatch.setattr(trainer, "prepare_minibatches", refuse_first_group)
     monkeypatch.setattr(trainer, "prepare_minibatches", refuse_first_group)
+    monkeypatch.setattr(trainer, "prepare_minibatches", refuse_first_group)
     monkeypatch.setattr(prepare, "prepare_minibatches", refuse_first_group)
     prepared = prepare_step(groups)
     reasons = {u.trajectory.trajectory_id: u.reason for u in prepared.rejected}
@@ -142,6 +143,7 @@ def test_a_group_that_fails_though_nobody_in_it_is_to_blame_is_skipped_and_a_def
     def broken(some: Any, config: Config) -> None:
         raise RuntimeError("a defect")
 
+    monkeypatch.setattr(trainer, "prepare_minibatches", broken)
     monkeypatch.setattr(trainer, "prepare_minibatches", broken)
     monkeypatch.setattr(trainer, "prepare_minibatches", broken)
     monkeypatch.setattr(prepare, "prepare_minibatches", broken)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from r3async.actors.learner import LearnerActor, TrainStepResult
-from r3async.actors.ranks import LocalRank
+from r3async.actors.rank_actor import LocalRank
 from r3async.config import AlgorithmConfig, Config, ConfigError, config_from_dict, config_to_dict
 from r3async.data.tokens import Sample, Trajectory, Turn
 from r3async.learner import build_learner

@@ -13,7 +13,7 @@ import pytest
 
 from r3async.actors.fleet import Fleet
 from r3async.actors.learner import LearnerStatus
-from r3async.actors.leasing import LeaseDispatcher
+from r3async.actors.lease_dispatcher import LeaseDispatcher
 from r3async.actors.process import PolledCall, ProcessLost, RunFailed
 from r3async.actors.stalls import StallMonitor
 from r3async.config import ScheduleConfig, load_config

@@ -20,12 +20,12 @@ from r3async.actors.learner import (
     LearnerComponents,
     LearnerModel,
     LearnerStatus,
-    NextStep,
     StepCounts,
     TrainStepResult,
 )
 from r3async.actors.process import RunFailed
-from r3async.actors.ranks import LocalRank
+from r3async.actors.rank_actor import LocalRank
+from r3async.actors.trajectory_inbox import NextStep
 from r3async.config import config_to_dict, load_config
 from r3async.learner import LearnerError
 from r3async.learner.packing_plan import CostModel

@@ -11,8 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple, Protocol
 
-from r3async.world import Buffer, Files
-from r3async.world.disk import FileStat
+from r3async.world import Buffer, Files, FileStat
 
 __all__ = [
     "GROW_OPERATIONS",

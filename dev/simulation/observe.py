@@ -86,8 +86,7 @@ from r3async.transport.memory_budget import NO_GROUP_LIMIT
 from r3async.untrusted import MalformedError, decode_json, decode_msgpack
 from r3async.weights import relay
 from r3async.weights.manifest import WeightError
-from r3async.world import ActorOptions, File, Files, WorkerThread
-from r3async.world.disk import FileStat
+from r3async.world import ActorOptions, File, Files, FileStat, WorkerThread
 from r3async.world.files import read_file
 
 P = ParamSpec("P")

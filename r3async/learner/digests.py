@@ -18,8 +18,9 @@ from r3async.learner.row_shares import to_local
 
 if TYPE_CHECKING:
     from r3async.data.tokens import Sample
-    from r3async.learner.backend import LearnerBackend
+    from r3async.learner.expert_biases import ExpertBias
     from r3async.learner.micro_batches import MicroBatch
+    from r3async.learner.optimizer import MasterAdamW
 
 ScoreCallback = Callable[[int, torch.Tensor, torch.Tensor], Any]
 DIGEST_MODULUS = 2**64
@@ -71,15 +72,15 @@ class StageDigests:
         for index, gradient in enumerate(gradients):
             self.add("gradients", str(index), to_local(gradient))
 
-    def pop_digests(self, backend: LearnerBackend) -> dict[str, int]:
+    def pop_digests(self, optimizer: MasterAdamW, expert_biases: Sequence[ExpertBias]) -> dict[str, int]:
         """Return the digests of the minibatch that has just been trained, and start the next one.
 
         They include the optimizer's state as it is now.
         """
-        for index, tensors in enumerate(backend.optimizer.iter_states()):
+        for index, tensors in enumerate(optimizer.iter_states()):
             for kind, tensor in tensors.items():
                 self.add("weights" if kind == "master" else "moments", f"{index} {kind}", tensor)
-        for bias in backend.expert_biases:
+        for bias in expert_biases:
             self.add("weights", bias.name, bias.tensor)
         found, self._digests = self._digests, dict.fromkeys(RANK_STAGES, 0)
         return found

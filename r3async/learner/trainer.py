@@ -322,7 +322,9 @@ def train_minibatch(
     if backend.stage_digests is None:
         return result
     with stage("recording"):
-        return msgspec.structs.replace(result, digests=backend.stage_digests.pop_digests(backend))
+        return msgspec.structs.replace(
+            result, digests=backend.stage_digests.pop_digests(backend.optimizer, backend.expert_biases)
+        )
 
 
 def begin_minibatch(

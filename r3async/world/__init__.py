@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, runtime_che
 
 if TYPE_CHECKING:
     from r3async.world.appending import RecordFlusher
-    from r3async.world.disk import FileStat
 
 
 class EventReporter(Protocol):
@@ -266,6 +265,23 @@ class Threads(Protocol):
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FileStat:
+    """Status of a file or directory, as `Files.stat` returns it.
+
+    Attributes:
+        size: Size in bytes.
+        modified: A number that orders files by when they were last written.
+        is_directory: True for a directory.
+        mode: Permissions.
+    """
+
+    size: int
+    modified: int
+    is_directory: bool
+    mode: int
 
 
 class File(Protocol):

@@ -11,33 +11,15 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from r3async.world import Buffer
+from r3async.world import Buffer, FileStat
 
 WRITEV_BUFFERS = 512
 """Number of buffers in one call of `writev`; the system's limit is 1,024."""
 
 LOCK_RETRY_SECONDS = 0.001
 """Seconds between two attempts to lock a file that is locked by another process."""
-
-
-@dataclass(frozen=True)
-class FileStat:
-    """Status of a file or directory, as `Files.stat` returns it.
-
-    Attributes:
-        size: Size in bytes.
-        modified: A number that orders files by when they were last written.
-        is_directory: True for a directory.
-        mode: Permissions.
-    """
-
-    size: int
-    modified: int
-    is_directory: bool
-    mode: int
 
 
 class SystemFile:

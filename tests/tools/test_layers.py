@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dev.lint import circles
 from dev.lint.circles import check_package
 from tests.helpers.cli import run_program
 
@@ -87,10 +88,17 @@ def test_an_import_that_closes_a_circle_is_named_also_within_a_function(copy, fi
     assert f"{back}, line " in said
 
 
-def test_an_import_for_types_alone_closes_no_circle(copy):
+def test_an_import_for_types_alone_closes_a_circle_too(copy):
     with (copy / "r3async/world/disk.py").open("a") as file:
         file.write(
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from r3async.world.real import RealWorld\n"
         )
     done = find_circles(copy)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "from r3async.world.real import RealWorld" in done.stdout
+
+
+def test_an_exception_that_is_not_needed_is_named(monkeypatch):
+    monkeypatch.setitem(circles.TYPES_ALONE, ("r3async.learner.loss", "r3async.learner.backend"), "it is no import")
+    (said,) = check_package("r3async")
+    assert said.startswith("r3async.learner.loss does not import r3async.learner.backend for types alone")

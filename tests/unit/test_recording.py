@@ -216,8 +216,8 @@ def groups_of_adam(name, factor):
     return change
 
 
-def moment(backend):
-    for state in backend.optimizer._adam.state.values():
+def moment(optimizer):
+    for state in optimizer._adam.state.values():
         state["exp_avg_sq"].mul_(1 + 1e-6)
 
 
@@ -263,7 +263,7 @@ PLANTED = {
     "another beta": (*of_learner(groups_of_adam("betas", lambda b: (b[0], b[1] * 0.99))), "weights"),
     "moments that were changed behind it": (
         "digests.StageDigests.pop_digests",
-        lambda call: lambda self, backend: (moment(backend), call(self, backend))[1],
+        lambda call: lambda self, optimizer, biases: (moment(optimizer), call(self, optimizer, biases))[1],
         "moments",
     ),
     "a figure that is counted otherwise": ("trainer.build_minibatch_result", counted, "metrics"),

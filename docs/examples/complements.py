@@ -25,7 +25,10 @@ def correct(completions, answer, **columns):
 def close(completions, answer, **columns):
     """The share of its digits that are right."""
     pairs = zip(completions, answer, strict=True)
-    return [sum(map(str.__eq__, text_of(c), want)) / max(len(text_of(c)), len(want)) for c, want in pairs]
+    return [
+        sum(map(str.__eq__, text_of(c), want)) / max(len(text_of(c)), len(want))
+        for c, want in pairs
+    ]
 
 
 def text_of(completion):

@@ -140,10 +140,18 @@ def apart(runs: Sequence[Run]) -> str:
     lines = []
     for row in rows([r for r in runs if r.point.startswith(FIRST)]):
         mine = [r for r in runs if r.point == row.point]
-        ratios = sorted(fmean(r.served) / fmean(r.replayed) for r in mine if fmean(r.replayed) > 1e-9)
-        ratio = f"{row.served / row.replayed:.1f} ({ratios[0]:.1f} - {ratios[-1]:.1f})" if ratios else ""
+        ratios = sorted(
+            fmean(r.served) / fmean(r.replayed) for r in mine if fmean(r.replayed) > 1e-9
+        )
+        ratio = (
+            f"{row.served / row.replayed:.1f} ({ratios[0]:.1f} - {ratios[-1]:.1f})"
+            if ratios
+            else ""
+        )
         name = row.point.removeprefix(FIRST).replace("noise=0.0 precision=", "").replace("=", " ")
-        lines.append([name, f"{row.agreement:.3f}", f"{row.served:.2g}", f"{row.replayed:.2g}", ratio])
+        lines.append(
+            [name, f"{row.agreement:.3f}", f"{row.served:.2g}", f"{row.replayed:.2g}", ratio]
+        )
     heads = ("disturbance", "agreement", "KL, own routing", "KL, replayed", "ratio (by seed)")
     return markdown(heads, lines)
 
@@ -176,7 +184,9 @@ TABLES = {"apart": apart, "trained": trained}
 def page(text: str, runs: Sequence[Run]) -> str:
     """The page with its tables, which stand between `<!-- replay map: NAME -->` and `<!-- end of NAME -->`."""
     for name, made in TABLES.items():
-        place = re.compile(rf"(<!-- replay map: {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
+        place = re.compile(
+            rf"(<!-- replay map: {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL
+        )
         table = made(runs)
         text, count = place.subn(lambda m, table=table: f"{m[1]}{table}{m[2]}", text)
         if count != 1:

@@ -39,7 +39,9 @@ Point = tuple[float, float]
 class Panel:
     """One pair of logarithmic axes. `x`, `y`: (smallest, largest)."""
 
-    def __init__(self, left: int, title: str, note: str, x: tuple[float, float], y: tuple[float, float]):
+    def __init__(
+        self, left: int, title: str, note: str, x: tuple[float, float], y: tuple[float, float]
+    ):
         self.left, self.x, self.y = left, x, y
         self.parts = [text(left, TOP - 34, title, "title ink"), text(left, TOP - 16, note, "soft")]
 
@@ -50,11 +52,16 @@ class Panel:
 
         return self.left + PANEL[0] * share(x, self.x), TOP + PANEL[1] * (1 - share(y, self.y))
 
-    def axes(self, xs: Sequence[float], ys: Sequence[float], label: str, shown: Callable[[float], str]) -> None:
+    def axes(
+        self, xs: Sequence[float], ys: Sequence[float], label: str, shown: Callable[[float], str]
+    ) -> None:
         bottom, right = TOP + PANEL[1], self.left + PANEL[0]
         for value in xs:
             x, _ = self.at(value, self.y[0])
-            self.parts += [line(x, TOP, x, bottom, "grid"), text(x, bottom + 18, f"{value:g}", "soft", "middle")]
+            self.parts += [
+                line(x, TOP, x, bottom, "grid"),
+                text(x, bottom + 18, f"{value:g}", "soft", "middle"),
+            ]
         for value in ys:
             _, y = self.at(self.x[0], value)
             self.parts += [
@@ -70,7 +77,9 @@ class Panel:
         self.parts.append(f'<polyline class="line {kind}" points="{path}"/>')
         if dots:
             fill = "f" + kind.split()[0]
-            self.parts += [f'<circle class="{fill}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in placed]
+            self.parts += [
+                f'<circle class="{fill}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in placed
+            ]
 
     def legend(self, entries: Sequence[tuple[str, str]], x: float, y: float) -> None:
         for row, (kind, name) in enumerate(entries):
@@ -89,7 +98,9 @@ def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
     return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
 
 
-def above(histograms: Sequence[Sequence[int]], *, floor: int = -6, per_decade: int = 8) -> list[Point]:
+def above(
+    histograms: Sequence[Sequence[int]], *, floor: int = -6, per_decade: int = 8
+) -> list[Point]:
     """(|Δ|, share of tokens above it), from the histograms of several seeds added up."""
     counts = [sum(column) for column in zip(*histograms, strict=True)]
     total, left, points = sum(counts), sum(counts), []
@@ -109,8 +120,15 @@ def tails(report: dict[str, Any]) -> Panel:
     cases = [case["learners"]["bfloat16"] for case in report["headline"]]
     tokens = sum(case["rollouts"]["sampled_tokens"] for case in report["headline"])
     note = f"{shape(report)}, gate std 0.1; {tokens:,} tokens"
-    panel = Panel(LEFT[0], "Share of sampled tokens with |Δ| above x", note, (1e-3, 0.3), (3e-5, 1.0))
-    panel.axes([0.001, 0.01, 0.1], [1, 0.1, 0.01, 1e-3, 1e-4], "|Δ| = |log π − log μ|, nats", lambda v: f"{v:.4g}")
+    panel = Panel(
+        LEFT[0], "Share of sampled tokens with |Δ| above x", note, (1e-3, 0.3), (3e-5, 1.0)
+    )
+    panel.axes(
+        [0.001, 0.01, 0.1],
+        [1, 0.1, 0.01, 1e-3, 1e-4],
+        "|Δ| = |log π − log μ|, nats",
+        lambda v: f"{v:.4g}",
+    )
     for side, kind in (("own", "a"), ("replay", "b")):
         panel.draw([p for p in above([c[side]["histogram"] for c in cases]) if p[0] >= 1e-3], kind)
     panel.legend([("a", "own routing"), ("b", "replay")], 16, 150)
@@ -118,21 +136,32 @@ def tails(report: dict[str, Any]) -> Panel:
 
 
 def sharpness(report: dict[str, Any], table: dict[str, Any]) -> Panel:
-    panel = Panel(LEFT[1], "KL without replay / KL with replay", shape(report), (0.017, 1.2), (0.8, 30))
+    panel = Panel(
+        LEFT[1], "KL without replay / KL with replay", shape(report), (0.017, 1.2), (0.8, 30)
+    )
     panel.axes(
-        [0.02, 0.05, 0.1, 0.2, 0.5, 1], [1, 2, 5, 10, 20], "router weights, standard deviation", lambda v: f"{v:g}"
+        [0.02, 0.05, 0.1, 0.2, 0.5, 1],
+        [1, 2, 5, 10, 20],
+        "router weights, standard deviation",
+        lambda v: f"{v:g}",
     )
     cases = [case for case in table["table"] if case["varied"] == "gate_std"]
     for dtype, kind in (("bfloat16", "c"), ("float32", "c dash")):
-        points = [(case["rollouts"]["gate_std"], case["learners"][dtype]["kl_ratio"]) for case in cases]
-        points.append((report["headline"][0]["rollouts"]["gate_std"], report["summary"][dtype]["kl_ratio"]))
+        points = [
+            (case["rollouts"]["gate_std"], case["learners"][dtype]["kl_ratio"]) for case in cases
+        ]
+        points.append(
+            (report["headline"][0]["rollouts"]["gate_std"], report["summary"][dtype]["kl_ratio"])
+        )
         panel.draw(sorted(points), kind, dots=True)
     panel.legend([("c", "bfloat16 learner"), ("c dash", "float32 learner")], 180, 14)
     return panel
 
 
 def draw() -> str:
-    report, table = (json.loads((HERE / f"routing-replay{kind}.json").read_text()) for kind in ("", "-table"))
+    report, table = (
+        json.loads((HERE / f"routing-replay{kind}.json").read_text()) for kind in ("", "-table")
+    )
     parts = [part for panel in (tails(report), sharpness(report, table)) for part in panel.parts]
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" role="img" '

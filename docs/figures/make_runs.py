@@ -34,7 +34,10 @@ def came_to(run: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"steps": len(rows), "metrics": {}, "evaluations": {}}
     for name in METRICS:
         if all(name in row for row in rows):
-            found["metrics"][name] = {"first": mean(rows[:FIRST], name), "last": mean(rows[-LAST:], name)}
+            found["metrics"][name] = {
+                "first": mean(rows[:FIRST], name),
+                "last": mean(rows[-LAST:], name),
+            }
     for name in EVALUATED:
         with_it = [row[name] for row in evaluations if name in row]
         if with_it:
@@ -43,7 +46,9 @@ def came_to(run: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", help="of the file, in docs/figures")
     parser.add_argument("runs", nargs="+", type=Path, help="directories of finished runs")
     parser.add_argument("--commit", required=True, help="that the runs were made at")
@@ -51,7 +56,9 @@ def main() -> None:
     parser.add_argument("--add", action="store_true", help="keep the runs that the file has")
     asked = parser.parse_args()
     path = HERE / asked.name
-    data: dict[str, Any] = json.loads(path.read_text()) if asked.add else {"first": FIRST, "last": LAST, "runs": {}}
+    data: dict[str, Any] = (
+        json.loads(path.read_text()) if asked.add else {"first": FIRST, "last": LAST, "runs": {}}
+    )
     for run in asked.runs:
         data["runs"][run.name] = {"commit": asked.commit, "command": asked.command} | came_to(run)
     path.write_text(json.dumps(data) + "\n")

@@ -19,7 +19,15 @@ SECONDS = 24.0
 """Length of the stretch that is shown."""
 WIDTH, LEFT, LANE, GAP = 860, 96, 22, 10
 LANES = ("groups", "engine", "learner", "weights")
-COLOURS = {"play": "a", "pause": "d", "train": "b", "wait": "w", "snapshot": "c", "write": "c", "deliver": "d"}
+COLOURS = {
+    "play": "a",
+    "pause": "d",
+    "train": "b",
+    "wait": "w",
+    "snapshot": "c",
+    "write": "c",
+    "deliver": "d",
+}
 STYLE = """
 .card{fill:#fff}.ink{fill:#24292f}.soft{fill:#57606a}.axis{stroke:#8c959f}
 .a{fill:#1a7f37}.b{fill:#0969da}.c{fill:#8250df}.d{fill:#b3541e}.w{fill:#d0d7de}
@@ -35,7 +43,12 @@ def keep(run: Path, staleness: int) -> dict[str, Any]:
     end = sorted(s["end"] for s in spans if s["what"] == "train")[-1 - staleness]
     start = end - SECONDS
     kept = [
-        {"who": s["who"], "what": s["what"], "start": round(s["start"] - start, 2), "end": round(s["end"] - start, 2)}
+        {
+            "who": s["who"],
+            "what": s["what"],
+            "start": round(s["start"] - start, 2),
+            "end": round(s["end"] - start, 2),
+        }
         for s in spans
         if s["end"] > start and s["start"] < end
     ]
@@ -45,7 +58,9 @@ def keep(run: Path, staleness: int) -> dict[str, Any]:
 def panel(run: dict[str, Any], top: float) -> tuple[list[str], float]:
     """The drawing of one run, and its height."""
     scale = (WIDTH - LEFT - 20) / SECONDS
-    out = [f'<text class="ink title" x="{LEFT}" y="{top + 14}">max_staleness = {run["staleness"]}</text>']
+    out = [
+        f'<text class="ink title" x="{LEFT}" y="{top + 14}">max_staleness = {run["staleness"]}</text>'
+    ]
     top += 22
 
     def bar(span: dict[str, Any], y: float, height: float) -> str:
@@ -68,7 +83,11 @@ def panel(run: dict[str, Any], top: float) -> tuple[list[str], float]:
     top += height + GAP
     others = {
         "engine stands": [s for s in run["spans"] if s["what"] == "pause"],
-        "learner": [s for s in run["spans"] if s["who"] == "learner" and s["what"] in ("wait", "train", "snapshot")],
+        "learner": [
+            s
+            for s in run["spans"]
+            if s["who"] == "learner" and s["what"] in ("wait", "train", "snapshot")
+        ],
         "weights": [s for s in run["spans"] if s["what"] in ("write", "deliver")],
     }
     for name, spans in others.items():
@@ -87,7 +106,9 @@ def draw(runs: list[dict[str, Any]]) -> str:
     scale = (WIDTH - LEFT - 20) / SECONDS
     for second in range(0, int(SECONDS) + 1, 4):
         x = LEFT + scale * second
-        body.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{top:.1f}" y2="{top + 5:.1f}"/>')
+        body.append(
+            f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{top:.1f}" y2="{top + 5:.1f}"/>'
+        )
         body.append(f'<text class="soft" x="{x - 6:.1f}" y="{top + 18:.1f}">{second} s</text>')
     legend = [
         ("a", "a group of 8 episodes"),

@@ -39,19 +39,29 @@ def play(base_url: str, api_key: str, task_seed: int) -> float:
     a, b = rng.randint(1, 9), rng.randint(1, 9)
     client = OpenAI(base_url=base_url, api_key=api_key)
     messages: list = [{"role": "user", "content": f"{a}+{b}"}]
-    first = client.chat.completions.create(model="policy", messages=messages, tools=[ADD]).choices[0].message
+    first = (
+        client.chat.completions.create(model="policy", messages=messages, tools=[ADD])
+        .choices[0]
+        .message
+    )
     if not first.tool_calls:
         return 0.25 * alike(first.content or "", CALL.format(a=a, b=b))
     call = first.tool_calls[0].function
     arguments = json.loads(call.arguments)
-    right_call = call.name == "add" and sorted(str(v) for v in arguments.values()) == sorted([str(a), str(b)])
+    right_call = call.name == "add" and sorted(str(v) for v in arguments.values()) == sorted(
+        [str(a), str(b)]
+    )
     try:
         result = str(sum(int(value) for value in arguments.values()))
     except (TypeError, ValueError):
         result = "error"
     messages += [first, {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": result}]
     try:
-        second = client.chat.completions.create(model="policy", messages=messages, tools=[ADD]).choices[0].message
+        second = (
+            client.chat.completions.create(model="policy", messages=messages, tools=[ADD])
+            .choices[0]
+            .message
+        )
     except BadRequestError:  # the call was so long that no tokens are left for an answer
         return 0.25
     return (0.5 if right_call else 0.25) + 0.5 * alike(second.content or "", str(a + b))

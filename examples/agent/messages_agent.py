@@ -39,11 +39,18 @@ def play(base_url: str, api_key: str, task_seed: int) -> float:
     calls = [block for block in first.content if block.type == "tool_use"]
     if not calls:
         return 0.0
-    results = [{"type": "tool_result", "tool_use_id": c.id, "content": added(c.input)} for c in calls]
+    results = [
+        {"type": "tool_result", "tool_use_id": c.id, "content": added(c.input)} for c in calls
+    ]
     reward = 0.5 if results[0]["content"] == str(a + b) else 0.25
-    messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
+    messages += [
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": results},
+    ]
     try:
-        second = client.messages.create(model="policy", max_tokens=16, messages=messages, tools=[ADD])
+        second = client.messages.create(
+            model="policy", max_tokens=16, messages=messages, tools=[ADD]
+        )
     except BadRequestError:  # the call was so long that no tokens are left for an answer
         return 0.25
     text = "".join(block.text for block in second.content if block.type == "text")

@@ -26,8 +26,14 @@ TASKS = [
         "def mean(values):\n    return sum(values) / (len(values) - 1)\n",
         "import work\n\nassert work.mean([2, 4, 9]) == 5\n",
     ),
-    ("def largest(values):\n    return min(values)\n", "import work\n\nassert work.largest([4, 9, 2]) == 9\n"),
-    ("def last(values):\n    return values[0]\n", "import work\n\nassert work.last([4, 9, 2]) == 2\n"),
+    (
+        "def largest(values):\n    return min(values)\n",
+        "import work\n\nassert work.largest([4, 9, 2]) == 9\n",
+    ),
+    (
+        "def last(values):\n    return values[0]\n",
+        "import work\n\nassert work.last([4, 9, 2]) == 2\n",
+    ),
     ("def middle(a, b):\n    return a + b / 2\n", "import work\n\nassert work.middle(4, 8) == 6\n"),
 ]
 """Files work.py, each with a fault, and check.py."""
@@ -58,7 +64,12 @@ def play(task_seed: int) -> float:
         ]
         subprocess.run(command, cwd=directory, env=os.environ | variables, stdout=sys.stderr)
         Path(directory, "check.py").write_text(check)  # as it was
-        return float(subprocess.run([sys.executable, "check.py"], cwd=directory, capture_output=True).returncode == 0)
+        return float(
+            subprocess.run(
+                [sys.executable, "check.py"], cwd=directory, capture_output=True
+            ).returncode
+            == 0
+        )
 
 
 if __name__ == "__main__":

@@ -39,11 +39,18 @@ def play(base_url: str, api_key: str, task_seed: int) -> float:
     calls = [item for item in first.output if item.type == "function_call"]
     if not calls:
         return 0.0
-    results = [{"type": "function_call_output", "call_id": c.call_id, "output": added(c.arguments)} for c in calls]
+    results = [
+        {"type": "function_call_output", "call_id": c.call_id, "output": added(c.arguments)}
+        for c in calls
+    ]
     reward = 0.5 if results[0]["output"] == str(a + b) else 0.25
     try:
         second = client.responses.create(
-            model="policy", input=results, previous_response_id=first.id, tools=[ADD], max_output_tokens=16
+            model="policy",
+            input=results,
+            previous_response_id=first.id,
+            tools=[ADD],
+            max_output_tokens=16,
         )
     except BadRequestError:  # the call was so long that no tokens are left for an answer
         return 0.25

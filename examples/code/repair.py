@@ -21,7 +21,10 @@ BUGS = {
     "total": ("return sum(prices)", "return sum(prices[1:])"),
     "mean": ("return total(prices) / len(prices)", "return total(prices) / (len(prices) - 1)"),
     "cheapest": ("return min(prices)", "return max(prices)"),
-    "discounted": ("return [p * (100 - percent) / 100 for p in prices]", "return [p - percent for p in prices]"),
+    "discounted": (
+        "return [p * (100 - percent) / 100 for p in prices]",
+        "return [p - percent for p in prices]",
+    ),
 }
 """By the function: its line as it should be, and as it is in a task."""
 
@@ -84,7 +87,9 @@ class MendRepository:
         await self.close()
         self.sandbox = await Sandbox.open(self.limits, self.image)
         self.bug, self.used = random.Random(task_seed).choice(sorted(BUGS)), 0
-        lines = {name: wrong if name == self.bug else right for name, (right, wrong) in BUGS.items()}
+        lines = {
+            name: wrong if name == self.bug else right for name, (right, wrong) in BUGS.items()
+        }
         await self.sandbox.write({"shop.py": SHOP.format(**lines), "test_shop.py": TESTS})
         return [Message("user", PROMPT)]
 
@@ -130,4 +135,6 @@ class MendRepository:
 
 
 def _call(command: str) -> str:
-    return f"<tool_call>{json.dumps({'name': 'run', 'arguments': {'command': command}})}</tool_call>"
+    return (
+        f"<tool_call>{json.dumps({'name': 'run', 'arguments': {'command': command}})}</tool_call>"
+    )

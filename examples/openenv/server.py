@@ -30,15 +30,23 @@ class Hangman(Environment):
 
     def reset(self, seed=None, episode_id=None, **kwargs):
         self.word, self.found, self.tries = random.Random(seed).choice(WORDS), set(), TRIES
-        return Word(text=f"A word of {len(self.word)} letters: {self.show()}. Name letters, at most six in a try.")
+        return Word(
+            text=f"A word of {len(self.word)} letters: {self.show()}. Name letters, at most six in a try."
+        )
 
     def step(self, action, timeout_s=None, **kwargs):
-        named = list(dict.fromkeys(letter for letter in action.letters.lower() if letter.isalpha()))[:6]
+        named = list(
+            dict.fromkeys(letter for letter in action.letters.lower() if letter.isalpha())
+        )[:6]
         new = [letter for letter in self.word if letter in named and letter not in self.found]
         self.found.update(new)
         self.tries -= 1
         done = self.tries == 0 or self.found >= set(self.word)
-        return Word(text=f"{self.show()}, {self.tries} tries left", reward=len(new) / len(self.word), done=done)
+        return Word(
+            text=f"{self.show()}, {self.tries} tries left",
+            reward=len(new) / len(self.word),
+            done=done,
+        )
 
     def show(self):
         return "".join(letter if letter in self.found else "_" for letter in self.word)
@@ -51,4 +59,9 @@ class Hangman(Environment):
 app = create_app(Hangman, Guess, Word, env_name="hangman", max_concurrent_envs=64)
 
 if __name__ == "__main__":
-    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]) if len(sys.argv) > 1 else 8765, log_level="warning")
+    uvicorn.run(
+        app,
+        host="127.0.0.1",
+        port=int(sys.argv[1]) if len(sys.argv) > 1 else 8765,
+        log_level="warning",
+    )

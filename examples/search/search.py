@@ -81,7 +81,12 @@ class SearchFacts:
     async def step(self, action: Action) -> StepResult:
         left = self.searches - self.used
         results = await run_tool_calls(
-            action.text, self.tools if left else (), self._call, seconds=5, max_calls=left, thinking=action.thinking
+            action.text,
+            self.tools if left else (),
+            self._call,
+            seconds=5,
+            max_calls=left,
+            thinking=action.thinking,
         )
         self.used += len(results)
         if results:

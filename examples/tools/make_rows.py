@@ -9,7 +9,10 @@ def main() -> None:
     with open("orders.jsonl", "w") as file:
         for item, cost in PRICES.items():
             for count in range(2, 12):
-                row = {"prompt": f"What do {count} of the item {item} cost?", "answer": str(count * cost)}
+                row = {
+                    "prompt": f"What do {count} of the item {item} cost?",
+                    "answer": str(count * cost),
+                }
                 file.write(json.dumps(row) + "\n")
 
 
